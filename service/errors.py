@@ -1,5 +1,3 @@
-"""Errors of requests and reasons for their end: one exception, one enum, one table."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -8,7 +6,7 @@ from enum import StrEnum
 
 @dataclass(eq=False)
 class RequestError(Exception):
-    """Refusal of a request. Its sender reads every field: no internal value, path or repr may be in it."""
+    """Refusal of a request. Clients read every field: no internal value, path or repr."""
 
     status: int  # HTTP status
     message: str
@@ -19,9 +17,9 @@ class RequestError(Exception):
 
 
 STORAGE_QUOTA_EXCEEDED = "storage_quota_exceeded"
-"""Code of 429: the tenant's files, batches, responses and records fill its quota."""
+"""Code of 429: the tenant's quota is full."""
 STORAGE_FULL = "storage_full"
-"""Code of 503: only the queue's own share of Redis' memory is left."""
+"""Code of 503: only the queue's reserve of Redis' memory is left."""
 
 
 class StartupError(Exception):
@@ -29,27 +27,25 @@ class StartupError(Exception):
 
 
 class EndReason(StrEnum):
-    """Reason for a request's end. Every accepted request ends exactly once, with one of these."""
+    """Every accepted request ends exactly once, with one of these."""
 
     STOP = "stop"  # EOS, a stop id or a stop string
     LENGTH = "length"  # max_tokens or the model's length
-    CANCELLED = "cancelled"  # by its client
+    CANCELLED = "cancelled"
     DEADLINE = "deadline"
     NUMERICAL_ERROR = "numerical_error"  # NaN in the logits
-    TOO_LARGE = "too_large"  # can never fit the block pool
-    GRAMMAR = "grammar"  # cannot be compiled, or exceeded its limits
-    INVALID = "invalid"  # the worker refused the job
-    SHUTDOWN = "shutdown"  # its worker stopped and the drain time ran out
+    TOO_LARGE = "too_large"  # never fits the block pool
+    GRAMMAR = "grammar"  # cannot be compiled, or too large
+    INVALID = "invalid"
+    SHUTDOWN = "shutdown"  # its worker stopped
     INTERNAL = "internal"  # a bug or a dead device
-    POISONED = "poisoned"  # killed engines; now a dead letter
-    LOST = "lost"  # Redis lost its data, and no worker held the job
+    POISONED = "poisoned"  # killed engines; dead-lettered
+    LOST = "lost"  # Redis lost its data
 
 
 @dataclass(frozen=True)
 class Ending:
-    """HTTP form of an end reason."""
-
-    finish_reason: str | None  # OpenAI's value for a request that succeeded
+    finish_reason: str | None  # OpenAI's value for a success
     status: int
     message: str
 

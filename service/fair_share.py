@@ -1,4 +1,4 @@
-"""Max-min fair share of a divisible resource. `claim.lua` computes the same."""
+"""Max-min fair share. `claim.lua` computes the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def fair_share(total: int, demands: Iterable[int]) -> int:
-    """Return the max-min fair share: a demand below it is met in full, the others get equal parts. At least 1."""
+    """Return the max-min fair share, at least 1: lower demands are met in full."""
     left, ordered = total, sorted(demands)
     for i, demand in enumerate(ordered):
         share = left // (len(ordered) - i)

@@ -1,15 +1,13 @@
 """Beam search, with the rules of Hugging Face's `generate`.
 
-1. Every beam proposes its most likely next tokens. Candidates rank by the sum of their log-probabilities, ties by the
-   rank of the beam, then by token id.
-2. A candidate that ends (stop id, EOS, complete grammar, maximum length) becomes a hypothesis if it is among the first
-   `width`; the best `width` of the others are the next beams.
-3. A hypothesis scores its sum divided by its length to the power of `length_penalty`; the best `width` are kept.
-4. With `width` hypotheses the search is over at once if `early_stopping` is True, else when the best beam cannot beat
-   the worst one: by its present score, or by its score at full length if "never" and the penalty favours length.
+1. Candidates rank by summed log-probability, then by the rank of their beam, then by token id.
+2. A candidate that ends becomes a hypothesis if among the first `width`; the best `width` of the others are the next
+   beams.
+3. A hypothesis scores sum / length ** `length_penalty`; the best `width` are kept.
+4. With `width` hypotheses the search ends if `early_stopping` is True, or the best beam cannot beat the worst one: by
+   its present score, or at full length if "never" and the penalty favours length.
 
-logit_bias, penalties, masks and min_tokens apply to log-probabilities. Temperature, top_k, top_p, min_p and seed are
-ignored.
+logit_bias, penalties, masks and min_tokens apply to log-probabilities; other sampling parameters are ignored.
 """
 
 from __future__ import annotations
@@ -27,12 +25,9 @@ from service.engine.step import TokenLogprob
 from service.errors import EndReason
 
 MAX_PIECE_TOKENS = 1024
-"""Most tokens in one output."""
 
 
 class AnswerPiece(NamedTuple):
-    """A part of an answer."""
-
     branch: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
@@ -40,7 +35,7 @@ class AnswerPiece(NamedTuple):
 
 
 class LogprobChain(NamedTuple):
-    """A beam's log-probabilities, last one first: beams share prefixes."""
+    """Log-probabilities, last one first: beams share prefixes."""
 
     last: TokenLogprob
     before: LogprobChain | None
@@ -48,17 +43,15 @@ class LogprobChain(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A sequence that goes on, and its summed log-probability."""
-
     sequence: Sequence
     sum_logprob: float = 0.0
     chain: LogprobChain | None = None
 
 
 class Candidate(NamedTuple):
-    """A next token of a beam; sorts best first."""
+    """Next token of a beam; sorts best first."""
 
-    cost: float  # negated sum of log-probabilities
+    cost: float  # negated sum
     rank: int  # of its beam
     token_id: int
     logprob: float
@@ -68,13 +61,11 @@ class Candidate(NamedTuple):
 class BeamHypothesis:
     score: float
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]  # empty unless requested
+    logprobs: tuple[TokenLogprob, ...]  # if requested
     end: EndReason
 
 
 class BeamSearch:
-    """The search of one request; `beams` and `hypotheses` best first."""
-
     def __init__(self, params: SamplingParams, stop_ids: frozenset[int]):
         if params.beam is None:
             raise ValueError("BeamSearch: the request has no beam parameters")
@@ -82,13 +73,12 @@ class BeamSearch:
         self._width = params.beam.width
         self._stop_ids = stop_ids
         self.num_alternatives = max(self._width + len(stop_ids), params.logprobs or 0)
-        """Best tokens of each beam to rank: others cannot become beams, unless more than `width` complete a grammar."""
+        """Enough unless more than `width` candidates complete a grammar."""
         self.beams: list[Beam] = []
         self.hypotheses: list[BeamHypothesis] = []
 
     def rank(self, rows: Seq[TokenLogprob]) -> list[Candidate]:
-        """Return at most `width` candidates to follow, best first; empty once the search is over. `rows`: the beams'
-        last logits."""
+        """Return at most `width` next candidates, best first; none once the search is over. `rows`: one per beam."""
         candidates = sorted(
             Candidate(-beam.sum_logprob - logprob, rank, token_id, logprob)
             for rank, (beam, row) in enumerate(zip(self.beams, rows, strict=True))
@@ -113,7 +103,6 @@ class BeamSearch:
         return [] if self._is_over(following, num_tokens) else following
 
     def follow(self, candidate: Candidate, row: TokenLogprob, sequence: Sequence) -> Beam:
-        """Return the beam of a candidate that continues in `sequence`."""
         return Beam(sequence, -candidate.cost, self._chain(candidate, row))
 
     def _completes(self, candidate: Candidate) -> bool:
@@ -161,7 +150,7 @@ class BeamSearch:
 
 
 class BeamGroup(SequenceGroup):
-    """A request with beam search: `width` branches, each with a beam."""
+    """Request with one beam per branch."""
 
     def __init__(self, request: EngineRequest, eos_token_ids: frozenset[int]):
         self._search = BeamSearch(request.sampling, stop_ids(request.sampling, eos_token_ids))
@@ -170,11 +159,10 @@ class BeamGroup(SequenceGroup):
 
     @property
     def hypotheses(self) -> list[BeamHypothesis]:
-        """The `n` best hypotheses, best first."""
+        """The `n` best, best first."""
         return self._search.hypotheses[: self.request.sampling.n]
 
     def unsent(self) -> list[AnswerPiece]:
-        """Return the answers in pieces, less what an earlier engine emitted."""
         pieces = []
         for branch, answer in enumerate(self.hypotheses):
             history = self.request.history[branch] if branch < len(self.request.history) else BranchHistory()
@@ -190,7 +178,7 @@ class BeamGroup(SequenceGroup):
         super().wait_for_leader()
         self._rows.clear()  # computed again with the group
         if not self._search.beams:
-            self.live[0].share_prefix_with([])  # the others fork by rank after the first logits
+            self.live[0].share_prefix_with([])  # others fork after the first logits
 
     def clear_references(self) -> None:
         super().clear_references()
@@ -198,8 +186,7 @@ class BeamGroup(SequenceGroup):
         self._search.beams = []
 
     def advance(self, sequence: Sequence, row: TokenLogprob, kv: KVManager) -> EndReason | None:
-        """Record the last logits of one beam; once all beams have theirs, advance. Return why the search is over,
-        GRAMMAR if nothing follows; None if it goes on."""
+        """Record a beam's last logits; advance once all have theirs. Return why the search is over, or None."""
         if sequence.matcher is not None and sequence.matcher.has_failed:
             return EndReason.GRAMMAR  # `row` was not masked
         self._rows[sequence] = row
@@ -225,7 +212,6 @@ class BeamGroup(SequenceGroup):
         return None
 
     def _assign_branches(self, parents: list[Sequence], kv: KVManager) -> list[Sequence]:
-        """Return the branch of each continuation, given its parent: the parent's branch first, then unused ones."""
         free = [branch for branch in self.live if branch not in parents]
         for branch in free:
             kv.release(branch)
@@ -242,7 +228,7 @@ class BeamGroup(SequenceGroup):
         return branches
 
     def _wait_behind(self, best: Sequence, unused: Sequence) -> None:
-        """A branch without a beam waits as a copy of the best one: a grammar may leave fewer beams than branches."""
+        """Make a branch wait as a copy: a grammar may leave fewer beams than branches."""
         unused.token_ids = best.token_ids[:]
         unused.num_inherited_tokens = unused.num_tokens
         unused.is_waiting_for_leader = unused.status is SequenceStatus.RUNNING

@@ -1,5 +1,3 @@
-"""Builds an engine from settings; it has generated tokens when it is returned."""
-
 from __future__ import annotations
 
 import logging
@@ -36,19 +34,17 @@ log = logging.getLogger("quire.engine")
 DEFAULT_BATCHED_TOKENS = {"cuda": 8192, "numpy": 512}
 DEFAULT_SWAP_GIB = {"cuda": 4, "numpy": 0}
 SWAP_MEMORY_DIVISOR = 8
-"""Without --swap-space, swap takes at most 1/8 of the host's memory."""
+"""Limit without --swap-space: 1/8 of the host's memory."""
 
 MAX_HOST_RATIO = 8
-"""Most host blocks for each GPU block."""
+"""Host blocks per GPU block."""
 
 DEFAULT_PREFILL_CHUNK = {"cuda": 512, "numpy": 128}
-"""On a GPU, enough for GEMMs to run at their best rate in a captured step."""
+"""Enough for the best GEMM rate on a GPU."""
 
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """An engine and what its worker publishes about it."""
-
     engine: Engine
     executor: ModelExecutor
     config: ModelConfig
@@ -59,8 +55,6 @@ class BuiltEngine:
 
 @dataclass(frozen=True)
 class SizedModel:
-    """A loaded model, and the pool that fits."""
-
     executor: ModelExecutor
     memory: MemoryPlan
     workspace_bytes: int
@@ -68,7 +62,7 @@ class SizedModel:
 
 
 def read_model_config(settings: Settings) -> ModelConfig:
-    """Read the model folder's config, or the preset of `--model-config`. Raises StartupError."""
+    """Raises StartupError."""
     if settings.model_config is None:
         try:
             return ModelConfig.read(Path(settings.model or ""))
@@ -82,7 +76,7 @@ def read_model_config(settings: Settings) -> ModelConfig:
 
 
 def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
-    """Load, size, warm up and try the model. Raises StartupError with one line."""
+    """Load, size, warm up and try the model. Raises StartupError."""
     config = read_model_config(settings)
     grammars = Grammars(partial(grammar_compiler, settings, config))
     try:
@@ -121,10 +115,9 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
 
 
 def size_engine(settings: Settings, config: ModelConfig, ops: Ops, *, load_format: str, progress: bool) -> SizedModel:
-    """Load a model and size its pool; `quire check` does so with dummy weights. Raises StartupError.
+    """Load a model and size its pool. Raises StartupError.
 
-    On a GPU the pool is sized after the largest steps have run. On a CPU, whose memory others use too, it is sized
-    before loading.
+    A GPU pool is sized after the largest steps. A CPU pool is sized before loading: others use its memory.
     """
     wanted_len = wanted_model_len(settings, config)
     weights = planned_weights(settings, config, ops).num_bytes
@@ -155,12 +148,12 @@ def size_engine(settings: Settings, config: ModelConfig, ops: Ops, *, load_forma
 
 
 def model_folder(settings: Settings) -> Path | None:
-    """Return the folder with the weights; None for a shape alone."""
+    """Return the weights' folder; None for a shape."""
     return None if settings.model_config is not None or settings.model is None else Path(settings.model)
 
 
 def planned_weights(settings: Settings, config: ModelConfig, ops: Ops) -> PlannedWeights:
-    """Return the bytes and the format of the weights. Raises StartupError."""
+    """Raises StartupError."""
     try:
         return plan_weights(model_folder(settings), config, ops.dtype, settings.quantization)
     except ModelError as error:
@@ -168,7 +161,7 @@ def planned_weights(settings: Settings, config: ModelConfig, ops: Ops) -> Planne
 
 
 def grammar_compiler(settings: Settings, config: ModelConfig) -> GrammarCompiler:
-    """Raises GrammarError for a model without a tokenizer."""
+    """Raises GrammarError without a tokenizer."""
     if settings.model_config is not None:
         raise GrammarError("A shape alone has no tokens.")
     try:
@@ -179,7 +172,6 @@ def grammar_compiler(settings: Settings, config: ModelConfig) -> GrammarCompiler
 
 
 def num_swap_blocks(settings: Settings, ops: Ops, memory: MemoryPlan) -> int:
-    """Host blocks that the settings ask for, at most MAX_HOST_RATIO for each GPU block."""
     space_bytes = int((DEFAULT_SWAP_GIB[ops.name] if settings.swap_space is None else settings.swap_space) * (1 << 30))
     if settings.swap_space is None:
         space_bytes = min(space_bytes, host_memory_bytes() // SWAP_MEMORY_DIVISOR)
@@ -187,7 +179,6 @@ def num_swap_blocks(settings: Settings, ops: Ops, memory: MemoryPlan) -> int:
 
 
 def calibrate_swap_cost(executor: ModelExecutor, memory: MemoryPlan) -> SwapCostModel | None:
-    """Measure the cost of restoring preempted sequences; None without a host cache."""
     if executor.host is None:
         return None
     rates = measure_rates(executor.model, executor.kv, executor.host, memory.max_model_len)
@@ -207,7 +198,7 @@ def calibrate_swap_cost(executor: ModelExecutor, memory: MemoryPlan) -> SwapCost
 
 
 def wanted_model_len(settings: Settings, config: ModelConfig) -> int:
-    """Longest sequence to serve if memory allows. Raises StartupError for more than the model supports."""
+    """Return the longest sequence to serve. Raises StartupError."""
     if settings.max_model_len is None:
         return config.max_position
     if settings.max_model_len > config.max_position:

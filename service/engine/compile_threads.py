@@ -1,5 +1,3 @@
-"""Daemon threads that compile grammars."""
-
 from __future__ import annotations
 
 import logging
@@ -15,12 +13,10 @@ from service.observability.logs import fields
 log = logging.getLogger("quire.engine")
 
 MAX_LOST_THREADS = 8
-"""Each may still compute: replacements are limited."""
+"""Lost threads may still compute."""
 
 
 class CompileCall:
-    """One call, waiting, running or done."""
-
     def __init__(self, call: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.future: Future[Any] = Future()
         self.call = call

@@ -1,5 +1,3 @@
-"""The engine: requests in, tokens out, one step at a time."""
-
 from __future__ import annotations
 
 import logging
@@ -27,13 +25,13 @@ from service.observability.logs import fields
 log = logging.getLogger("quire.engine")
 
 SLOW_STEP_S = 0.05
-"""Longer steps are logged at `--log-level debug`."""
+"""Longer steps are logged at level debug."""
 COMPILE_WAIT_S = 0.01
-"""Longest wait for a grammar; commands are read in between."""
+"""Commands are read between waits."""
 
 
 class Executor(Protocol):
-    """Executes plans in the order given."""
+    """Executor of plans, in order."""
 
     @property
     def num_host_blocks(self) -> int:
@@ -41,7 +39,7 @@ class Executor(Protocol):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step may be launched before the previous one is collected."""
+        """True if a step may be launched before the previous one is collected."""
 
     def launch(self, plan: StepPlan) -> Any:
         """Start the plan; return a handle for `sample` and `collect`."""
@@ -50,16 +48,16 @@ class Executor(Protocol):
         """Start a plan without chunks."""
 
     def sample(self, launched: Any) -> None:
-        """Sample for sequences that need previous tokens. Called once a step, before the next launch."""
+        """Sample for sequences that need previous tokens; once a step, before the next launch."""
 
     def collect(self, launched: Any) -> StepResult:
-        """Wait for a sampled step. Called once a step, in launch order."""
+        """Wait for a sampled step; once a step, in launch order."""
 
     def finished_transfers(self) -> list[FinishedTransfer]:
-        """Return the transfers finished since the last call, in order for each direction."""
+        """Return transfers finished since the last call, in order for each direction."""
 
     def wait_for_transfer(self) -> None:
-        """Wait until one transfer in flight is done."""
+        """Wait for one transfer in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +65,11 @@ class InFlightStep:
     plan: StepPlan
     launched: Any
     launched_at_s: float
-    num_recomputed_tokens: int  # computed before a preemption
+    num_recomputed_tokens: int
 
 
 class Engine:
-    """Owns scheduler, KV cache and executor; used by one thread."""
+    """Owner of scheduler, KV cache and executor; used by one thread."""
 
     def __init__(
         self,
@@ -97,22 +95,21 @@ class Engine:
 
     @property
     def num_free_tokens(self) -> int:
-        """Tokens that the available blocks can hold. Callable from any thread."""
+        """Capacity of the available blocks, in tokens. Callable from any thread."""
         return self._kv.pool.num_available * self._kv.block_size
 
     @property
     def running(self) -> tuple[Sequence, ...]:
-        """Running sequences, oldest first."""
+        """Sequences, oldest first."""
         return tuple(self._scheduler.running)
 
     @property
     def pool(self) -> BlockPool:
-        """The GPU's block pool; read-only."""
+        """GPU blocks; read-only."""
         return self._kv.pool
 
     @property
     def has_work(self) -> bool:
-        """Whether requests are open, or steps or transfers in flight."""
         return bool(self._output_processor.open_groups or self._in_flight or self._num_transfers)
 
     @property
@@ -120,7 +117,7 @@ class Engine:
         return 0 if self._kv.host is None else self._kv.host.num_transfers_in_flight
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queue a request. It ends at once if it can never fit (TOO_LARGE) or if its history is complete."""
+        """Queue a request. It ends at once if it can never fit (TOO_LARGE) or its history is complete."""
         outputs = self._output_processor
         if request.request_id in outputs.open_groups:
             raise ValueError(f"request {request.request_id} is already here")
@@ -145,7 +142,7 @@ class Engine:
             self._grammars.start_compiling(group)
 
     def cancel(self, request_id: str, reason: EndReason, branch: int | None = None) -> None:
-        """End a request or one of its branches now. Unknown requests are ignored, and so are single beams."""
+        """End a request or branch. Unknown requests and single beams are ignored."""
         group = self._output_processor.open_groups.get(request_id)
         if group is None:
             return
@@ -161,10 +158,9 @@ class Engine:
             self.cancel(request_id, reason)
 
     def step(self) -> None:
-        """Schedule and launch a step, then process the previous one while the device computes.
+        """Launch a step, then process the previous one while the device computes.
 
-        A sequence that ends frees its blocks even while a later step still computes it: the next owner writes in a
-        still later step.
+        A later step may still compute a sequence whose blocks are free: their next owner writes in a still later one.
         """
         start_s = time.perf_counter()
         self._collect_transfers()
@@ -180,7 +176,7 @@ class Engine:
             num_recomputed_tokens = 0
             for sequence, start, length, _, drafts in plan.chunks:
                 end = start + length
-                if drafts:  # they count once they are accepted
+                if drafts:  # count once accepted
                     end -= len(drafts)
                 sequence.num_computed_tokens = end
                 if start < sequence.num_tokens_before_preemption:
@@ -216,11 +212,11 @@ class Engine:
         )
 
     def drain_outputs(self) -> list[EngineOutput]:
-        """Return the outputs since the last call, in order."""
+        """Return outputs since the last call."""
         return self._output_processor.drain_outputs()
 
     def drain_request_outputs(self) -> list[RequestOutput]:
-        """Like `drain_outputs`, one output for each token."""
+        """Return `drain_outputs` with one output per token."""
         return list(iter_request_outputs(self.drain_outputs()))
 
     def stats(self) -> EngineStats:
@@ -234,11 +230,10 @@ class Engine:
         )
 
     def render_blocks(self) -> bytes:
-        """Return the GPU's blocks as an image, see block_pool.render_blocks."""
         return render_blocks(self._kv.pool, [(one.request_id, one.block_table) for one in self._scheduler.running])
 
     def render_host_blocks(self) -> bytes:
-        """Return the host's blocks as an image; empty without any."""
+        """Render host blocks; empty without any."""
         host = self._kv.host
         if host is None:
             return b""
@@ -247,13 +242,13 @@ class Engine:
         )
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if bookkeeping disagrees or an idle engine holds blocks."""
+        """Raise AssertionError if bookkeeping disagrees."""
         self._scheduler.check_invariants()
         if not self.has_work:
             self.check_idle()
 
     def check_idle(self) -> None:
-        """Raise AssertionError if the engine has work or holds blocks; cheap."""
+        """Raise AssertionError if work or held blocks are left; cheap."""
         if self.has_work or self._kv.pool.num_used or (self._kv.host is not None and self._kv.host.pool.num_used):
             raise AssertionError("idle, and blocks are held")
 
@@ -284,7 +279,6 @@ class Engine:
         )
 
     def _admit_compiled(self, grammars: Grammars) -> None:
-        """Admit groups with compiled grammars; end those whose grammar failed or is complete."""
         for group, is_good in grammars.drain_ready():
             if not is_good and group.live:
                 self._output_processor.end_group(group, EndReason.GRAMMAR)

@@ -1,5 +1,3 @@
-"""Grammars of requests: compiled during steps, advanced by tokens, given to the sampler as masks."""
-
 from __future__ import annotations
 
 import os
@@ -17,17 +15,17 @@ from service.engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
 NUM_COMPILING_THREADS = 2
 MAX_COMPILE_S = 30.0
-"""The gateway compiled it in 2 s of CPU time: a grammar that takes longer here fails its request."""
+"""Limit per grammar: the gateway compiled it in 2 s."""
 MAX_FILLING_THREADS = 8
 MASKS_PER_THREAD = 4
-"""Filling fewer masks takes less time than waking a thread."""
+"""Fewer masks fill faster than a thread wakes."""
 
 
 class Grammars:
-    """Compiles on its own threads; a bad grammar fails only its request."""
+    """Compiler; a bad grammar fails only its request."""
 
     def __init__(self, make_compiler: Callable[[], GrammarCompiler]):
-        """`make_compiler` is called once, on a thread; it may raise GrammarError."""
+        """`make_compiler` is called on a thread; may raise GrammarError."""
         self._threads = CompileThreads(NUM_COMPILING_THREADS)
         self._compiler: Future[GrammarCompiler] = self._threads.submit(make_compiler).future
         self._ready_at_s = time.monotonic()
@@ -35,7 +33,6 @@ class Grammars:
         self._compiling: dict[SequenceGroup, CompileCall] = {}
 
     def start_compiling(self, group: SequenceGroup) -> None:
-        """Compile the grammar, and advance a matcher for each live branch over its tokens."""
         group.is_ready = False
         outputs = [
             [] if sequence.status is SequenceStatus.ENDED else sequence.token_ids[sequence.num_prompt_tokens :].tolist()
@@ -44,7 +41,7 @@ class Grammars:
         self._compiling[group] = self._threads.submit(self._matchers, group.request.sampling.grammar, outputs)
 
     def drain_ready(self) -> list[tuple[SequenceGroup, bool]]:
-        """Return the groups compiled since the last call, and whether each succeeded and has matchers."""
+        """Return newly compiled groups, and whether each has matchers."""
         ready = []
         for group, call in list(self._compiling.items()):
             is_done = call.future.done()
@@ -88,7 +85,7 @@ class MaskBuilder:
         self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="masks")
 
     def build(self, samplers: Iterable[Sequence]) -> TokenMask | None:
-        """Return the host masks of the tokens allowed next; None without grammars."""
+        """Return host masks; None without grammars."""
         rows: list[int] = []
         masked: list[tuple[Matcher, frozenset[int]]] = []
         for sequence in samplers:

@@ -1,5 +1,3 @@
-"""Turns step results into outputs: new tokens, log-probabilities and ends."""
-
 from __future__ import annotations
 
 import time
@@ -16,26 +14,22 @@ from service.errors import ENDINGS, EndReason
 
 
 class BranchOutput(NamedTuple):
-    """New tokens of one branch, or its end, or both."""
-
     branch: int
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]  # one a token if needed, else none
-    end: EndReason | None  # STOP or LENGTH: the branch is complete
-    is_prompt: bool = False  # prompt tokens of all branches
+    logprobs: tuple[TokenLogprob, ...]  # one a token, or none
+    end: EndReason | None  # STOP or LENGTH: complete
+    is_prompt: bool = False  # of all branches
 
 
 class RequestOutput(NamedTuple):
-    """New outputs of a request, or its end, or both."""
-
     request_id: str
     parts: tuple[BranchOutput, ...]
-    end: EndReason | None  # of the request, in its last output
-    choices: tuple[int, ...]  # with a successful end: n branches, best first
+    end: EndReason | None  # in the last output
+    choices: tuple[int, ...]  # with a success: n branches, best first
     num_prompt_tokens: int
-    num_output_tokens: int  # of all branches
-    num_cached_tokens: int  # found in the prefix cache
-    embedding: bytes = b""  # float32[H], with a successful end
+    num_output_tokens: int
+    num_cached_tokens: int
+    embedding: bytes = b""  # float32[H], with a success
 
 
 def request_output(
@@ -46,7 +40,6 @@ def request_output(
     *,
     num_output: int | None = None,
 ) -> RequestOutput:
-    """Build an output; `num_output` defaults to the present count."""
     if num_output is None:
         num_output = group.num_output_tokens
     num_cached = group.num_cached_tokens or 0
@@ -57,14 +50,13 @@ def request_output(
 
 
 class NewTokens(NamedTuple):
-    """Plain tokens, one for each branch: most of a step's outputs."""
+    """Plain tokens, one per branch: most of a step's outputs."""
 
     branches: list[Sequence]
     token_ids: list[int]
-    nums_output_tokens: list[int]  # of the request so far
+    nums_output_tokens: list[int]  # of the request
 
     def outputs(self) -> list[RequestOutput]:
-        """Return one RequestOutput for each token."""
         return [
             request_output(branch.group, (BranchOutput(branch.branch, (token_id,), (), None),), num_output=num_output)
             for branch, token_id, num_output in zip(*self, strict=True)
@@ -75,7 +67,6 @@ EngineOutput = RequestOutput | NewTokens
 
 
 def iter_request_outputs(outputs: Iterable[EngineOutput]) -> Iterator[RequestOutput]:
-    """Yield one RequestOutput for each token, in order."""
     for each in outputs:
         if isinstance(each, RequestOutput):
             yield each
@@ -84,7 +75,7 @@ def iter_request_outputs(outputs: Iterable[EngineOutput]) -> Iterator[RequestOut
 
 
 class OutputProcessor:
-    """Holds the open requests by id, and ends each exactly once."""
+    """Open requests by id; each ends exactly once."""
 
     def __init__(self, scheduler: Scheduler, kv: KVManager):
         self.open_groups: dict[str, SequenceGroup] = {}
@@ -94,12 +85,10 @@ class OutputProcessor:
         self._outputs: list[EngineOutput] = []
 
     def drain_outputs(self) -> list[EngineOutput]:
-        """Return the outputs since the last call, in order."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def process_step(self, samplers: list[Sequence], result: StepResult) -> None:
-        """Process a finished step of these samplers."""
         for scored in result.prompt_logprobs:
             self._emit_prompt_logprobs(scored)
         for pooled in result.pooled:
@@ -140,7 +129,6 @@ class OutputProcessor:
         self._emit_end(group, parts, end, choices)
 
     def end_group(self, group: SequenceGroup, reason: EndReason) -> None:
-        """End every live branch of the request now."""
         parts = []
         for sequence in reversed(group.live):
             self._scheduler.remove_sequence(sequence)
@@ -152,7 +140,7 @@ class OutputProcessor:
             self._emit_end(group, tuple(reversed(parts)), reason, group.choices())
 
     def _append_tokens(self, samplers: list[Sequence], result: StepResult) -> None:
-        """Append one token each. Plain tokens are emitted together, before the step's other outputs."""
+        """Append one token each. Plain ones are emitted together, before the others."""
         branches, token_ids, nums_output_tokens = new_tokens = NewTokens([], [], [])
         first_index = len(self._outputs)
         for index, (sequence, token_id) in enumerate(zip(samplers, result.token_ids, strict=True)):
@@ -182,7 +170,7 @@ class OutputProcessor:
             self.num_output_tokens += len(branches)
 
     def _append_runs(self, samplers: list[Sequence], result: StepResult, indptr: Seq[int]) -> None:
-        """Append accepted drafts and the token after them; tokens after the end of a branch are dropped."""
+        """Append accepted drafts and the next token."""
         for index, sequence in enumerate(samplers):
             sequence.num_pending_tokens -= 1
             if sequence.status is SequenceStatus.ENDED:

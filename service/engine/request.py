@@ -1,5 +1,3 @@
-"""A request to the engine, in tokens."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,7 +8,7 @@ from service.errors import EndReason
 
 @dataclass(frozen=True, kw_only=True)
 class BranchHistory:
-    """Tokens of a branch that an earlier engine emitted."""
+    """Tokens emitted by an earlier engine."""
 
     token_ids: tuple[int, ...] = ()
     end: EndReason | None = None
@@ -19,7 +17,7 @@ class BranchHistory:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Unix seconds, 0 until reached; the engine writes them."""
+    """Unix seconds, 0 until reached."""
 
     started_s: float = 0.0
     first_token_s: float = 0.0
@@ -32,6 +30,6 @@ class EngineRequest:
     sampling: SamplingParams
     tenant: str = ""
     cache_salt: str = ""  # blocks are shared within a salt
-    num_scored_tokens: int = 0  # prompt tokens with emitted log-probabilities
-    history: tuple[BranchHistory, ...] = ()  # by branch
+    num_scored_tokens: int = 0  # log-probabilities emitted
+    history: tuple[BranchHistory, ...] = ()
     times: RequestTimes | None = None

@@ -1,5 +1,3 @@
-"""A running request: a group of sequences, its branches, with a common prompt."""
-
 from __future__ import annotations
 
 from array import array
@@ -13,7 +11,7 @@ from service.errors import ENDINGS, EndReason
 
 
 class SequenceStatus(Enum):
-    """RUNNING sequences hold blocks; ENDED is final."""
+    """Only RUNNING sequences hold blocks."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -28,14 +26,14 @@ TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
 
 
 class Sequence:
-    """Runs until `num_computed_tokens` reaches `num_tokens`; prefill, decode and recovery are only distances.
+    """Branch that runs until `num_computed_tokens` reaches `num_tokens`: prefill, decode and recovery alike.
 
-    `num_pending_tokens` were sampled by steps in flight: counted, ids unknown. One branch, the leader, computes the
-    common prefix; a follower holds no blocks (`is_waiting_for_leader`) until they diverge.
+    `num_pending_tokens` were sampled by steps in flight: ids unknown. The leader computes the common prefix; followers
+    hold no blocks (`is_waiting_for_leader`) until they diverge.
     """
 
     def __init__(self, group: SequenceGroup, branch: int, num_alternatives: int | None):
-        """`num_alternatives`: returned with each token's log-probability; None: no log-probabilities."""
+        """`num_alternatives`: with each log-probability; None: no log-probabilities."""
         request, params = group.request, group.request.sampling
         self.group = group
         self.request = request
@@ -45,34 +43,33 @@ class Sequence:
         self.num_alternatives = num_alternatives
         self.sampling_record = sampling_record(params, branch, num_alternatives)
         self.cannot_run_ahead = params.beam is not None
-        """A beam: its next step needs the last ids."""
+        """A beam's next step needs the last ids."""
         self.needs_previous_tokens = params.has_penalties or params.grammar is not None
-        """Sampled only once the previous tokens are known."""
         self.has_logit_processors = is_shaped(params)
         self.has_adjusted_logprobs = params.beam is not None and (
             self.has_logit_processors or params.grammar is not None
         )
-        """Penalties, biases and mask apply to log-probabilities, not to logits."""
+        """Adjustments apply to log-probabilities, not logits."""
         self.emits_only_tokens = params.beam is None and params.grammar is None and num_alternatives is None
-        """Only the last id and the length decide whether it ends."""
+        """Only the last id and the length decide its end."""
         self.matcher: Matcher | None = None  # after the last known token
         self._seen: SeenTokens | None = None
         self.token_ids = array("I", request.prompt)
-        """An array: the garbage collector would walk a list, for tens of milliseconds."""
+        """The garbage collector would walk a list."""
         self.num_prompt_tokens = len(request.prompt)
         self.max_num_tokens = len(request.prompt) + params.max_tokens
         self.num_computed_tokens = 0
-        self.num_tokens_before_preemption = 0  # computed before a preemption
+        self.num_tokens_before_preemption = 0
         self.num_pending_tokens = 0
         self.num_exclusive_tokens = 0
-        """Up to here uncomputed tokens need no allocation: their blocks are exclusive. 0 if unknown."""
+        """Uncomputed tokens up to here have exclusive blocks; 0 if unknown."""
         self.block_table = array("i")
         self.end: EndReason | None = None
         self.samplers: tuple[Sequence, ...] = (self,)
         """Itself, and followers that diverge after its last token."""
         self.prefix_followers: list[Sequence] = []
         self.is_waiting_for_leader = False
-        self.num_inherited_tokens = 0  # taken over from the leader
+        self.num_inherited_tokens = 0
         self.status = SequenceStatus.WAITING
 
     @property
@@ -88,7 +85,7 @@ class Sequence:
         return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
 
     def seen_tokens(self) -> SeenTokens | None:
-        """Return the token counts; None without penalties."""
+        """Return token counts; None without penalties."""
         if not self.sampling.has_penalties:
             return None
         if self._seen is None or self._seen.of is not self.token_ids:  # a beam forked
@@ -96,13 +93,13 @@ class Sequence:
         return self._seen
 
     def set_status(self, status: SequenceStatus) -> None:
-        """Move along TRANSITIONS; raise AssertionError for anything else."""
+        """Raise AssertionError unless TRANSITIONS allow it."""
         if status not in TRANSITIONS[self.status]:
             raise AssertionError(f"{self.request_id}: {self.status.name} cannot become {status.name}")
         self.status = status
 
     def share_prefix_with(self, others: list[Sequence]) -> None:
-        """Make these branches, which hold no blocks, wait for their common prefix."""
+        """Make branches without blocks wait for their common prefix."""
         for other in others:
             other.is_waiting_for_leader = True
             other.num_inherited_tokens = _num_inherited_tokens(self, other)
@@ -110,7 +107,7 @@ class Sequence:
         self.samplers, self.prefix_followers = (self, *with_it), others
 
     def end_after(self, token_id: int) -> EndReason | None:
-        """Return why `token_id`, the last token, ends the sequence; None if it does not."""
+        """Return why the last token ends the sequence, or None."""
         num_tokens = len(self.token_ids)
         if token_id in self.group.stop_ids and num_tokens - self.num_prompt_tokens >= self.sampling.min_tokens:
             return EndReason.STOP
@@ -118,7 +115,7 @@ class Sequence:
 
 
 class SequenceGroup:
-    """The branches of one request. They hold blocks together or not at all: a group runs or waits as one."""
+    """Branches of one request: all hold blocks or none."""
 
     def __init__(self, request: EngineRequest, eos_token_ids: frozenset[int]):
         params = request.sampling
@@ -135,7 +132,7 @@ class SequenceGroup:
         self.num_scored_tokens = request.num_scored_tokens
         self.num_pooled_tokens = 0
         self.embedding = b""  # float32[H] once complete
-        self.is_ready = True  # its grammar, if any, is compiled
+        self.is_ready = True  # grammar compiled
         self.arrival = 0
         self._sums_logprob = [0.0] * len(self.branches)
         for sequence, history in zip(self.branches, self._history(), strict=False):
@@ -146,18 +143,18 @@ class SequenceGroup:
 
     @property
     def live(self) -> list[Sequence]:
-        """Branches that have not ended, the leader first."""
+        """Branches not ended, leader first."""
         return [sequence for sequence in self.branches if sequence.status is not SequenceStatus.ENDED]
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether no step has planned all requested prompt log-probabilities."""
+        """True until steps have planned all prompt log-probabilities."""
         wanted = self.request.sampling.prompt_logprobs is not None
         return wanted and max(1, self.num_scored_tokens) < self.num_prompt_tokens
 
     @property
     def wants_pooling(self) -> bool:
-        """Whether no step has planned all requested pooling."""
+        """True until steps have planned all pooling."""
         return self.request.sampling.pooling is not None and self.num_pooled_tokens < self.num_prompt_tokens
 
     @property
@@ -165,13 +162,13 @@ class SequenceGroup:
         return any(sequence.num_pending_tokens for sequence in self.branches)
 
     def max_num_blocks(self, block_size: int) -> int:
-        """Blocks of all branches at full length, sharing only the prompt."""
+        """Count blocks at full length, sharing only the prompt."""
         whole = -(-(self.num_prompt_tokens + self.request.sampling.max_tokens) // block_size)
         shared = (self.num_prompt_tokens - 1) // block_size
         return whole + (len(self.branches) - 1) * (whole - shared)
 
     def append(self, sequence: Sequence, token_id: int, logprob: float) -> EndReason | None:
-        """Append a token; return why the branch ends, if it does. `logprob` ranks branches."""
+        """Append a token; return why the branch ends. `logprob` ranks branches."""
         sequence.token_ids.append(token_id)
         self.num_output_tokens += 1
         self._sums_logprob[sequence.branch] += logprob
@@ -189,25 +186,24 @@ class SequenceGroup:
         return EndReason.STOP if sequence.matcher.is_finished else reason
 
     def choices(self) -> tuple[int, ...]:
-        """Return the branches to answer with, best first; all have ended."""
+        """Return the branches to answer with, best first."""
         good = [one for one in self.branches if one.end is not None and ENDINGS[one.end].finish_reason is not None]
         if self.request.sampling.ranks_branches:
             good.sort(key=lambda one: -self._sums_logprob[one.branch] / max(1, one.num_output_tokens))
         return tuple(one.branch for one in good[: self.request.sampling.n])
 
     def wait_for_leader(self) -> None:
-        """Before the group runs: its leader computes the common prefix."""
+        """Make the leader compute the common prefix, before the group runs."""
         leader, *others = self.live
         leader.share_prefix_with(others)
 
     def stop_sharing(self) -> None:
-        """The group holds no blocks any more."""
         for sequence in self.live:
             sequence.is_waiting_for_leader = False
             sequence.share_prefix_with([])
 
     def clear_references(self) -> None:
-        """Break reference cycles, so that memory is freed without the collector."""
+        """Break cycles: memory is freed without the collector."""
         for sequence in self.branches:
             sequence.samplers, sequence.prefix_followers = (), []
         self.branches = []
@@ -221,7 +217,6 @@ class SequenceGroup:
 
 
 def stop_ids(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    """Return the token ids that end an answer."""
     return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
 
 

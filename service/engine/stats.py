@@ -1,5 +1,3 @@
-"""Gauges and counters of an engine."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -21,12 +19,12 @@ class EngineStats:
     num_blocks_free: int
     num_blocks_cached: int
     num_blocks_used: int
-    num_blocks_shared: int  # used blocks with several holders
+    num_blocks_shared: int  # with several holders
     num_blocks_logical: int  # without sharing
-    num_block_copies: int  # copies on write
+    num_block_copies: int  # on write
     num_host_blocks_free: int
     num_host_blocks_cached: int
-    num_host_blocks_used: int  # pinned or in a transfer
+    num_host_blocks_used: int  # pinned or in transfer
     num_blocks_out: int
     num_blocks_in: int
     num_slots_held: int
@@ -36,10 +34,10 @@ class EngineStats:
     num_prompt_tokens: int
     num_output_tokens: int
     num_query_tokens: int  # prompt tokens looked up
-    num_hit_tokens: int  # of these, tokens found
+    num_hit_tokens: int
     num_swapped: int  # groups
     num_recomputed: int  # groups
-    num_reclaimed: int  # groups over share
+    num_reclaimed: int  # over share
     num_recomputed_tokens: int
     recompute_s: float
     swap_out_s: float
@@ -79,7 +77,7 @@ class EngineStats:
 def collect_stats(
     kv: KVManager, scheduler: Scheduler, *, num_steps: int, last_step_s: float, num_prompt: int, num_output: int
 ) -> EngineStats:
-    """Collect the statistics; `num_prompt` and `num_output` are tokens."""
+    """Collect statistics; `num_prompt` and `num_output` are tokens."""
     held, filled = kv.num_slots(scheduler.running)
     host = kv.host
     return EngineStats(

@@ -1,5 +1,3 @@
-"""What one step does (StepPlan) and what it returns (StepResult)."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
@@ -12,11 +10,10 @@ from service.engine.sequence import Sequence, SequenceGroup
 
 
 class Chunk(NamedTuple):
-    """`length` tokens of a sequence from position `start`, whose blocks are in its table.
+    """`length` tokens of a sequence from `start`, whose blocks are in its table.
 
-    `samplers` sample from the last token's logits: the sequence and branches that fork there; none before the end of
-    the sequence. The last tokens may be `drafts`, guesses of the next ones: then the only sampler gets a token for each
-    right draft, and another one.
+    `samplers` sample from the last logits: the sequence and branches that fork there; none before its end. With
+    `drafts`, guesses at the end, the only sampler gets a token per right draft, and another one.
     """
 
     sequence: Sequence
@@ -27,12 +24,11 @@ class Chunk(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Position after the last token, drafts included."""
         return self.start + self.length
 
 
 class LogprobSpan(NamedTuple):
-    """Prompt positions `start` to `stop` (exclusive) whose logits score the next tokens."""
+    """Prompt positions [start, stop) whose logits score the next tokens."""
 
     chunk: Chunk
     start: int
@@ -40,7 +36,7 @@ class LogprobSpan(NamedTuple):
 
 
 class PoolSpan(NamedTuple):
-    """Prompt positions `start` to `stop` (exclusive) whose hidden states are pooled."""
+    """Prompt positions [start, stop) to pool."""
 
     chunk: Chunk
     start: int
@@ -54,8 +50,8 @@ class BlockCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The work of one step; one-token chunks come first. `copies` run in order before any write. Then `swap_outs`
-    (GPU to host) and `swap_ins` start, and run while the chunks are computed."""
+    """Work of one step, one-token chunks first. `copies` run in order before any write; then `swap_outs` (GPU to
+    host) and `swap_ins` run while chunks are computed."""
 
     chunks: tuple[Chunk, ...]
     copies: tuple[BlockCopy, ...] = ()
@@ -64,9 +60,9 @@ class StepPlan:
     logprob_spans: tuple[LogprobSpan, ...] = ()
     pool_spans: tuple[PoolSpan, ...] = ()
     changed_tables: tuple[Chunk, ...] = ()
-    """One-token chunks whose table changed since the previous plan, where the sequence was a one-token chunk too."""
+    """One-token chunks, also in the previous plan, whose table changed since."""
     samplers: list[Sequence] = field(init=False)
-    """In the order of StepResult."""
+    """Samplers in the order of StepResult."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "samplers", [sampler for chunk in self.chunks for sampler in chunk[3]])
@@ -91,7 +87,7 @@ class FinishedTransfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probabilities of a token and of its alternatives, best first."""
+    """Alternatives are sorted, best first."""
 
     logprob: float
     top_ids: tuple[int, ...]
@@ -99,7 +95,7 @@ class TokenLogprob:
 
 
 class SampledToken(NamedTuple):
-    """A sequence's next token; undefined if `is_nan`: the logits were NaN."""
+    """Next token; undefined if `is_nan`: the logits were NaN."""
 
     token_id: int
     is_nan: bool
@@ -119,26 +115,24 @@ class PooledPrompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Tokens of the plan's samplers, in order: sampler i gets `token_ids[indptr[i] : indptr[i + 1]]`, its accepted
-    drafts and the token after them; with none it recomputes its last token. `indptr` None: one token each."""
+    """Sampler i gets `token_ids[indptr[i] : indptr[i + 1]]`, its accepted drafts and the next token; with none it
+    recomputes its last one. `indptr` None: one token each."""
 
     token_ids: Seq[int]
-    logprobs: Seq[TokenLogprob | None] | None = None  # one a token; None: none requested
-    failed: frozenset[int] = frozenset()  # indices of samplers whose logits were NaN
+    logprobs: Seq[TokenLogprob | None] | None = None  # one a token
+    failed: frozenset[int] = frozenset()  # samplers with NaN logits
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     pooled: tuple[PooledPrompt, ...] = ()
     indptr: Seq[int] | None = None
 
     @classmethod
     def of(cls, sampled: Iterable[SampledToken]) -> StepResult:
-        """Build a result of one token for each sampler."""
         sampled = list(sampled)
         failed = frozenset(index for index, token in enumerate(sampled) if token.is_nan)
         return cls([token.token_id for token in sampled], [token.logprob for token in sampled], failed)
 
     @classmethod
     def of_runs(cls, runs: Iterable[Seq[SampledToken]]) -> StepResult:
-        """Build a result of any number of tokens for each sampler."""
         runs = list(runs)
         sampled = [token for run in runs for token in run]
         return cls(
@@ -149,7 +143,6 @@ class StepResult:
         )
 
     def sampled_tokens(self) -> Iterator[SampledToken]:
-        """Yield what `of` takes."""
         for index, token_id in enumerate(self.token_ids):
             logprob = None if self.logprobs is None else self.logprobs[index]
             yield SampledToken(token_id, index in self.failed, logprob)

@@ -1,4 +1,4 @@
-"""One-line logs: time, level, process, event, then key=value pairs. Control characters never reach the terminal."""
+"""One-line logs: time, level, process, event, key=value pairs. Control characters are escaped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 
 _context: ContextVar[dict[str, Any] | None] = ContextVar("log_context", default=None)
-"""Fields that every log line of the task ends with."""
+"""Fields at the end of the task's log lines."""
 
 
 class _OneLine(logging.Formatter):
@@ -28,7 +28,7 @@ class _OneLine(logging.Formatter):
 
 
 def setup_logs(level: str) -> None:
-    """Send all logs to stderr in one-line form. Called once per process."""
+    """Log to stderr in one-line form; once per process."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
@@ -37,7 +37,7 @@ def setup_logs(level: str) -> None:
 
 
 def fields(**values: Any) -> str:
-    """`key=value` pairs for a log line; strings with spaces are quoted."""
+    """Format `key=value` pairs; strings with spaces are quoted."""
     return " ".join(f"{key}={_shown(value)}" for key, value in values.items())
 
 
@@ -50,7 +50,7 @@ def _shown(value: Any) -> str:
 
 @contextmanager
 def log_context(**values: Any) -> Iterator[None]:
-    """Add fields to the log lines of this task and of tasks started inside; None is left out."""
+    """Add fields to the log lines of this task and its later tasks; None is left out."""
     token = _context.set({})
     add_log_context(**values)
     try:
@@ -60,7 +60,7 @@ def log_context(**values: Any) -> Iterator[None]:
 
 
 def add_log_context(**values: Any) -> None:
-    """Add fields to the enclosing `log_context`; without one, do nothing."""
+    """Add fields to the enclosing `log_context`, if any."""
     known = _context.get()
     if known is not None:
         known |= {key: value for key, value in values.items() if value is not None}

@@ -1,6 +1,6 @@
-"""Every metric: vLLM's names and labels if the meaning is the same, else `quire:`.
+"""Metrics: vLLM's names and labels if the meaning is the same, else `quire:`.
 
-Workers send `WorkerCard.stats` (see worker_metrics); the gateway re-exports them with `engine` = worker id.
+The gateway re-exports `WorkerCard.stats` (see worker_metrics) with `engine` = worker id.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from service.errors import EndReason
 from service.observability.worker_metrics import VLLM_ALIASES, WORKER_METRICS, WorkerMetric
 
-# Names that `quire top` reads from the exposition
+# Read by `quire top`
 FIRST_TOKEN_S = "vllm:time_to_first_token_seconds"
 NEXT_TOKEN_S = "vllm:inter_token_latency_seconds"
 REQUESTS_ENDED = "quire:requests_ended"
@@ -30,7 +30,7 @@ QUEUE_OLDEST_WAIT_S = "quire:queue_oldest_wait_seconds"
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 GATEWAY = "gateway"
-"""Label `engine` of what a gateway measures."""
+"""Label `engine` of a gateway's own metrics."""
 
 
 _FIRST_TOKEN_BUCKETS_S = (
@@ -45,7 +45,7 @@ _REQUEST_BUCKETS_S = (
 _TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 _SUCCESSES = {EndReason.STOP: "stop", EndReason.LENGTH: "length", EndReason.CANCELLED: "abort"}
-"""`finished_reason` of vLLM, for the ends that it counts as successes."""
+"""Ends that vLLM counts as successes: `finished_reason`."""
 
 
 GRAMMAR_RESULTS = ("compiled", "refused", "out_of_time", "out_of_memory", "crashed")
@@ -53,14 +53,14 @@ GRAMMAR_RESULTS = ("compiled", "refused", "out_of_time", "out_of_memory", "crash
 
 
 class LaneStats(NamedTuple):
-    """Waiting jobs of one lane of the queue; NaN if Redis is not reachable."""
+    """Waiting jobs of a lane; NaN without Redis."""
 
     num_jobs: float
-    oldest_wait_s: float  # 0 for an empty lane
+    oldest_wait_s: float  # 0 if empty
 
 
 class GatewayMetrics:
-    """Metrics of one gateway, in a registry of its own."""
+    """Metrics of one gateway, with their registry."""
 
     def __init__(self, model_name: str) -> None:
         self._registry = CollectorRegistry()
@@ -129,13 +129,13 @@ class GatewayMetrics:
         self._grammars.labels(result).inc()
 
     def count_response(self, route: str, status: int) -> None:
-        """Count an HTTP response; `route` is a pattern, never a client's path."""
+        """Count a response; `route` is a pattern, never a client's path."""
         self._responses.labels(route, str(status)).inc()
 
     def set_fleet(
         self, stats_by_worker: Mapping[str, Mapping[str, float]], lanes: Mapping[str, LaneStats], num_leases: float
     ) -> None:
-        """Set the state of workers and queue for the next exposition; NaN if Redis is not reachable."""
+        """Set the next exposition's workers and queue; NaN without Redis."""
         self._workers.set_stats(stats_by_worker)
         self._queue_depth.set(sum(seen.num_jobs for seen in lanes.values()))
         for lane, seen in lanes.items():
@@ -144,11 +144,11 @@ class GatewayMetrics:
         self._leases.set(num_leases)
 
     def latency_buckets(self) -> dict[str, list[tuple[float, float]]]:
-        """Return cumulative (upper bound in s, count) of TTFT and of the gap between tokens."""
+        """Return cumulative (upper bound in s, count) of TTFT and gaps between tokens."""
         return {"ttft": self._first_token_s.buckets(), "gap": self._next_token_s.buckets()}
 
     def exposition(self) -> bytes:
-        """Return all metrics in Prometheus' text format, of type CONTENT_TYPE."""
+        """Return Prometheus' text format, of type CONTENT_TYPE."""
         return generate_latest(self._registry)
 
     def observe_tokens(self, first: bool, elapsed_s: float) -> None:
@@ -168,15 +168,12 @@ class GatewayMetrics:
 
 
 class RequestTimer:
-    """Timer of one request."""
-
     def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics = metrics
         self._started_s = self._last_s = time.monotonic()
         self._num_tokens = 0
 
     def observe_tokens(self, num_tokens: int) -> None:
-        """Observe tokens that arrived together, now."""
         if num_tokens == 0:
             return
         now_s = time.monotonic()
@@ -189,7 +186,7 @@ class RequestTimer:
 
 
 class _Intervals(Collector):
-    """Histogram for one thread, without a lock: observing costs a fraction of a microsecond per token."""
+    """Histogram for one thread, without a lock: a fraction of a microsecond per token."""
 
     def __init__(self, name: str, help: str, bounds_s: tuple[float, ...], labels: Mapping[str, str]) -> None:
         self._name, self._help, self._labels = name, help, labels
@@ -202,7 +199,6 @@ class _Intervals(Collector):
         self._sum_s += interval_s
 
     def buckets(self) -> list[tuple[float, float]]:
-        """Return cumulative (upper bound in s, count)."""
         return list(zip(self._bounds_s, map(float, accumulate(self._counts)), strict=True))
 
     def collect(self) -> Iterator[Metric]:
@@ -213,8 +209,6 @@ class _Intervals(Collector):
 
 
 class _WorkerCollector(Collector):
-    """Export of every live worker's last stats."""
-
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self._stats_by_worker: Mapping[str, Mapping[str, float]] = {}

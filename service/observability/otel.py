@@ -1,4 +1,4 @@
-"""Spans by OpenTelemetry. `service.observability.tracing` imports this module if an endpoint is set."""
+"""OpenTelemetry spans; imported only if an endpoint is set."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class OtelTracing:
         kind: str = "internal",
         at_s: float | None = None,
     ) -> OtelSpan:
-        # An empty context: other users of OpenTelemetry in this process are not part of the trace.
+        # An empty context: other users of OpenTelemetry are not part of the trace.
         context = Context() if parent is None else _PROPAGATOR.extract({"traceparent": parent}, Context())
         return OtelSpan(
             self._tracer.start_span(
@@ -64,7 +64,7 @@ class OtelTracing:
 
 
 def open_otel(role: str) -> OtelTracing:
-    """Return a tracing that sends spans in batches, from a thread, as OpenTelemetry's variables say."""
+    """Return a tracing that sends batches from a thread, as OpenTelemetry's variables say."""
     resource = Resource.create()
     if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
         resource = resource.merge(Resource({SERVICE_NAME: f"quire-{role}"}))

@@ -1,4 +1,4 @@
-"""Notifications to a supervisor, by systemd's protocol (sd_notify); no-ops without one."""
+"""Notifications by systemd's protocol (sd_notify); no-ops without a supervisor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 log = logging.getLogger("quire.supervisor")
 
 VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
-"""Variables of one process: its children must not inherit them."""
+"""Variables that child processes must not inherit."""
 FEEDS_PER_TIMEOUT = 4
 
 
@@ -36,7 +36,7 @@ class Supervisor:
         self._send("STOPPING=1\nSTATUS=draining")
 
     def feed(self) -> None:
-        """Report progress to the watchdog. Cheap enough for every step: sent at most every `feed_every_s`."""
+        """Report progress at most every `feed_every_s`: cheap enough for every step."""
         if not self._feed_every_s:
             return
         now_s = time.monotonic()

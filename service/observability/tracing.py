@@ -1,7 +1,6 @@
-"""W3C traces from the client's header through the queue to the worker, and their spans.
+"""W3C traces and spans from the client's header through the queue to the worker.
 
-A span is known by its traceparent. Without the extra `otel` or an OTLP endpoint no spans are made; a client's trace is
-still passed on and logged.
+Without the extra `otel` or an OTLP endpoint no spans are made; a client's trace is still passed on and logged.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Tracing(Protocol):
         kind: Kind = "internal",
         at_s: float | None = None,
     ) -> Span:
-        """Return a child of the span with traceparent `parent`, or the root of a new trace."""
+        """Return a child of `parent` (a traceparent), or the root of a new trace."""
 
     def close(self) -> None:
         """Send what is left; may take seconds."""
@@ -86,7 +85,7 @@ NO_TRACING = NoTracing()
 
 
 def open_tracing(role: str, environ: Mapping[str, str]) -> Tracing:
-    """Return the tracing that OpenTelemetry's variables ask for. Raises StartupError for an unsupported protocol."""
+    """Open the tracing of OpenTelemetry's variables. Raises StartupError for an unsupported protocol."""
     if not any(environ.get(name) for name in ENDPOINTS):
         return NO_TRACING
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or environ.get("OTEL_TRACES_EXPORTER") == "none":
@@ -97,13 +96,13 @@ def open_tracing(role: str, environ: Mapping[str, str]) -> Tracing:
     for name in PROTOCOLS:
         if environ.get(name, PROTOCOL) != PROTOCOL:
             raise StartupError(f"{name}: {environ[name]!r} is not supported ({PROTOCOL})")
-    from service.observability.otel import open_otel  # loaded only if spans are wanted
+    from service.observability.otel import open_otel  # only if needed
 
     return open_otel(role)
 
 
 def read_traceparent(text: str | None) -> str | None:
-    """Return a W3C traceparent as version 00, or None for a malformed one."""
+    """Return a W3C traceparent as version 00; None if malformed."""
     found = _TRACEPARENT.fullmatch(text or "")
     if found is None or (found[1] == "00" and found[3]):
         return None
@@ -115,13 +114,12 @@ def trace_id(traceparent: str | None) -> str | None:
 
 
 def current_traceparent() -> str | None:
-    """Return the traceparent of the running task's span."""
     return _traceparent.get()
 
 
 @contextmanager
 def use_traceparent(traceparent: str | None) -> Iterator[None]:
-    """Make this span the parent of spans of this task and of tasks started inside."""
+    """Make this span the parent of spans of this task and its later tasks."""
     token = _traceparent.set(traceparent)
     try:
         yield

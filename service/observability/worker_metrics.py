@@ -1,7 +1,7 @@
-"""A worker's statistics, one row each: their key in WorkerCard.stats, their metric, and where the value comes from.
+"""Statistics of a worker: key in WorkerCard.stats, metric, and source.
 
-A new one is a row here and, if nothing counts it yet, a counter in service/engine/stats.py (source "engine") or in
-service/worker/job_loop.py (source "jobs").
+A new one is a row here and, if not yet counted, a counter in service/engine/stats.py ("engine") or
+service/worker/job_loop.py ("jobs").
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STEP_TIME_MS = "quire:step_time_ms"
 
 STAT_PROMPT_TOKENS_TOTAL = "prompt_tokens_total"
 STAT_GENERATION_TOKENS_TOTAL = "generation_tokens_total"
-"""Keys in WorkerCard.stats that the gateway's back-pressure reads."""
+"""Keys that the gateway's back-pressure reads."""
 
 ENGINE, JOBS = "engine", "jobs"
 """Sources: EngineStats, JobCounts."""
@@ -30,9 +30,9 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class WorkerMetric:
-    """One statistic of a worker. Counters start at 0 with the worker's process, as Prometheus expects."""
+    """Statistic of a worker. Counters start at 0 with its process, as Prometheus expects."""
 
-    stat: str  # key in WorkerCard.stats
+    stat: str  # in WorkerCard.stats
     name: str
     help: str
     source: str  # ENGINE or JOBS

@@ -1,7 +1,6 @@
-"""What a worker may claim now: as much as its engine can start, shared among tenants.
+"""Claim budget of a worker: as much as its engine can start.
 
-What a tenant holds beyond its share can be reclaimed (see service/fair_share.py): jobs of other tenants may be claimed
-even if no slot is free.
+Holdings over a share can be reclaimed: others may claim jobs even without a free slot.
 """
 
 from __future__ import annotations
@@ -15,25 +14,24 @@ from service.queue.job_cost import branches_of
 from service.queue.messages import Job
 
 RESERVED_DIVISOR = 16
-"""With several tenants, 1/16 of the slots is reserved for those below their share."""
+"""Share of slots reserved, with several tenants, for those below their share."""
 RECENT_S = 30.0
-"""A tenant counts for this long after its last job."""
+"""Time that a tenant counts after its last job."""
 OVER_CLAIM_DIVISOR = 32
-"""Over-claim one job per 32 slots, so that a finished sequence is replaced in the next step."""
+"""Over-claim one job per 32 slots: a finished sequence is replaced in the next step."""
 
 
 @dataclass
 class _HeldJob:
     tenant: str
     num_branches: int
-    num_tokens: int  # for which the engine needs blocks; 0 once it has started
+    num_tokens: int  # 0 once started
 
 
 class SlotCapacity:
-    """Slots and tokens of one engine, and the jobs that hold them. Times are monotonic seconds."""
+    """Slots and tokens of one engine. Times are monotonic seconds."""
 
     def __init__(self, num_slots: int, num_cache_tokens: int):
-        """`num_slots`: sequences that run at once; `num_cache_tokens`: tokens that all blocks can hold."""
         self._num_slots = num_slots
         self._num_cache_tokens = num_cache_tokens
         self._num_over_claimed = max(1, num_slots // OVER_CLAIM_DIVISOR)
@@ -43,7 +41,7 @@ class SlotCapacity:
         self._seen_at_s: OrderedDict[str, float] = OrderedDict()
 
     def add_job(self, job: Job, num_sent_tokens: int, now_s: float) -> None:
-        """Count a claimed job, once however often it was claimed; `num_sent_tokens`: of earlier claims."""
+        """Count a job once; `num_sent_tokens`: by earlier claims."""
         self.remove_job(job.job_id, now_s)
         num_tokens = len(job.prompt) // 4 + num_sent_tokens
         self._held[job.job_id] = held = _HeldJob(job.tenant, branches_of(job), num_tokens)
@@ -53,14 +51,13 @@ class SlotCapacity:
         self._mark_seen(held.tenant, now_s)
 
     def mark_started(self, job_id: str) -> None:
-        """The engine has emitted an output of the job: its blocks are allocated."""
+        """Stop counting the job's tokens: its blocks are allocated."""
         held = self._held.get(job_id)
         if held is not None and held.num_tokens:
             self._num_tokens -= held.num_tokens
             held.num_tokens = 0
 
     def remove_job(self, job_id: str, now_s: float) -> None:
-        """The job is over in this worker; unknown ones are ignored."""
         self.mark_started(job_id)
         held = self._held.pop(job_id, None)
         if held is None:
@@ -72,8 +69,8 @@ class SlotCapacity:
         self._mark_seen(held.tenant, now_s)
 
     def claim_budget(self, num_free_tokens: int, now_s: float) -> tuple[int, ClaimBudget]:
-        """Return the number of branches to claim, 0 or less if nothing is free, and the rest of the budget.
-        `num_free_tokens`: tokens that the engine's available blocks can hold."""
+        """Return the branches to claim, 0 or less if none, and the rest of the budget. `num_free_tokens`: capacity
+        of available blocks."""
         while self._seen_at_s and next(iter(self._seen_at_s.values())) < now_s - RECENT_S:
             self._seen_at_s.popitem(last=False)
         num_tokens = num_free_tokens - self._num_tokens
@@ -91,7 +88,6 @@ class SlotCapacity:
         )
 
     def _has_tenant_over_share(self) -> bool:
-        """Whether a tenant holds more than its share if another one comes."""
         share = fair_share(self._num_slots, [1, *self._branches_by_tenant.values()])
         return any(count > share for count in self._branches_by_tenant.values())
 

@@ -1,4 +1,4 @@
-"""The engine's own thread: runs commands between steps, never awaits, and alone uses the device."""
+"""Engine's thread: runs commands between steps, never awaits, and alone uses the device."""
 
 from __future__ import annotations
 
@@ -29,31 +29,28 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End every open request with this reason, then the thread."""
-
     reason: EndReason
 
 
 @dataclass(frozen=True, slots=True)
 class Render:
-    """Render the blocks now, also while idle."""
+    """Render the blocks now, even while idle."""
 
 
 STATS_EVERY_S = 0.1
-"""Least interval of statistics, so that short steps do not pay for them."""
+"""Short steps need not pay for statistics."""
 
 IDLE_TURN_S = 0.5
-"""Interval of turns without work."""
 
 RENDER_EVERY_S = 0.9
-"""An image of the blocks takes milliseconds, and a heartbeat carries one."""
+"""An image takes milliseconds; a heartbeat carries one."""
 
 Command = Add | Cancel | Stop | Render
 
 
 class EngineThread:
-    """Calls, on its thread: `on_outputs` with each step's outputs, `on_turn` with the monotonic time between two steps,
-    `on_death` with the exception that ended it. `stats`, `blocks` and `host_blocks` are kept up to date."""
+    """Runner of the engine. Its thread calls `on_outputs` after steps, `on_turn` (monotonic seconds) between them, and
+    `on_death` with the exception that ended it."""
 
     def __init__(
         self,
@@ -77,7 +74,6 @@ class EngineThread:
 
     @property
     def num_free_tokens(self) -> int:
-        """Tokens that the engine's available blocks can hold."""
         return self._engine.num_free_tokens
 
     @property
@@ -87,12 +83,11 @@ class EngineThread:
 
     @property
     def ident(self) -> int | None:
-        """Python's number of the thread."""
         return self._thread.ident
 
     @property
     def in_flight(self) -> frozenset[str]:
-        """Ids of the requests that the engine runs. Callable from any thread."""
+        """Requests in the engine. Callable from any thread."""
         return frozenset(sequence.request_id for sequence in self._engine.running)
 
     def start(self) -> None:
@@ -100,7 +95,7 @@ class EngineThread:
         self._thread.start()
 
     def set_watched(self, is_watched: bool) -> None:
-        """Start or stop rendering `blocks` and `host_blocks`. Callable from any thread."""
+        """Start or stop rendering. Callable from any thread."""
         self._is_watched = is_watched
         if is_watched:
             self.send(Render())
@@ -113,11 +108,10 @@ class EngineThread:
             self._blocks_due_s = now_s + RENDER_EVERY_S
 
     def send(self, command: Command) -> None:
-        """Queue a command; commands run before the next step, in order. Callable from any thread."""
+        """Queue a command to run before the next step. Callable from any thread."""
         self._inbox.put(command)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread; return whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -131,7 +125,7 @@ class EngineThread:
             self._on_death(error)
 
     def _run_commands(self) -> bool:
-        """Run all queued commands, waiting for one while there is no work. Return False after Stop."""
+        """Run queued commands; wait for one without work. Return False after Stop."""
         self._turn()
         while True:
             try:

@@ -1,5 +1,3 @@
-"""Converts the engine's outputs to the events that the queue carries."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,11 +10,10 @@ from service.queue.codec import pack_floats, pack_ids
 from service.queue.messages import Event, Part, TokenLogprobs, Usage
 
 MAX_EVENT_TOKENS = 4096
-"""With 20 alternatives each, two thirds of the largest event."""
+"""Two thirds of the largest event, with 20 alternatives."""
 
 
 def event_of(job_id: str, number: int, outputs: Sequence[RequestOutput]) -> Event:
-    """Merge consecutive outputs of a job into one event."""
     has_usage = number == 1 or outputs[-1].end is not None
     if len(outputs) == 1 and len(outputs[0].parts) == 1 and not has_usage:  # nearly always
         return Event(job_id=job_id, number=number, parts=(_part(outputs[0].parts),))
@@ -42,18 +39,17 @@ def event_of(job_id: str, number: int, outputs: Sequence[RequestOutput]) -> Even
 
 
 def refusal(job_id: str, number: int, reason: EndReason) -> Event:
-    """Return the end of a job that is not given to the engine."""
     return Event(job_id=job_id, number=number, end=reason, usage=Usage(prompt_tokens=0, completion_tokens=0))
 
 
 def without_end(event: Event) -> Event:
-    """Return the event of a job that goes on elsewhere."""
+    """Return the event of a job that continues elsewhere."""
     usage = event.usage if event.number == 1 else None
     return replace(event, end=None, usage=usage, choices=(), embedding=None)
 
 
 def split_by_event(outputs: list[RequestOutput]) -> list[list[RequestOutput]]:
-    """Split a job's outputs so that no event exceeds MAX_EVENT_TOKENS, unless a single output does."""
+    """Split outputs at MAX_EVENT_TOKENS."""
     if len(outputs) == 1:
         return [outputs]
     runs: list[list[RequestOutput]] = [[]]

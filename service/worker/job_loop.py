@@ -1,4 +1,4 @@
-"""The asyncio side of a worker: jobs from the queue to the engine, outputs back as events, heartbeats, cancels."""
+"""Worker's asyncio side: jobs, events, heartbeats, cancels."""
 
 from __future__ import annotations
 
@@ -33,23 +33,20 @@ FETCH_WAIT_S = 0.5
 HEARTBEAT_S = 1.0
 RETRY_S = 0.2
 LOOK_AGAIN_S = 0.015
-"""Interval of claims while the engine is nearly full: waiting jobs may exceed the budget."""
+"""Interval of claims while nearly full: waiting jobs may exceed the budget."""
 
 
 class OutputInbox:
-    """Carries outputs from the engine thread to the event loop that made it."""
-
     def __init__(self) -> None:
         self.arrived = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._outputs: list[EngineOutput] = []
 
     def on_outputs(self, outputs: list[EngineOutput]) -> None:
-        """Called on the engine thread after a step."""
+        """Called on the engine thread."""
         self._loop.call_soon_threadsafe(self._append, outputs)
 
     def drain_outputs(self) -> list[EngineOutput]:
-        """Return all outputs since the last call, in order."""
         self.arrived.clear()
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -60,17 +57,13 @@ class OutputInbox:
 
 
 class EngineSizes(NamedTuple):
-    """What the job loop needs to know of its engine."""
-
     vocab_size: int
-    num_slots: int  # sequences that run at once
-    num_cache_tokens: int  # tokens that all blocks can hold
+    num_slots: int
+    num_cache_tokens: int  # in all blocks
 
 
 @dataclass(slots=True)
 class JobCounts:
-    """Statistics of the jobs of this worker (service/observability/worker_metrics.py)."""
-
     num_held: int = 0  # claimed and not ended
     num_resumed: int = 0
     num_taken_over: int = 0
@@ -78,8 +71,6 @@ class JobCounts:
 
 
 class JobLoop:
-    """Runs on the event loop of `inbox`, to which the engine thread delivers its outputs."""
-
     def __init__(
         self,
         queue: WorkerQueue,
@@ -89,7 +80,7 @@ class JobLoop:
         sizes: EngineSizes,
         tracing: Tracing = NO_TRACING,
     ):
-        """`make_card(ready)` returns the worker's card without the statistics of its jobs."""
+        """`make_card(ready)` returns the card without job statistics."""
         self._queue = queue
         self._engine = engine
         self._inbox = inbox
@@ -104,7 +95,7 @@ class JobLoop:
         self._publishing = asyncio.Lock()
         self._early_cancels = EarlyCancels()
         self._runs_suspects = False
-        self._runs_alone = False  # the open job is a suspect
+        self._runs_alone = False  # with a suspect
         self._draining = False
         self._counts = JobCounts()
         self._fetching_ended = asyncio.Event()
@@ -115,7 +106,7 @@ class JobLoop:
         return len(self._open)
 
     async def run(self) -> None:
-        """Serve until cancelled, or until a duty fails. Fetching ends with `drain` or `abandon`."""
+        """Serve until cancelled or a duty fails. `drain` and `abandon` end fetching."""
         duties = (self._fetch, self._publish, self._forward_cancels, self._beat, self._keep_lease)
         tasks = [asyncio.create_task(duty(), name=duty.__name__) for duty in duties]
         try:
@@ -128,8 +119,7 @@ class JobLoop:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def drain(self, timeout_s: float) -> None:
-        """Claim nothing more. Open jobs run until another worker is ready or `timeout_s` is over; then they return to
-        the queue."""
+        """Claim nothing more. After `timeout_s`, or once another worker is ready, return open jobs to the queue."""
         self._draining = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -143,8 +133,8 @@ class JobLoop:
         await self._fetching_ended.wait()
 
     async def abandon(self, in_flight: Collection[str], cause: str) -> None:
-        """The engine is dead of `cause`: publish its outputs and return every open job. Jobs whose requests were
-        `in_flight` become suspects."""
+        """Publish a dead engine's outputs and return open jobs. Jobs of requests `in_flight` become
+        suspects because of `cause`."""
         self._draining = True
         await self._fetching_ended.wait()
         await self._publish_all()
@@ -155,7 +145,6 @@ class JobLoop:
             self._close(job_id)
 
     async def wait_idle(self) -> None:
-        """Wait until no job is open."""
         while self._open:
             await asyncio.sleep(0.02)
 
@@ -186,7 +175,7 @@ class JobLoop:
             wait_s = LOOK_AGAIN_S if budget.is_restricted(max_branches) else FETCH_WAIT_S
             claims = await self._queue.fetch(max_branches, wait_s, budget)
         for claim in claims:
-            # `fetch` returns a suspect if its claim by `fetch_suspect` was cut off.
+            # `fetch` returns a suspect whose claim was cut off.
             if self._draining or (claim.is_suspect and not self._runs_alone):
                 await self._persist(partial(self._queue.hand_back, [claim.job.job_id]))
             else:
@@ -229,7 +218,7 @@ class JobLoop:
             self._engine.send(Cancel(request_id, cancel.reason, cancel.branch))
 
     async def _publish(self) -> None:
-        """Publish what arrived during a round trip with the next one: a slow Redis makes batches, not a queue."""
+        """Publish in rounds: a slow Redis makes batches."""
         while True:
             await self._inbox.arrived.wait()
             await self._publish_all()
@@ -239,7 +228,7 @@ class JobLoop:
             outputs = self._inbox.drain_outputs()
             refused, self._refused = self._refused, []
             events, leaving = self._events(outputs)
-            # A gateway handles a step's events in order, for milliseconds: first tokens have waited longest.
+            # A gateway handles events in order: first tokens have waited longest.
             events = sorted(refused + events, key=lambda event: event.number > 1)
             if events:
                 self._drop(await self._persist(lambda: self._queue.publish(events)))
@@ -265,14 +254,14 @@ class JobLoop:
         return events, leaving
 
     def _clear_suspect(self) -> None:
-        """Return a suspect that made progress alone: it may run with others again."""
+        """Return a suspect that made progress alone."""
         for job in self._open.values():
             if job.cleared_at_number is not None and job.next_number > job.cleared_at_number and not job.is_leaving:
                 job.is_leaving = True
                 self._engine.send(Cancel(job.request_id, EndReason.SHUTDOWN))
 
     def _close(self, job_id: str, last: Event | None = None) -> None:
-        """Forget the job. `last`: the event that ended it; None if it goes on elsewhere."""
+        """Forget the job. `last`: its last event; None if it continues elsewhere."""
         job = self._open.pop(job_id, None)
         self._slots.remove_job(job_id, self._loop.time())
         if job is not None and job.deadline is not None:
@@ -283,7 +272,6 @@ class JobLoop:
             log.debug("let go of %s", fields(job=job_id, end="elsewhere" if last is None else last.end))
 
     def _drop(self, job_ids: Collection[str]) -> None:
-        """Cancel jobs that other workers own now; nothing of them is published any more."""
         for job_id in job_ids:
             job = self._open.get(job_id)
             if job is not None:
@@ -326,7 +314,7 @@ class JobLoop:
         return await has_replacement(self._queue, self._make_card(False))
 
     async def _persist(self, attempt: Callable[[], Awaitable[Result]]) -> Result:
-        """Repeat the attempt until the queue is available: nothing that the engine computed is lost meanwhile."""
+        """Retry until the queue is available: no output is lost."""
         while True:
             try:
                 return await attempt()

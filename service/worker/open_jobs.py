@@ -1,5 +1,3 @@
-"""Jobs between their claim and their last event, and cancels that arrived before the claim."""
-
 from __future__ import annotations
 
 import asyncio
@@ -18,17 +16,15 @@ MAX_EARLY_CANCELS = 8192
 
 @dataclass
 class OpenJob:
-    """A job between its claim and its last event."""
-
-    request_id: str  # of this claim: outputs of an earlier claim have another
+    request_id: str  # of this claim
     next_number: int
     deadline: asyncio.TimerHandle | None
     spans: JobSpans | None  # None: not traced
-    cleared_at_number: int | None = None  # event after which a suspect is cleared
-    is_leaving: bool = False  # goes on elsewhere once the engine has ended it
+    cleared_at_number: int | None = None  # event that clears a suspect
+    is_leaving: bool = False  # to another worker
 
     def events(self, job_id: str, outputs: list[RequestOutput]) -> tuple[list[Event], bool]:
-        """Return the events of these outputs, and whether the job goes on elsewhere now."""
+        """Return events, and whether the job leaves now."""
         events, is_released = [], False
         for own in split_by_event(outputs):
             event = event_of(job_id, self.next_number, own)
@@ -42,7 +38,7 @@ class OpenJob:
 
 
 def outputs_by_job(outputs: Iterable[RequestOutput], jobs: Mapping[str, OpenJob]) -> dict[str, list[RequestOutput]]:
-    """Return the outputs of each open job, in order. Outputs of other jobs and of earlier claims are dropped."""
+    """Return outputs by open job; drop those of earlier claims."""
     by_job: dict[str, list[RequestOutput]] = {}
     for output in outputs:
         job_id = output.request_id.rpartition("/")[0]
@@ -53,7 +49,7 @@ def outputs_by_job(outputs: Iterable[RequestOutput], jobs: Mapping[str, OpenJob]
 
 
 class EarlyCancels:
-    """The last MAX_EARLY_CANCELS jobs that were cancelled while not open here."""
+    """Cancels of the last MAX_EARLY_CANCELS jobs not open here."""
 
     def __init__(self) -> None:
         self._by_job: OrderedDict[str, list[Cancel]] = OrderedDict()
@@ -64,5 +60,4 @@ class EarlyCancels:
             self._by_job.popitem(last=False)
 
     def pop(self, job_id: str) -> Sequence[Cancel]:
-        """Remove and return the cancels of a job that is open now."""
         return self._by_job.pop(job_id, ())

@@ -1,5 +1,3 @@
-"""The worker process: builds the engine, wires it to the queue, and leaves in good order."""
-
 from __future__ import annotations
 
 import asyncio
@@ -29,13 +27,13 @@ from service.worker.watchdog import DEFAULT_STEP_TIMEOUT_S, Watchdog
 log = logging.getLogger("quire.worker")
 
 READY_SILENCE_S = 2.0
-"""A worker is not ready while a step takes longer, long before the step counts as hung."""
+"""Longer steps make a worker not ready."""
 FLUSH_S = 5.0
-"""Time to publish the last events, and to return open jobs."""
+"""Time to publish the last events and return jobs."""
 
 
 class EngineDied(Exception):
-    """The engine thread ended by itself, or hangs; the process must end too."""
+    """Engine thread that ended by itself or hangs: the process must end too."""
 
 
 async def run_worker(
@@ -47,7 +45,7 @@ async def run_worker(
     tracing: Tracing = NO_TRACING,
 ) -> None:
     """Serve jobs until `stop` is set, then drain. `supervisor` is fed after each step. Raises StartupError, or
-    EngineDied once its jobs are back in the queue."""
+    EngineDied once its jobs are returned."""
     built = await asyncio.to_thread(build_engine, settings, progress=True)
     freeze_heap()
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
@@ -67,7 +65,7 @@ async def run_worker(
     for task in (duties, stopped, died):
         task.cancel()
     failures = await asyncio.gather(duties, stopped, died, return_exceptions=True)
-    with suppress(QueueUnavailable):  # the card goes stale by itself
+    with suppress(QueueUnavailable):  # the card expires
         await queue.retire(worker_id)
     if engine.join(FLUSH_S):
         watchdog.stop()
@@ -79,7 +77,7 @@ async def run_worker(
 
 
 class _EngineDeath:
-    """The first cause of the engine's death, reported from any thread."""
+    """First cause of death, from any thread."""
 
     def __init__(self) -> None:
         self.cause: BaseException | None = None
@@ -99,7 +97,6 @@ def _start(
     supervisor: Supervisor,
     tracing: Tracing,
 ) -> tuple[JobLoop, EngineThread, Watchdog, _EngineDeath]:
-    """Start the engine's thread under its watchdog; the job loop is returned unstarted."""
     death, inbox = _EngineDeath(), OutputInbox()
     watchdog = Watchdog(settings.step_timeout or DEFAULT_STEP_TIMEOUT_S[built.ops.name], supervisor)
     engine = EngineThread(built.engine, inbox.on_outputs, death.report, watchdog.on_turn)
@@ -117,7 +114,7 @@ def _start(
 
 
 async def _announced(job_loop: JobLoop, ends: Sequence[asyncio.Task[Any]]) -> bool:
-    """Wait until the queue has this worker's card; return False if one of `ends` is done before."""
+    """Return False if one of `ends` comes before the worker's card."""
     announced = asyncio.create_task(job_loop.announced.wait())
     await asyncio.wait([announced, *ends], return_when=asyncio.FIRST_COMPLETED)
     if announced.done():
@@ -128,14 +125,13 @@ async def _announced(job_loop: JobLoop, ends: Sequence[asyncio.Task[Any]]) -> bo
 
 
 async def _flush(job_loop: JobLoop, engine: EngineThread, death: BaseException | None) -> None:
-    """Publish what the engine has emitted, and return open jobs to the queue."""
     try:
         async with asyncio.timeout(FLUSH_S):
             if death is not None:
                 await job_loop.abandon(engine.in_flight, f"{type(death).__name__}: {death}")
             else:
                 await job_loop.wait_idle()
-    except TimeoutError:  # others take over once the lease has expired
+    except TimeoutError:  # others take over
         log.error("jobs not given back %s", fields(num_open=job_loop.num_open))
 
 

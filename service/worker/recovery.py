@@ -1,5 +1,3 @@
-"""Requests outlive their workers: the lease, the jobs of dead workers, and the history from which a job goes on."""
-
 from __future__ import annotations
 
 import asyncio
@@ -15,11 +13,11 @@ from service.queue.messages import Event, WorkerCard
 log = logging.getLogger("quire.recovery")
 
 BEATS_PER_LEASE = 10 / 3
-"""A lease of 10 s is renewed every 3 s: two beats may be lost."""
+"""Two beats of a 10 s lease may be lost."""
 MAX_LOOK_S = 1.0
-"""Longest interval between two looks for expired leases."""
+"""Interval of looks for expired leases."""
 FRESH_CARD_S = 3.5
-"""A worker whose card is older counts as not ready."""
+"""Workers with older cards are not ready."""
 
 
 async def keep_lease(
@@ -28,10 +26,10 @@ async def keep_lease(
     on_lease: Callable[[Lease], Awaitable[None]],
     take_over: Callable[[], Awaitable[None]],
 ) -> None:
-    """Renew the lease forever while the engine makes progress, and call `take_over` for expired leases.
+    """Renew the lease while the engine makes progress; call `take_over` for expired ones.
 
-    `silent_s`: seconds since the engine's last turn; a hung engine loses its lease, and so its jobs. `on_lease` gets
-    each renewal's result.
+    `silent_s`: seconds since the engine's last turn: a hung engine loses its lease and jobs. `on_lease` gets each
+    renewal.
     """
     beat_s = queue.lease_s / BEATS_PER_LEASE
     look_s = min(MAX_LOOK_S, beat_s)
@@ -50,7 +48,7 @@ async def keep_lease(
 
 
 async def has_replacement(queue: WorkerQueue, ours: WorkerCard) -> bool:
-    """Whether another worker of the same model is ready. Raises QueueUnavailable."""
+    """Raises QueueUnavailable."""
     now_s, cards = await queue.now_s(), await queue.workers()
     return any(
         card.ready and card.model == ours.model and now_s - card.beat_at_s < FRESH_CARD_S
@@ -60,14 +58,13 @@ async def has_replacement(queue: WorkerQueue, ours: WorkerCard) -> bool:
 
 
 def num_scored_tokens(events: Iterable[Event]) -> int:
-    """Number of prompt tokens with log-probabilities in the events, and the first token, which has none; 0 if none."""
+    """Count prompt tokens with log-probabilities, plus the first token, which has none; 0 if none."""
     num_sent = sum(len(part.tokens) // 4 for event in events for part in event.parts if part.is_prompt)
     return num_sent + 1 if num_sent else 0
 
 
 def branch_histories(events: Iterable[Event]) -> tuple[BranchHistory, ...]:
-    """Return the history of each branch, in order, from a job's events. Log-probabilities are added in the engine's
-    order, so that branches rank as without an interruption."""
+    """Return each branch's history. Log-probabilities are added in order: branches rank as without interruption."""
     token_ids: dict[int, list[int]] = {}
     ends: dict[int, EndReason] = {}
     sums: dict[int, float] = {}

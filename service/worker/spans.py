@@ -1,5 +1,3 @@
-"""Spans of a job in this worker, children of its request's span: queue, prefill, decode."""
-
 from __future__ import annotations
 
 import logging
@@ -18,17 +16,16 @@ log = logging.getLogger("quire.job_loop")
 
 @dataclass(kw_only=True)
 class JobSpans:
-    """The spans of one claim, emitted at its end."""
+    """Spans of one claim, emitted at its end."""
 
     tracing: Tracing
     job: Job
     attempt: int
-    queued_s: float  # how long the job was in the queue when it was claimed
+    queued_s: float
     times: RequestTimes = field(default_factory=RequestTimes)
     claimed_s: float = field(default_factory=time.time)
 
     def end(self, last: Event | None) -> None:
-        """Emit the spans. `last`: the event that ended the job; None if it goes on elsewhere."""
         now_s = time.time()
         started_s = self.times.started_s or now_s
         first_token_s = self.times.first_token_s
@@ -68,7 +65,7 @@ class JobSpans:
 
 
 def spans_of(claim: Claim, now_s: float, tracing: Tracing) -> JobSpans | None:
-    """Return the spans of a claim; None if it is not traced. `now_s`: queue time."""
+    """Return a claim's spans, if traced. `now_s`: queue time."""
     if not tracing.is_on or claim.job.traceparent is None:
         return None
     queued_s = max(0.0, now_s - claim.job.submitted_at_s)

@@ -1,4 +1,4 @@
-"""Ends a worker whose engine hangs: a step that never ends raises no error, and its jobs would wait forever."""
+"""Watchdog: a hung step raises no error, and its jobs would wait forever."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ log = logging.getLogger("quire.watchdog")
 
 DEFAULT_STEP_TIMEOUT_S = {"cuda": 60.0, "numpy": 600.0}
 LAST_RESORT_S = 10.0
-"""Time for the process to return its jobs once a step counts as hung."""
+"""Time to return jobs once a step counts as hung."""
 LOOKS_PER_TIMEOUT = 20
 MAX_LOOK_EVERY_S = 1.0
 
 
 class EngineHung(Exception):
-    """A step took longer than --step-timeout."""
+    """Raised for a step longer than --step-timeout."""
 
 
 class Watchdog:
-    """The engine's thread calls `on_turn` between steps; `on_hang` gets an EngineHung, once, on another thread.
+    """Watch of the thread that calls `on_turn` between steps; `on_hang` gets an EngineHung once, on another thread.
 
-    If the hung step holds the interpreter's lock, no Python runs, the watchdog neither. Then faulthandler's C thread,
-    which `on_turn` postpones, prints all stacks and ends the process.
+    If the hung step holds the GIL, the watchdog cannot run. Then faulthandler's C thread, which `on_turn` postpones,
+    prints all stacks and ends the process.
     """
 
     def __init__(self, step_timeout_s: float, supervisor: Supervisor):
@@ -42,18 +42,16 @@ class Watchdog:
         self._stderr = sys.__stderr__ or sys.stderr
 
     def on_turn(self, now_s: float) -> None:
-        """The engine is between two steps, or idle. `now_s`: monotonic."""
+        """Postpone the end: the engine is between steps, or idle. `now_s`: monotonic."""
         self._supervisor.feed()
         if now_s - self._postponed_at_s >= self._look_every_s and not self._stopped.is_set():
             self._postponed_at_s = now_s
             faulthandler.dump_traceback_later(self._step_timeout_s + LAST_RESORT_S, exit=True, file=self._stderr)
 
     def watch(self, engine: EngineThread, on_hang: Callable[[EngineHung], None]) -> None:
-        """Start watching, on a thread of its own."""
         threading.Thread(target=self._watch, args=(engine, on_hang), name="watchdog", daemon=True).start()
 
     def stop(self) -> None:
-        """The engine has ended."""
         self._stopped.set()
         faulthandler.cancel_dump_traceback_later()
 

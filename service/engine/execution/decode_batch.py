@@ -1,4 +1,4 @@
-"""A step's host arrays. A decoding sequence keeps its row; only changes are written."""
+"""Host arrays of a step. Decodes keep their rows; only changes are written."""
 
 from __future__ import annotations
 
@@ -17,28 +17,27 @@ from service.engine.step import Chunk, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """A plan in the order of its rows: decodes by row, then longer chunks in the plan's order."""
+    """Rows of a plan: decodes, then longer chunks in the plan's order."""
 
     plan: StepPlan
     inputs: ForwardInputs
-    decodes: list[Sequence]  # by row; the same object until a sequence enters or leaves
+    decodes: list[Sequence]  # by row; same object until one enters or leaves
     row_of_decode: np.ndarray  # int64, in the plan's order
-    is_one_token_each: bool  # each decode samples exactly its own next token
+    is_one_token_each: bool  # each decode samples its own next token
 
     @property
     def prefills(self) -> tuple[Chunk, ...]:
-        """Chunks of several tokens."""
         return self.plan.chunks[len(self.decodes) :]
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """All chunks, in the order of their rows."""
+        """Chunks by row."""
         planned = self.plan.chunks
         order = np.argsort(self.row_of_decode).tolist()
         return (*(planned[index] for index in order), *self.prefills)
 
     def first_rows(self) -> dict[int, int]:
-        """Return each chunk's first row of the hidden states, by the chunk's id()."""
+        """Return each chunk's first row of hidden states, by id(chunk)."""
         planned, num_decodes = self.plan.chunks, len(self.decodes)
         rows = dict(zip(map(id, planned), self.row_of_decode.tolist(), strict=False))
         starts = accumulate((chunk.length for chunk in self.prefills), initial=num_decodes)
@@ -54,12 +53,11 @@ class _PrefillArrays(NamedTuple):
 
 
 class DecodeBatch:
-    """One row for each decode of the last plan. A new sequence takes a vacated row or the next one; the last rows move
-    into gaps."""
+    """Rows of decodes. A new sequence takes a vacated row or the next one; the last rows fill gaps."""
 
     def __init__(self, max_rows: int, max_blocks: int, block_size: int):
         self.dirty_tables = np.zeros(max_rows, np.bool_)
-        """Rows whose block table changed since the device's copy was updated."""
+        """Rows not up to date on the device."""
         self._block_size = block_size
         self._no_pending_row = max_rows
         self._tables = np.zeros((max_rows, max_blocks), np.int32)
@@ -75,8 +73,8 @@ class DecodeBatch:
         self._order = np.zeros(0, np.int64)
 
     def lay_out(self, plan: StepPlan, sampled_rows: Mapping[Sequence, int]) -> BatchLayout:
-        """Return the plan's arrays, valid until the next call. `sampled_rows`: rows of pending tokens outside
-        their sequence's own row."""
+        """Return the plan's arrays, valid until the next call. `sampled_rows`: rows of pending tokens outside their
+        sequence's row."""
         num_decodes = plan.num_decodes
         decodes, prefills = plan.chunks[:num_decodes], plan.chunks[num_decodes:]
         tails = [self._prefill_arrays(chunk, sampled_rows) for chunk in prefills]
@@ -101,7 +99,6 @@ class DecodeBatch:
         return BatchLayout(plan, inputs, self._sequences, self._order, is_one_token_each)
 
     def _advance_all(self) -> None:
-        """Advance every row by the token that the previous step sampled in it."""
         rows = slice(len(self._sequences))
         for column in (self._positions, self._slots, self._context_lens):
             column[rows] += 1
@@ -128,7 +125,6 @@ class DecodeBatch:
         self._order = np.array([self._row_of[sequence] for sequence in sequences], np.int64)
 
     def _write(self, chunks: tuple[Chunk, ...]) -> None:
-        """Write what follows from the tables and positions of these decodes."""
         if not chunks:
             return
         rows = [self._row_of[chunk.sequence] for chunk in chunks]
@@ -149,7 +145,7 @@ class DecodeBatch:
             self._pending_token_row[rows] = self._no_pending_row
 
     def _prefill_arrays(self, chunk: Chunk, sampled_rows: Mapping[Sequence, int]) -> _PrefillArrays:
-        """Called while rows are still those of the previous step: the chunk's last token may be pending."""
+        """Build arrays before rows are reassigned: the last token may be pending."""
         sequence, start, length, _, drafts = chunk
         if drafts:
             raise ValueError("decode_batch: a chunk has drafts, which no model runner verifies yet")
@@ -195,6 +191,6 @@ class DecodeBatch:
 
 
 def _joined(pieces: Seq[np.ndarray]) -> np.ndarray:
-    """Concatenate the pieces; a single nonempty piece is returned as it is, because a lone prompt waits for this."""
+    """Concatenate without copying a single nonempty piece: a lone prompt waits for this."""
     first, *others = pieces
     return others[0] if len(others) == 1 and not len(first) else np.concatenate(pieces)

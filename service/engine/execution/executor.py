@@ -1,7 +1,4 @@
-"""Executes plans: builds StepInputs, hands them to the model runner, and reads the arrays that it returns.
-
-The runner sees arrays only; plans and sequences stay on this side.
-"""
+"""Execution of plans; the model runner sees arrays only."""
 
 from __future__ import annotations
 
@@ -23,8 +20,6 @@ from service.engine.step import BlockCopy, FinishedTransfer, PoolSpan, StepPlan,
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A launched step; `calls` is empty until it is sampled."""
-
     running: RunningStep
     batch: SampleBatch
     calls: list[SampleCall]
@@ -33,8 +28,8 @@ class LaunchedStep:
 
 
 class ModelExecutor:
-    """Runs plans of at most `max_num_seqs` sequences of at most `max_blocks` blocks, ahead on a GPU. `attach` adds the
-    cache once the remaining memory is known."""
+    """Executor of at most `max_num_seqs` sequences of `max_blocks` blocks, ahead on a GPU. `attach` adds the cache
+    once the remaining memory is known."""
 
     def __init__(self, model: Llama, eos_token_ids: frozenset[int], max_num_seqs: int, max_blocks: int):
         self.model = model
@@ -46,25 +41,21 @@ class ModelExecutor:
 
     @property
     def kv(self) -> Array | None:
-        """The cache, once attached."""
         return self.runner.kv
 
     @property
     def host(self) -> HostBlocks | None:
-        """The host's blocks, if any are attached."""
         return self.runner.host
 
     def attach(self, kv: Array, *, num_host_blocks: int = 0, progress: bool = False) -> None:
-        """Use this cache [num_blocks, L, 2, Hkv, B, D], and `num_host_blocks` blocks on the host."""
+        """Use this cache [num_blocks, L, 2, Hkv, B, D]."""
         self._rows = DecodeBatch(*self._sizes, block_size=kv.shape[4])
         self.runner.attach(kv, num_host_blocks=num_host_blocks, progress=progress)
 
     def fit_prompts(self, num_decodes: int, num_tokens: int) -> int:
-        """Return how many of `num_tokens` prompt tokens a step should take besides its decodes while others wait."""
         return self.runner.fit_prompts(num_decodes, num_tokens)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """See service.engine.engine.Executor."""
         layout = self._rows.lay_out(plan, self._sampler.other_rows)
         batch = self._sampler.batch_for(layout)
         prompt_logprobs, pool_rows = [], []
@@ -85,18 +76,15 @@ class ModelExecutor:
         return LaunchedStep(self.runner.launch(inputs), batch, calls, prompt_logprobs, plan.pool_spans)
 
     def transfer(self, plan: StepPlan) -> None:
-        """See service.engine.engine.Executor."""
         copies, swap_outs, swap_ins = map(_pairs, (plan.copies, plan.swap_outs, plan.swap_ins))
         self.runner.transfer(StepInputs(forward=None, copies=copies, swap_outs=swap_outs, swap_ins=swap_ins))
 
     def sample(self, launched: LaunchedStep) -> None:
-        """See service.engine.engine.Executor. The forward pass hides the host's work here."""
         if not launched.calls:
             launched.calls = self._sampler.calls(launched.batch, masked=True)
             self.runner.sample(launched.running, [call.inputs for call in launched.calls])
 
     def collect(self, launched: LaunchedStep) -> StepResult:
-        """See service.engine.engine.Executor."""
         running = launched.running
         return read_result(
             launched.calls,
@@ -108,18 +96,15 @@ class ModelExecutor:
 
     @property
     def num_host_blocks(self) -> int:
-        """See service.engine.engine.Executor."""
         return 0 if self.host is None else self.host.num_ready
 
     def finished_transfers(self) -> list[FinishedTransfer]:
-        """See service.engine.engine.Executor."""
         return [FinishedTransfer(*done) for done in self.runner.finished_transfers()]
 
     def wait_for_transfer(self) -> None:
-        """See service.engine.engine.Executor."""
         self.runner.wait_for_transfer()
 
 
 def _pairs(copies: tuple[BlockCopy, ...]) -> np.ndarray:
-    """int32[n, 2]"""
+    """Return int32[n, 2]."""
     return np.array(copies, np.int32) if copies else no_blocks()

@@ -1,4 +1,4 @@
-"""Runs the steps of one rank: StepInputs in, sampled arrays out."""
+"""Steps of one rank: StepInputs in, sampled arrays out."""
 
 from __future__ import annotations
 
@@ -20,15 +20,11 @@ from model.ops.interface import Array, Bias, Ops, Penalties, SamplingArrays, Tok
 from model.step_inputs import ForwardInputs, LogprobRows, SampleInputs, StepInputs
 
 _COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "branch")
-"""The arrays of SamplingArrays with one entry a row."""
 
 Fetch = Callable[[], list[np.ndarray]]
-"""Waits for a download."""
 
 
 class DoneTransfer(NamedTuple):
-    """The swap_outs or swap_ins of one step, all done."""
-
     is_out: bool
     num_blocks: int
     seconds: float  # of the device
@@ -36,19 +32,19 @@ class DoneTransfer(NamedTuple):
 
 @dataclass(slots=True)
 class RunningStep:
-    """A launched step. Its fetches return what was sampled, in the order of StepInputs."""
+    """Launched step. Fetches return samples in the order of StepInputs."""
 
-    logits: Array | None  # float32[R, V] until it is sampled
-    context_lens: Array | None  # int32[num_decodes], if their buffer stays the same
-    scratch: ExitStack  # memory of the logits
-    samples: list[Fetch]  # token ids, NaN flags and, if wanted, log-probabilities (see Sampled)
+    logits: Array | None  # float32[R, V] until sampled
+    context_lens: Array | None  # int32[num_decodes], if their buffer stays
+    scratch: ExitStack
+    samples: list[Fetch]  # token ids, NaN flags, perhaps log-probabilities (see Sampled)
     prompt_logprobs: list[Fetch]
     pool_rows: list[Fetch]
 
 
 class ModelRunner:
-    """Owns a model's buffers for steps of at most `max_rows` sequences of at most `max_blocks` blocks. `sampled` keeps
-    the ids on the device for the next step. `attach` adds the cache."""
+    """Buffers of steps of at most `max_rows` sequences of `max_blocks` blocks. `sampled` keeps ids on the device for
+    the next step. `attach` adds the cache."""
 
     def __init__(self, model: Llama, max_rows: int, max_blocks: int):
         self.model = model
@@ -60,28 +56,28 @@ class ModelRunner:
         self._logit_sizes = model.ops.linear_sizes(max_rows)
         self._swap_outs: deque[tuple[int, Transfer]] = deque()  # (num_blocks, transfer)
         self._swap_ins: deque[tuple[int, Transfer]] = deque()
-        self._kept_params: SamplingArrays | None = None  # on the device
+        self._kept_params: SamplingArrays | None = None
         self._graphs = StepGraphs(model, self.sampled, max_rows, max_blocks) if model.ops.name == "cuda" else None
 
     @property
     def replays_graphs(self) -> bool:
-        """Whether steps of decodes run as captured graphs and keep their sampling parameters."""
+        """True if decodes run as captured graphs and keep their sampling parameters."""
         return self._graphs is not None
 
     def attach(self, kv: Array, *, num_host_blocks: int = 0, progress: bool = False) -> None:
-        """Use this cache [num_blocks, L, 2, Hkv, B, D], and `num_host_blocks` blocks on the host."""
+        """Use this cache [num_blocks, L, 2, Hkv, B, D]."""
         self.kv, self._block_size = kv, kv.shape[4]
         if self._graphs is not None:
             self._graphs.capture(kv, progress=progress)
-        if num_host_blocks:  # last: pinning would slow down the rest of the start
+        if num_host_blocks:  # last: pinning slows down the start
             self.host = self._ops.host_blocks(kv, num_host_blocks)
 
     def fit_prompts(self, num_decodes: int, num_tokens: int) -> int:
-        """Return how many of `num_tokens` prompt tokens a step should take besides its decodes while others wait."""
+        """Return the prompt tokens, at most `num_tokens`, for a step with decodes."""
         return num_tokens if self._graphs is None else self._graphs.fit(num_decodes, num_tokens)
 
     def launch(self, inputs: StepInputs) -> RunningStep:
-        """Start the step; `sample` follows if its sampling is not sent yet."""
+        """Start the step; call `sample` unless the inputs have samples."""
         scratch = ExitStack()
         scratch.enter_context(self._ops.scratch())
         self.transfer(inputs)
@@ -97,7 +93,6 @@ class ModelRunner:
         return step
 
     def transfer(self, inputs: StepInputs) -> None:
-        """Start the step's copies and swaps."""
         if len(inputs.copies):
             self._copy(inputs.copies)
         if self.host is not None and len(inputs.swap_outs):
@@ -106,13 +101,12 @@ class ModelRunner:
             self._swap_ins.append((len(inputs.swap_ins), self.host.copy_in(*inputs.swap_ins.T.tolist())))
 
     def sample(self, step: RunningStep, samples: Sequence[SampleInputs]) -> None:
-        """Sample a launched step; its logits are freed."""
         with step.scratch:
             step.samples = [self._sample(step, call) for call in samples]
             step.logits = None
 
     def finished_transfers(self) -> list[DoneTransfer]:
-        """Return transfers that finished since the last call, in order for each direction."""
+        """Return transfers finished since the last call, in order for each direction."""
         finished = []
         for is_out, in_flight in ((True, self._swap_outs), (False, self._swap_ins)):
             while in_flight and in_flight[0][1].is_done():
@@ -121,7 +115,6 @@ class ModelRunner:
         return finished
 
     def wait_for_transfer(self) -> None:
-        """Wait until one transfer in flight is done."""
         (self._swap_ins or self._swap_outs)[0][1].wait()
 
     def _copy(self, copies: np.ndarray) -> None:
@@ -131,7 +124,6 @@ class ModelRunner:
             self._ops.copy_blocks(self.kv, *self._ops.upload_all(pair))
 
     def _forward(self, inputs: ForwardInputs, step: RunningStep) -> None:
-        """Run the forward pass, as a captured graph if there is one of its size."""
         if self._graphs is not None:
             step.logits = self._graphs.forward(inputs)
             if step.logits is not None:
@@ -140,7 +132,7 @@ class ModelRunner:
         step.logits = self.model.forward(self._batch(inputs), self.kv)[: len(inputs.logit_rows)]
 
     def _forward_with_hidden(self, inputs: StepInputs, forward: ForwardInputs, step: RunningStep) -> None:
-        """Like `_forward`, but never a captured graph, which keeps no hidden states."""
+        """Run without a captured graph, which keeps no hidden states."""
         batch = self._batch(forward)
         hidden = self.model.hidden(batch, self.kv)
         step.prompt_logprobs = [self._score(hidden, part) for part in inputs.prompt_logprobs]
@@ -172,7 +164,6 @@ class ModelRunner:
         return self._ops.download_async(arrays)
 
     def _upload(self, params: SamplingArrays) -> SamplingArrays:
-        """Upload all arrays in one piece."""
         columns = [getattr(params, name) for name in _COLUMNS]
         ragged = [
             [] if part is None else list(vars(part).values()) for part in (params.penalties, params.bias, params.mask)
@@ -224,8 +215,8 @@ def _arrays_of(part: Penalties | Bias | TokenMask | None) -> list[Array]:
 
 
 def padded_rows(rows: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """Pad rows int32[R] with zeros to the next of `sizes`; unchanged if empty or longer than all. The LM head runs in
-    these sizes only: for others cuBLASLt may load a kernel, 15 to 70 ms under load."""
+    """Pad int32[R] with zeros to the next of `sizes`; unchanged if empty or longer than all. For other sizes of
+    the LM head cuBLASLt may load a kernel, 15 to 70 ms under load."""
     index = bisect_left(sizes, len(rows))
     if not len(rows) or index == len(sizes):
         return rows
@@ -233,8 +224,7 @@ def padded_rows(rows: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
 
 
 def independent_copies(copies: np.ndarray) -> list[list[list[int]]]:
-    """Split copies int32[n, 2] (from, to) into runs in which no target is a source or occurs twice. Mostly one run:
-    only blocks of sequences preempted during planning occur twice."""
+    """Split int32[n, 2] (from, to) into runs in which no target is a source or occurs twice."""
     runs: list[list[list[int]]] = [[]]
     seen_sources: set[int] = set()
     seen_targets: set[int] = set()

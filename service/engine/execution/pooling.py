@@ -1,5 +1,3 @@
-"""Embeddings: hidden states of whole prompts, pooled to one vector each, chunk by chunk."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,21 +16,21 @@ class _Sum(NamedTuple):
 
 
 class Pooler:
-    """Sums rows on the host: an embedding is needed once a prompt, and the step's other work goes on meanwhile."""
+    """Sums of rows, kept on the host: an embedding is needed once a prompt."""
 
     def __init__(self) -> None:
         self._sums: WeakKeyDictionary[SequenceGroup, _Sum] = WeakKeyDictionary()
 
     @staticmethod
     def rows(spans: Sequence[PoolSpan], first_rows: Mapping[int, int]) -> list[tuple[int, int]]:
-        """Return the rows of hidden states of each span, from and to. `first_rows`: see BatchLayout.first_rows."""
+        """Return each span's rows of hidden states (from, to)."""
         offsets = [first_rows[id(span.chunk)] - span.chunk.start for span in spans]
         return [(offset + span.start, offset + span.stop) for span, offset in zip(spans, offsets, strict=True)]
 
     def read(
         self, spans: Sequence[PoolSpan], fetches: Sequence[Callable[[], list[np.ndarray]]]
     ) -> tuple[PooledPrompt, ...]:
-        """Wait for the rows of the spans; return the vectors of prompts that are complete."""
+        """Wait for the rows; return complete vectors."""
         done = []
         for span, fetch in zip(spans, fetches, strict=True):
             group = span.chunk.sequence.group
@@ -49,6 +47,6 @@ class Pooler:
 
 
 def _unit(vector: np.ndarray) -> bytes:
-    """Return float32[H], little-endian, of length 1; a zero vector stays zero."""
+    """Return float32[H], little-endian, of length 1; zero stays zero."""
     length = float(np.linalg.norm(vector))
     return (vector / length if length > 0 else vector).astype("<f4").tobytes()

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, from the logits of whole chunks, few rows at a time because they are wide."""
+"""Log-probabilities of prompt tokens, few rows at a time because they are wide."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from model.step_inputs import LogprobRows
 from service.engine.step import LogprobSpan, PromptLogprobs, TokenLogprob
 
 MAX_ROWS = 256
-"""Rows of logits at once, 128 MiB for a vocabulary of 128K: as many as a large step samples from anyway."""
+"""Rows of logits at once, 128 MiB for a vocabulary of 128K."""
 
 
 class PlannedLogprobs(NamedTuple):
-    """A part of a span in a step."""
-
     span: LogprobSpan
-    first: int  # position of the first scored token
+    first: int  # position
     rows: LogprobRows
 
 
 def plan_prompt_logprobs(
     spans: Sequence[LogprobSpan], first_rows: Mapping[int, int], max_rows: int
 ) -> list[PlannedLogprobs]:
-    """Return the rows that the spans score, at most `max_rows` together. `first_rows`: see BatchLayout.first_rows."""
+    """Return the rows to score, at most `max_rows` together."""
     step = min(MAX_ROWS, max_rows)
     return [
         _planned(span, first_rows[id(span.chunk)], start, min(start + step, span.stop))
@@ -37,7 +35,6 @@ def plan_prompt_logprobs(
 def read_prompt_logprobs(
     planned: Sequence[PlannedLogprobs], fetches: Sequence[Callable[[], list[np.ndarray]]]
 ) -> tuple[PromptLogprobs, ...]:
-    """Wait for the results."""
     return tuple(
         PromptLogprobs(part.span, part.first, _token_logprobs(fetch()))
         for part, fetch in zip(planned, fetches, strict=True)

@@ -1,5 +1,3 @@
-"""What a step samples: the arrays of its calls, and the tokens read from their results."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
@@ -21,17 +19,17 @@ from service.engine.step import PooledPrompt, PromptLogprobs, StepResult, TokenL
 
 @dataclass(slots=True, eq=False)
 class SampleBatch:
-    """The sequences that sample from a step's logits, in row order."""
+    """Sequences that sample in a step, by row."""
 
     samplers: list[Sequence]
-    rows: list[int]  # row of the logits of each sampler
-    positions: np.ndarray  # int32, positions of the sampled tokens
-    num_own_rows: int  # the first ones, sampled in their own decode rows
-    indices: np.ndarray  # int64, index in `samplers` of each of the plan's samplers
+    rows: list[int]  # of each sampler, in the logits
+    positions: np.ndarray  # int32, of the sampled tokens
+    num_own_rows: int  # first ones, in their own decode rows
+    indices: np.ndarray  # int64, index in `samplers` of each of the plan's
     needs_previous_tokens: bool = False
-    has_logit_processors: bool = False  # of any sampler: penalties, biases or min_tokens
-    has_adjusted_logprobs: bool = False  # of any sampler: see Sequence.has_adjusted_logprobs
-    is_kept: bool = False  # the runner keeps its parameters for the next step
+    has_logit_processors: bool = False  # penalties, biases or min_tokens
+    has_adjusted_logprobs: bool = False
+    is_kept: bool = False  # by the runner
 
     def __post_init__(self) -> None:
         self.needs_previous_tokens = any(map(attrgetter("needs_previous_tokens"), self.samplers))
@@ -40,32 +38,29 @@ class SampleBatch:
 
     @property
     def has_one_sampler_per_row(self) -> bool:
-        """Whether every row of the logits has one sampler."""
         return not self.rows or self.rows[-1] + 1 == len(self.rows)
 
 
 class SampleCall(NamedTuple):
-    """Sequences sampled by one call of `Ops.sample`."""
-
     samplers: list[Sequence]
     inputs: SampleInputs
 
 
 class StepSampler:
-    """Plans the sampling of steps. The next step reads each pending id on the device from its row: its own for most
-    decodes, else the one in `other_rows`."""
+    """Planner of sampling. The next step reads pending ids on the device from their own decode row, else from
+    `other_rows`."""
 
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], *, keeps_params: bool):
-        """`keeps_params`: the runner can keep the parameters of a step of decodes alone."""
+        """`keeps_params`: the runner can keep parameters of decodes alone."""
         self.other_rows: dict[Sequence, int] = {}
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._keeps_params = keeps_params
         self._masks = MaskBuilder(vocab_size)
-        self._last: SampleBatch | None = None  # of the last step of decodes only
+        self._last: SampleBatch | None = None  # decodes only
 
     def batch_for(self, layout: BatchLayout) -> SampleBatch:
-        """Return the sequences to sample; the same object while the same ones decode alone."""
+        """Return the sequences to sample; the same object while the same ones decode."""
         if not layout.is_one_token_each:
             return _batch_of_chunks(layout)
         if layout.prefills or layout.plan.logprob_spans or layout.plan.pool_spans:
@@ -76,8 +71,8 @@ class StepSampler:
         return self._last
 
     def calls(self, batch: SampleBatch, *, masked: bool) -> list[SampleCall]:
-        """Return the calls that sample this batch. Beams with adjusted log-probabilities are a second call: the next
-        step does not need their tokens on the device."""
+        """Return the sampling calls. Beams with adjusted log-probabilities are a second one: the next step does not
+        need their tokens on the device."""
         if batch.has_one_sampler_per_row and not batch.has_adjusted_logprobs:
             calls = [self._call(batch, masked)]
         else:
@@ -111,7 +106,6 @@ class StepSampler:
         return SampleCall(samplers, SampleInputs(len(samplers), None, params, keeps_params=batch.is_kept))
 
     def _params(self, batch: SampleBatch, masked: bool, adjusted: bool) -> SamplingArrays:
-        """Return host arrays."""
         shaped = batch.samplers if batch.has_logit_processors else []
         rows = SampledRows(
             records=[sequence.sampling_record for sequence in batch.samplers],
@@ -132,7 +126,7 @@ def read_result(
     prompt_logprobs: tuple[PromptLogprobs, ...],
     pooled: tuple[PooledPrompt, ...],
 ) -> StepResult:
-    """Return the tokens in the order of the plan's samplers; `arrays`: of each call, see RunningStep."""
+    """Return tokens in the order of the plan's samplers; `arrays`: see RunningStep."""
     if len(calls) == 1:
         result = _result(batch.samplers, arrays[0], batch.indices)
     else:
@@ -149,7 +143,6 @@ def read_result(
 
 
 def _batch_of_decodes(layout: BatchLayout) -> SampleBatch:
-    """Each decode samples exactly its own next token."""
     decodes, inputs = layout.decodes, layout.inputs
     tails = [chunk for chunk in layout.prefills if chunk.samplers]
     count = len(decodes)
@@ -165,7 +158,6 @@ def _batch_of_decodes(layout: BatchLayout) -> SampleBatch:
 
 
 def _batch_of_chunks(layout: BatchLayout) -> SampleBatch:
-    """Some decodes get no token yet, or several sequences sample from one row."""
     chunks = [chunk for chunk in layout.chunks if chunk.samplers]
     samplers = [sampler for chunk in chunks for sampler in chunk.samplers]
     index_of = {sampler: index for index, sampler in enumerate(samplers)}

@@ -1,5 +1,3 @@
-"""Block ids and their reference counts."""
-
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
@@ -8,24 +6,24 @@ from itertools import chain
 from zlib import crc32
 
 _PLAIN, _RETAINED, _SAVED = range(3)
-"""Retention: none, retained, retained and saved in the other tier."""
+"""Saved: the other tier has the contents too."""
 
 
 class OutOfBlocks(Exception):
-    """Too few blocks are available; nothing was allocated."""
+    """Raised before anything is allocated."""
 
 
 class BlockPool:
-    """Block ids of one memory: *used* blocks have a holder, *cached* ones retained contents, others are *free*.
+    """Block ids of one memory: *used* (held), *cached* (retained contents) or *free*.
 
-    Cached blocks are evicted when no free ones are left: saved ones first, then the least recently held. Tables are
-    released from their ends, so the end of a prefix is evicted first.
+    Without free blocks, cached ones are evicted: saved ones first, then the least recently held. Tables are released
+    from their ends, so prefixes are evicted from theirs.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None):
         """`on_evict` gets each evicted block; it may discard others."""
         self.num_blocks = num_blocks
-        self.num_shared = 0  # blocks with several holders
+        self.num_shared = 0
         self._on_evict = on_evict
         self._free = list(range(num_blocks - 1, -1, -1))
         self._references = [0] * num_blocks
@@ -46,7 +44,6 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Free and cached blocks."""
         return len(self._free) + self.num_cached
 
     @property
@@ -54,7 +51,7 @@ class BlockPool:
         return self.num_blocks - len(self._free) - self.num_cached
 
     def is_shared(self, block: int) -> bool:
-        """Whether the block is read-only: retained, or held by several."""
+        """Return True if retained or held by several: read-only."""
         return self._references[block] > 1 or self._retention[block] != _PLAIN
 
     def is_held_by_several(self, block: int) -> bool:
@@ -71,7 +68,7 @@ class BlockPool:
         return [references[block] for block in blocks].count(0)
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` blocks with one reference each, free ones first. Raises OutOfBlocks."""
+        """Return `count` blocks with one reference each. Raises OutOfBlocks."""
         if count > self.num_available:
             raise OutOfBlocks(f"{count} blocks requested, {self.num_available} available")
         while len(self._free) < count:
@@ -87,12 +84,11 @@ class BlockPool:
         return taken
 
     def num_freed(self, tables: Iterable[Sequence[int]]) -> int:
-        """Count the blocks that only these tables hold."""
+        """Count blocks that only these tables hold."""
         held = Counter(chain.from_iterable(tables))
         return sum(self._references[block] == count for block, count in held.items())
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add a holder to used or cached blocks."""
         for block in blocks:
             count = self._references[block]
             if count == 0:
@@ -104,7 +100,6 @@ class BlockPool:
             self._references[block] = count + 1
 
     def grow(self, num_blocks: int) -> None:
-        """Extend the pool to `num_blocks`; it never shrinks."""
         more = range(self.num_blocks, num_blocks)
         self._free[:0] = reversed(more)
         self._references.extend([0] * len(more))
@@ -112,7 +107,7 @@ class BlockPool:
         self.num_blocks += len(more)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove a holder from each block of a table; the free block released last is allocated first."""
+        """Remove a holder from each block; the one released last is allocated first."""
         for block in reversed(blocks):
             count = self._references[block] - 1
             if count < 0:
@@ -128,7 +123,7 @@ class BlockPool:
                     self._cached[retention][block] = None
 
     def retain(self, block: int, *, is_saved: bool = False) -> None:
-        """Cache the contents once the block has no holder; `is_saved`: the other tier has them too."""
+        """Cache the contents once unheld; `is_saved`: the other tier has them too."""
         if self._references[block] == 0:
             if self._retention[block] == _PLAIN:
                 raise AssertionError(f"block {block} is free and cannot be retained")
@@ -146,11 +141,10 @@ class BlockPool:
         return chain(self._cached[_SAVED], self._cached[_RETAINED])
 
     def oldest_unsaved(self) -> Iterable[int]:
-        """Cached blocks that the other tier lacks, in the order of eviction."""
+        """Return cached blocks that the other tier lacks, in eviction order."""
         return iter(self._cached[_RETAINED])
 
     def check_invariants(self, holders: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless counts equal holders and the lists add up."""
         held = Counter(block for table in holders for block in table)
         for block, count in enumerate(self._references):
             if held[block] != count:
@@ -166,13 +160,13 @@ class BlockPool:
 
 
 FREE, CACHED, SHARED, MOVING, FIRST_OWNER = 0, 1, 2, 3, 16
-"""Bytes of an image; from FIRST_OWNER on the colour of one request."""
+"""Bytes of an image; from FIRST_OWNER on a request's colour."""
 MAX_CELLS = 8192
 
 
 def render_blocks(pool: BlockPool, held: Iterable[tuple[str, Iterable[int]]], moving: Iterable[int] = ()) -> bytes:
-    """Return a byte for each block, or for every k-th, at most MAX_CELLS. `held`: (request id, its blocks); `moving`:
-    blocks that copies in flight write."""
+    """Return a byte per block, or per k-th, at most MAX_CELLS. `held`: (request id, blocks); `moving`: targets of
+    copies."""
     picture = bytearray(pool.num_blocks)
     for block in moving:
         picture[block] = MOVING

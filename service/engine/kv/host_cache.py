@@ -1,7 +1,6 @@
-"""The second tier: host blocks, the sequences that pin them, and copies in flight.
+"""Host tier. Copies are recorded for the plan, at most one transfer in each direction.
 
-It moves no data: copies are recorded for the plan, at most one transfer in each direction. Transfers of a direction
-finish in order, and hold their blocks in both tiers until then.
+Transfers of a direction finish in order, and hold their blocks in both tiers until then.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ class _SwapOut(NamedTuple):
 
 
 class HostCache:
-    """Host blocks for contents of `gpu`, found through the tree's nodes. Waiting sequences pin theirs; others are
-    evicted, least recently used first. `drop_subtree` removes a node without contents."""
+    """Host blocks for contents of `gpu`. Waiting sequences pin theirs; others are evicted, least recently used
+    first. `drop_subtree` removes a node without contents."""
 
     def __init__(self, gpu: BlockPool, drop_subtree: Callable[[PrefixNode], None]):
         self.pool = BlockPool(0, self._on_evict)
@@ -35,7 +34,7 @@ class HostCache:
         self._node_of: dict[int, PrefixNode] = {}
         self._pins: dict[Sequence, list[int]] = {}
         self._swapping_out: dict[PrefixNode, int] = {}
-        self._swapping_in: dict[int, int] = {}  # GPU block -> number of its transfer
+        self._swapping_in: dict[int, int] = {}  # transfer by GPU block
         self._planned_outs: list[_SwapOut] = []
         self._planned_ins: list[BlockCopy] = []
         self._outs_in_flight: deque[list[_SwapOut]] = deque()
@@ -44,7 +43,6 @@ class HostCache:
 
     @property
     def num_transfers_in_flight(self) -> int:
-        """Transfers in flight or recorded."""
         return len(self._outs_in_flight) + len(self._ins_in_flight) + bool(self._planned_outs) + bool(self._planned_ins)
 
     @property
@@ -56,19 +54,18 @@ class HostCache:
         return len(self._swapping_in)
 
     def num_exclusive_swapping_out(self) -> int:
-        """Count the blocks being copied out that have no other holder."""
+        """Count blocks being copied out without another holder."""
         return sum(not self._gpu.is_held_by_several(node.gpu_block()) for node in self._swapping_out)
 
     def holds(self, node: PrefixNode) -> bool:
-        """Whether the host has the contents, or is about to."""
+        """Return True if the host has the contents, or is about to."""
         return node.host is not None or node in self._swapping_out
 
     def num_transfers(self, node: PrefixNode) -> int:
-        """Count the transfers that hold the node's GPU block."""
         return (node in self._swapping_out) + (node.gpu in self._swapping_in)
 
     def copy_out(self, nodes: Iterable[PrefixNode]) -> None:
-        """Copy nodes to the host, the first ones if space is short: parents first, written by earlier steps."""
+        """Copy nodes that earlier steps wrote, parents first, while space lasts."""
         wanted = [node for node in nodes if not self.holds(node)]
         blocks = self.pool.allocate(min(len(wanted), self.pool.num_available))
         for node in wanted:
@@ -82,7 +79,7 @@ class HostCache:
         self.pool.release(blocks)
 
     def pin(self, holder: Sequence, nodes: Iterable[PrefixNode]) -> None:
-        """Pin the nodes' host blocks for the holder, up to the first that is missing."""
+        """Pin host blocks for the holder, up to the first missing one."""
         pinned = self._pins.setdefault(holder, [])
         for node in nodes:
             block = node.host if node.host is not None else self._swapping_out.get(node)
@@ -95,7 +92,6 @@ class HostCache:
         self.pool.release(self._pins.pop(holder, ()))
 
     def swap_in(self, nodes: Seq[PrefixNode], blocks: Seq[int]) -> None:
-        """Copy host-only nodes to these GPU blocks."""
         for node, block in zip(nodes, blocks, strict=True):
             source = node.host_block()
             self.pool.share((source,))
@@ -108,14 +104,13 @@ class HostCache:
         return block in self._swapping_in
 
     def last_swap_in(self, blocks: Iterable[int]) -> int:
-        """Return the number of the transfer that completes these GPU blocks; 0 if complete."""
+        """Return the transfer that completes these GPU blocks; 0 if complete."""
         return max((self._swapping_in.get(block, 0) for block in blocks), default=0)
 
     def is_swap_in_done(self, number: int) -> bool:
         return number <= self._num_swap_ins_done
 
     def drain_swaps(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
-        """Return the recorded copies to and from the host."""
         outs, ins = self._planned_outs, self._planned_ins
         if outs:
             self._outs_in_flight.append(outs)
@@ -129,7 +124,6 @@ class HostCache:
         return tuple(BlockCopy(swap.gpu, swap.host) for swap in outs), tuple(ins)
 
     def complete_swap_out(self) -> None:
-        """The oldest transfer to the host is done."""
         done = self._outs_in_flight.popleft()
         for node, gpu, host in done:
             del self._swapping_out[node]
@@ -142,7 +136,6 @@ class HostCache:
         self._gpu.release([swap.gpu for swap in done])
 
     def complete_swap_in(self) -> None:
-        """The oldest transfer from the host is done."""
         done = self._ins_in_flight.popleft()
         self._num_swap_ins_done += 1
         for copy in done:
@@ -154,7 +147,7 @@ class HostCache:
         if node.host is not None:
             del self._node_of[node.host]
             self.pool.discard(node.host)
-            node.host = None  # sequences below it still read it
+            node.host = None  # sequences still read it
 
     def _on_evict(self, block: int) -> None:
         node = self._node_of.pop(block)
@@ -166,7 +159,6 @@ class HostCache:
 
     @property
     def pinned(self) -> dict[Sequence, list[int]]:
-        """By holder; read-only."""
         return self._pins
 
     @property
@@ -174,12 +166,10 @@ class HostCache:
         return self._swapping_out.values()
 
     def gpu_holders(self) -> list[list[int]]:
-        """Return the GPU blocks that transfers hold."""
         outs = [[swap.gpu for swap in flight] for flight in (*self._outs_in_flight, self._planned_outs)]
         return outs + [[copy.target for copy in flight] for flight in (*self._ins_in_flight, self._planned_ins)]
 
     def check_invariants(self, nodes: Iterable[PrefixNode]) -> None:
-        """Raise AssertionError unless blocks match tree, pins and transfers."""
         outs = [[swap.host for swap in flight] for flight in (*self._outs_in_flight, self._planned_outs)]
         ins = [[copy.source for copy in flight] for flight in (*self._ins_in_flight, self._planned_ins)]
         self.pool.check_invariants([*self._pins.values(), *outs, *ins])

@@ -1,4 +1,4 @@
-"""Block tables of sequences: attach, grow, fork, swap and release. Copies are recorded for the plan."""
+"""Block tables. Copies are recorded for the plan."""
 
 from __future__ import annotations
 
@@ -25,23 +25,22 @@ SwapInRule = Callable[[int, int], bool]
 
 
 def always(num_tokens: int, num_blocks: int) -> bool:
-    """Swap in every host block."""
     return True
 
 
 class SwapFootprint(NamedTuple):
-    """Cached blocks of sequences to be preempted, shared ones once."""
+    """Cached blocks of sequences to preempt, shared ones once."""
 
     num_cached: int
-    num_to_save: int  # not on the host yet
-    num_exclusive: int  # without other holders
+    num_to_save: int
+    num_exclusive: int
 
 
 class KVManager:
-    """Block tables over the device's pool, with an optional host tier.
+    """Block tables on the GPU, with an optional host tier.
 
     Full blocks of known tokens are cached. A sequence starts from its longest cached prefix: with `prefix_caching` of
-    any sequence of its salt, else its own from before a preemption. The cached part of a table is a path of the tree.
+    its salt, else its own from before a preemption. The cached part of a table is a path of the tree.
     """
 
     def __init__(
@@ -64,46 +63,45 @@ class KVManager:
         self.pool: BlockPool = cache.pool
         self.host: HostCache | None = cache.host
         self._tails: dict[Sequence, PrefixNode] = {}  # last cached block
-        self._swap_in_ids: dict[Sequence, int] = {}  # transfer that completes the blocks
+        self._swap_in_ids: dict[Sequence, int] = {}  # transfer to wait for
 
     def start_step(self) -> None:
         if self._cache is not None:
             self._cache.start_step()
 
     def match(self, sequence: Sequence, should_swap_in: SwapInRule = always) -> Match:
-        """Return the cached prefix of a sequence without blocks, less its last token."""
+        """Return the cached prefix, less the last token."""
         if self._cache is None:
             return NO_MATCH
         token_ids = sequence.token_ids[: sequence.num_tokens - 1]
         return self._cache.match(self._salt(sequence), token_ids, should_swap_in)
 
     def num_blocks_for_match(self, sequence: Sequence, match: Match) -> int:
-        """Return the blocks that `attach`, and then `extend` to all tokens, would take."""
+        """Return the blocks that `attach` and `extend` to all tokens take."""
         shared = match.on_gpu
         missing = -(-sequence.num_tokens // self.block_size) - len(shared) + (match.partial is not None)
         return missing + self.pool.num_unreferenced(shared)
 
     def match_within_blocks(self, sequence: Sequence, num_blocks: int, should_swap_in: SwapInRule = always) -> Match:
-        """Like `match`, but drops a partial-block hit if copying it would exceed `num_blocks`: a hit never costs more
-        blocks than a miss."""
+        """Match, dropping a partial-block hit if copying it would exceed `num_blocks`: a hit never costs more than a
+        miss."""
         match = self.match(sequence, should_swap_in)
         if match.partial is None or self.num_blocks_for_match(sequence, match) <= num_blocks:
             return match
         return Match.of(match.nodes, None, len(match.nodes) * self.block_size)
 
     def can_attach(self, match: Match) -> bool:
-        """Whether enough blocks are available for `attach`."""
         return len(match.on_host) + self.pool.num_unreferenced(match.on_gpu) <= self.pool.num_available
 
     def attach(self, sequence: Sequence, match: Match) -> None:
-        """Give a sequence without blocks the prefix that `match` just returned; not computable while it is in
-        `swapping_in`. Raises OutOfBlocks and then changes nothing."""
+        """Attach the prefix just matched; not computable while in `swapping_in`. Raises OutOfBlocks, changing
+        nothing."""
         if self._cache is None:
             return
         shared, absent = match.on_gpu, match.on_host
         if not self.can_attach(match):
             raise OutOfBlocks(f"{len(absent)} blocks needed to swap in")
-        self.pool.share(shared)  # first, so that swapping in does not evict them
+        self.pool.share(shared)  # before swapping in could evict
         if absent:
             self._cache.swap_in(absent)
         self.unpin_host(sequence)
@@ -124,7 +122,7 @@ class KVManager:
         return self.host
 
     def swapping_in(self) -> Set[Sequence]:
-        """Return the sequences that wait for blocks from the host."""
+        """Return sequences that wait for blocks from the host."""
         for sequence in [one for one, number in self._swap_in_ids.items() if self._host_cache.is_swap_in_done(number)]:
             del self._swap_in_ids[sequence]
         return self._swap_in_ids.keys()
@@ -133,13 +131,12 @@ class KVManager:
         """Return the blocks that `extend` would allocate."""
         table, size = sequence.block_table, self.block_size
         first, end = sequence.num_computed_tokens // size, -(-num_tokens // size)
-        if end == first + 1 <= len(table):  # the common case
+        if end == first + 1 <= len(table):
             return int(self.pool.is_shared(table[first]))
         return max(0, end - len(table)) + sum(map(self.pool.is_shared, table[first:end]))
 
     def extend(self, sequence: Sequence, num_tokens: int) -> None:
-        """Allocate blocks to write from the first uncomputed token up to `num_tokens`; shared ones are copied. Raises
-        OutOfBlocks and then changes nothing."""
+        """Allocate blocks up to `num_tokens`, copying shared ones. Raises OutOfBlocks, changing nothing."""
         missing, size = self.num_missing_blocks(sequence, num_tokens), self.block_size
         end = -(-num_tokens // size)
         if missing:
@@ -154,8 +151,7 @@ class KVManager:
         sequence.num_exclusive_tokens = end * size
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Start the child, which holds no blocks, from the parent's first `num_tokens` computed tokens. All blocks are
-        shared, a partial last one too."""
+        """Start a child without blocks from the parent's first `num_tokens` tokens, sharing even a partial block."""
         child.block_table.extend(parent.block_table[: -(-num_tokens // self.block_size)])
         self.pool.share(child.block_table)
         child.num_computed_tokens = num_tokens
@@ -166,25 +162,24 @@ class KVManager:
             self.unpin_host(child)
 
     def drain_copies(self) -> tuple[BlockCopy, ...]:
-        """Return the recorded copies; they run before any write."""
         copies, self._copies = tuple(self._copies), []
         return copies
 
     def cache_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        """Make the full blocks of the first `num_tokens` tokens, written by this plan, findable."""
+        """Make the full blocks that this plan writes findable."""
         tail = self._tails.get(sequence)
         if tail is not None:
             self._tails[sequence] = self._extend_tail(sequence, tail, num_tokens, may_replace=False)
 
     def commit_step(self, chunks: Iterable[Chunk], failed: Set[Sequence]) -> None:
-        """Cache the blocks that a finished step filled. For `failed` sequences, whose logits were NaN, drop the blocks
-        since their last valid logits."""
+        """Cache blocks that a finished step filled; for `failed` ones (NaN logits) drop those since the last valid
+        logits."""
         if self._cache is None:
             return
         size = self.block_size
         for sequence, start, length, samples, drafts in chunks:
             if length == 1 and (start + 1) % size and sequence not in failed:
-                continue  # no block was completed
+                continue  # no block completed
             tail, end = self._tails.get(sequence), start + length - len(drafts)
             if tail is None or sequence.status is not SequenceStatus.RUNNING or sequence.num_computed_tokens < end:
                 continue  # preempted since
@@ -196,7 +191,7 @@ class KVManager:
                 self._cache.mark_valid(tail)
 
     def accept_draft(self, sequence: Sequence) -> None:
-        """The finished step computed the next token as a draft. No effect after a preemption."""
+        """Count a computed draft; no effect after a preemption."""
         if sequence.status is not SequenceStatus.RUNNING:
             return
         sequence.num_computed_tokens += 1
@@ -207,7 +202,7 @@ class KVManager:
             self._cache.mark_valid(tail)
 
     def retract_token(self, sequence: Sequence) -> None:
-        """A finished step returned no token: the last one is computed again."""
+        """Recompute the last token: a finished step returned none."""
         if sequence.status is SequenceStatus.RUNNING:
             num_computed = sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
             sequence.num_exclusive_tokens = 0
@@ -215,8 +210,7 @@ class KVManager:
                 self._tails[sequence] = _ancestor(self._tails[sequence], num_computed // self.block_size)
 
     def swap_out(self, sequence: Sequence) -> None:
-        """Release the sequence, and keep its cached blocks on the host, as far as they fit, until it is attached or
-        ends."""
+        """Release the sequence; pin its cached blocks on the host until it is attached or ends."""
         path = self._tails[sequence].path() if sequence in self._tails else []
         self.release(sequence)
         host = self._host_cache
@@ -226,7 +220,6 @@ class KVManager:
         host.pin(sequence, path)
 
     def swap_footprint(self, sequences: Iterable[Sequence]) -> SwapFootprint:
-        """Count the cached blocks of sequences that would be preempted together."""
         host = self._host_cache
         paths = chain.from_iterable(self._tails[one].path() for one in sequences if one in self._tails)
         holders = Counter(node for node in paths if node.in_tree)
@@ -244,7 +237,7 @@ class KVManager:
         return self._prefix_caching
 
     def num_missing_for_all(self, sequence: Sequence) -> int:
-        """Return the blocks that the sequence lacks for all its tokens, without those of its leader."""
+        """Return the blocks that all tokens lack, without the leader's."""
         if sequence.is_waiting_for_leader:
             return -(-sequence.num_tokens // self.block_size) - sequence.num_inherited_tokens // self.block_size
         return self.num_missing_blocks(sequence, sequence.num_tokens)
@@ -253,11 +246,10 @@ class KVManager:
         return self.pool.num_freed(one.block_table for one in sequences)
 
     def num_returning_blocks(self) -> int:
-        """Return the blocks that are available once copied to the host."""
+        """Return blocks available once copied out."""
         return 0 if self.host is None else self.host.num_exclusive_swapping_out()
 
     def save_to_host(self, sequence: Sequence) -> None:
-        """Copy cached blocks of a running sequence to the host."""
         tail = self._tails.get(sequence)
         if tail is not None and self._cache is not None:
             host, cache = self._host_cache, self._cache
@@ -265,7 +257,6 @@ class KVManager:
             host.copy_out(unsaved[:MAX_SAVED_PER_STEP])
 
     def save_cached(self, count: int) -> None:
-        """Copy up to `count` cached blocks to the host, in the order of eviction."""
         if self._cache is not None:
             self._host_cache.copy_out(self._cache.oldest_unsaved(min(count, MAX_SAVED_PER_STEP)))
 
@@ -276,7 +267,6 @@ class KVManager:
             self._host_cache.complete_swap_in()
 
     def drain_swaps(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
-        """Return the recorded copies to and from the host."""
         return ((), ()) if self.host is None else self.host.drain_swaps()
 
     def unpin_host(self, sequence: Sequence) -> None:
@@ -284,12 +274,10 @@ class KVManager:
             self.host.unpin(sequence)
 
     def drop_request(self, sequence: Sequence) -> None:
-        """The request has ended: without prefix caching, drop its blocks."""
         if self._cache is not None and not self._prefix_caching:
             self._cache.drop_salt(self._salt(sequence))
 
     def release(self, sequence: Sequence) -> None:
-        """Release all blocks; the cache may still have the prefix."""
         self._tails.pop(sequence, None)
         self._swap_in_ids.pop(sequence, None)
         self.unpin_host(sequence)
@@ -298,7 +286,7 @@ class KVManager:
         sequence.num_computed_tokens = sequence.num_exclusive_tokens = 0
 
     def num_slots(self, sequences: Iterable[Sequence]) -> tuple[int, int]:
-        """Return the (held, filled) token slots of these sequences' blocks, shared ones once."""
+        """Return (held, filled) token slots, shared blocks once."""
         size = self.block_size
         empty: dict[int, int] = {}
         for sequence in sequences:
@@ -329,7 +317,6 @@ class KVManager:
             self._swap_in_ids[sequence] = number
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless counts, tables and cache agree."""
         sequences = list(sequences)
         holders: list[Seq[int]] = [sequence.block_table for sequence in sequences]
         if self.host is not None:
@@ -348,7 +335,7 @@ def _ancestor(node: PrefixNode, max_depth: int) -> PrefixNode:
 
 
 def check_tables(sequences: Iterable[Sequence], pool: BlockPool, block_size: int) -> None:
-    """Raise AssertionError if computed tokens lack a block, or two sequences may write to one."""
+    """Raise AssertionError for missing blocks or shared writable ones."""
     for sequence in sequences:
         if sequence.num_computed_tokens > len(sequence.block_table) * block_size:
             raise AssertionError(f"{sequence.request_id}: computed tokens without a block")
@@ -358,7 +345,6 @@ def check_tables(sequences: Iterable[Sequence], pool: BlockPool, block_size: int
 
 
 def check_tails(tails: Mapping[Sequence, PrefixNode], sequences: Iterable[Sequence], block_size: int) -> None:
-    """Raise AssertionError unless each cached path equals the table of its sequence."""
     if not tails.keys() <= set(sequences):
         raise AssertionError("a sequence without blocks has a path in the tree")
     for sequence, tail in tails.items():
@@ -366,7 +352,6 @@ def check_tails(tails: Mapping[Sequence, PrefixNode], sequences: Iterable[Sequen
 
 
 def check_path(name: str, tail: PrefixNode, token_ids: Iterable[int], table: array[int]) -> None:
-    """Raise AssertionError unless the path matches tokens and blocks."""
     path = tail.path()
     if b"".join(node.tokens for node in path) != pack_tokens(token_ids):
         raise AssertionError(f"{name}: its path in the tree is not that of its tokens")

@@ -1,4 +1,4 @@
-"""The size of the KV cache: the memory that the weights and a step's workspace leave."""
+"""Size of the KV cache: memory left by weights and workspace."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from service.config.settings import Settings
 from service.errors import StartupError
 
 CPU_CACHE_BYTES = 2 << 30
-"""Limit of the cache on a CPU."""
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""A number of bytes, or "max"."""
+"""Bytes, or "max"."""
 
 RESERVED_GPU_BYTES = 256 << 20
-"""Left free on a GPU for the driver, cuBLAS and fragmentation."""
+"""Reserve for the driver, cuBLAS and fragmentation."""
 
 SMALL_BATCHES = (16, 32, 64, 96, 128, 192, 256)
-"""Decode batches with kernels of their own on some devices."""
+"""Decode batches with their own kernels on some devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,7 @@ class MemoryPlan:
 def plan_memory(
     settings: Settings, config: ModelConfig, ops: Ops, wanted_len: int, *, reserved_bytes: int = 0
 ) -> MemoryPlan:
-    """Size the pool from the free memory less `reserved_bytes`. Raises StartupError if that cannot serve."""
+    """Size the pool from free memory less `reserved_bytes`. Raises StartupError."""
     bytes_per_block = block_bytes(config, settings.block_size, ops.kv_dtype)
     num_blocks = settings.num_gpu_blocks or _affordable_bytes(settings, ops, reserved_bytes) // bytes_per_block
     useful_blocks = settings.max_num_seqs * -(-wanted_len // settings.block_size)
@@ -74,7 +73,6 @@ def _gib(num_bytes: int) -> str:
 
 
 def host_memory_bytes() -> int:
-    """Return the host's memory or the control group's limit."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         limit = CGROUP_LIMIT.read_text().strip()
@@ -84,7 +82,6 @@ def host_memory_bytes() -> int:
 
 
 def _affordable_bytes(settings: Settings, ops: Ops, reserved_bytes: int) -> int:
-    """Return what the KV cache may take; `reserved_bytes` are still to be allocated."""
     free, total = ops.memory_bytes()
     free -= reserved_bytes
     if ops.name == "cuda":
@@ -93,8 +90,8 @@ def _affordable_bytes(settings: Settings, ops: Ops, reserved_bytes: int) -> int:
 
 
 def warm_up(model: Llama, block_size: int, num_tokens: int, num_sequences: int, max_model_len: int) -> None:
-    """Run the largest prefill and decode with every sampling option, on one shared block, so that workspace is
-    allocated before the pool is sized. Also small batches, which have kernels of their own."""
+    """Run the largest prefill and decode, and small batches, with every sampling option: workspace is allocated
+    before the pool is sized."""
     ops, vocab_size = model.ops, model.config.vocab_size
     kv = allocate(ops, model.config, 1, block_size)
     params = SamplingParams(max_tokens=1, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
@@ -112,15 +109,15 @@ def warm_up(model: Llama, block_size: int, num_tokens: int, num_sequences: int, 
         )
         with ops.scratch():
             logits = model.forward(shared_block_batch(ops, lengths, block_size, max_model_len), kv)
-            logits = ops.gather_rows(logits, ops.upload(np.zeros(count, np.int32)))  # as for forking branches
+            logits = ops.gather_rows(logits, ops.upload(np.zeros(count, np.int32)))  # for forking branches
             ops.sample(logits, sampling_arrays(rows, vocab_size, frozenset(), ops.upload_all))
         ops.synchronize()
-    ops.copy_blocks(kv, *ops.upload_all([np.zeros(1, np.int32), np.ones(1, np.int32)]))  # to a block outside the cache
+    ops.copy_blocks(kv, *ops.upload_all([np.zeros(1, np.int32), np.ones(1, np.int32)]))  # outside the cache
 
 
 def warm_up_sizes(model: Llama, block_size: int, num_tokens: int, num_sequences: int, max_model_len: int) -> None:
-    """Run the GEMMs of every other step size once, in one layer: loading a kernel later delays its step by 5 to 70 ms.
-    Smaller steps are loaded at capture. The LM head runs in padded sizes only (`padded_rows`)."""
+    """Run every other GEMM size once, in one layer: loading a kernel later delays its step by 5 to 70 ms. Smaller
+    steps load at capture; the LM head runs in padded sizes only (`padded_rows`)."""
     ops = model.ops
     kv, first_layer = allocate(ops, model.config, 1, block_size), model.first_layer()
     for size in ops.linear_sizes(num_tokens):
@@ -139,7 +136,7 @@ def warm_up_sizes(model: Llama, block_size: int, num_tokens: int, num_sequences:
 
 
 def shared_block_batch(ops: Ops, lengths: np.ndarray, block_size: int, max_model_len: int) -> Batch:
-    """Build a step of sequences of these lengths, those of 1 first, that all use block 0."""
+    """Build a step of these lengths (ones first) that all use block 0."""
     ends = np.cumsum(lengths)
     positions = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
     num_decodes = int(np.count_nonzero(lengths == 1))

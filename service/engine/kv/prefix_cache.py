@@ -1,7 +1,6 @@
-"""The prefix cache: the prefix tree with the block pools of both tiers.
+"""Prefix cache: a prefix tree over both tiers.
 
-Every node is on the GPU, on the host or on both. A node that loses its last block leaves the tree with all its
-descendants: a prefix never outlives its parent.
+A node without a block leaves the tree with its descendants: a prefix never outlives its parent.
 """
 
 from __future__ import annotations
@@ -18,17 +17,16 @@ from service.engine.kv.prefix_tree import PrefixNode, PrefixTree, pack_tokens
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The cached prefix of a sequence: whole blocks, and a block of which the first tokens match, if any."""
+    """Cached prefix: whole blocks, perhaps a partial one."""
 
     nodes: list[PrefixNode]
     partial: PrefixNode | None
     num_tokens: int
     on_gpu: list[int]  # blocks to share, the partial one last
-    on_host: list[PrefixNode]  # to be swapped in
+    on_host: list[PrefixNode]
 
     @classmethod
     def of(cls, nodes: list[PrefixNode], partial: PrefixNode | None, num_tokens: int) -> Match:
-        """Build a match with the nodes' present blocks; `nodes` from the root down."""
         blocks = [node.gpu for node in nodes]
         on_host = [node for node in nodes if node.gpu is None] if None in blocks else []
         on_gpu = [block for block in blocks if block is not None]
@@ -41,8 +39,8 @@ NO_MATCH = Match.of([], None, 0)
 
 
 class PrefixCache:
-    """Maps contents to blocks. A block is findable once a plan writes it: the device runs plans in order, so the same
-    plan may read it. A copy needs it written by an earlier plan."""
+    """Map from contents to blocks. A block is findable once planned: plans run in order. A copy needs it written by
+    an earlier plan."""
 
     def __init__(self, num_blocks: int, block_size: int, *, with_host: bool):
         self.pool = BlockPool(num_blocks, self._on_evict)
@@ -53,15 +51,14 @@ class PrefixCache:
         self._step = 0
 
     def start_step(self) -> None:
-        """Begin a new plan."""
         self._step += 1
 
     def root(self, salt: str) -> PrefixNode:
         return self._tree.root(salt)
 
     def match(self, salt: str, token_ids: Sequence[int], should_swap_in: Callable[[int, int], bool]) -> Match:
-        """Return the longest cached prefix. `should_swap_in(num_tokens, num_blocks)`: whether `num_blocks` host blocks
-        are worth swapping in after `num_tokens` tokens on the GPU."""
+        """Return the longest cached prefix. `should_swap_in(num_tokens, num_blocks)`: True if `num_blocks` host
+        blocks are worth swapping in after `num_tokens` on the GPU."""
         found, closest = self._tree.find(salt, pack_tokens(token_ids))
         nodes = self._worth_swapping_in(found, should_swap_in)
         if len(nodes) < len(found) or closest is None or not self.is_written(closest[0]):
@@ -70,7 +67,7 @@ class PrefixCache:
         return Match.of(nodes, partial, len(nodes) * self._block_size + num_common)
 
     def is_written(self, node: PrefixNode) -> bool:
-        """Whether the GPU has the contents before the planned step."""
+        """Return True if the GPU has the contents before the planned step."""
         if node.gpu is None or node.written_by >= self._step:
             return False
         return self.host is None or not self.host.is_swapping_in(node.gpu)
@@ -78,8 +75,8 @@ class PrefixCache:
     def insert(
         self, tail: PrefixNode, token_ids: Sequence[int], table: array[int], end: int, *, may_replace: bool
     ) -> PrefixNode:
-        """Follow the full blocks of `table` from `tail` to block `end`, adding unknown ones; return the last node. A
-        block that duplicates another is replaced by it, or ends the path without `may_replace`: still being written."""
+        """Insert full blocks from `tail` to block `end`; return the last node. A duplicate is replaced, or ends the
+        path without `may_replace`: still being written."""
         size = self._block_size
         while tail.depth < end and tail.in_tree:
             index = tail.depth
@@ -99,7 +96,7 @@ class PrefixCache:
         return tail
 
     def swap_in(self, nodes: Sequence[PrefixNode]) -> None:
-        """Copy host-only nodes to new GPU blocks, which the caller holds. Raises OutOfBlocks."""
+        """Copy host-only nodes to new GPU blocks. Raises OutOfBlocks."""
         blocks = self.pool.allocate(len(nodes))
         if self.host is None:
             raise AssertionError("nothing can be swapped in without a host cache")
@@ -108,18 +105,18 @@ class PrefixCache:
             self._assign_block(node, block)
 
     def oldest_unsaved(self, count: int) -> list[PrefixNode]:
-        """Return the `count` nodes to be evicted next that the host lacks, parents first."""
+        """Return the next `count` nodes to evict that the host lacks, parents first."""
         nodes = [self._known_node(block) for block in islice(self.pool.oldest_unsaved(), count)]
         return [node for node in reversed(nodes) if self.is_written(node)]
 
     def mark_valid(self, tail: PrefixNode) -> None:
-        """A token that attends to all blocks up to `tail` had finite logits."""
+        """Mark blocks up to `tail`: a token that attends to them had finite logits."""
         while not tail.is_valid and tail.parent is not None:
             tail.is_valid = True
             tail = tail.parent
 
     def invalidate_unproven(self, tail: PrefixNode) -> None:
-        """Drop the blocks on the path to `tail` after the last valid one, with their descendants."""
+        """Drop blocks up to `tail` after the last valid one, with descendants."""
         suspect = None
         while tail.parent is not None and not tail.is_valid:
             suspect, tail = tail, tail.parent
@@ -168,7 +165,6 @@ class PrefixCache:
             self.host.drop_node(node)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless tree and pools agree."""
         self._tree.check_invariants()
         nodes = list(self._tree.nodes())
         known = {node.gpu: node for node in nodes if node.gpu is not None}

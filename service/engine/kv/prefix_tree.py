@@ -1,7 +1,7 @@
-"""The prefix tree: full blocks of tokens that are cached on the GPU, on the host or on both.
+"""Prefix tree of token blocks, with a root per salt.
 
-A path from a root is a prefix; each salt has a root. Lookup compares tokens: unlike hashes they cannot collide.
-Children are sorted, so the one with the longest common prefix is next to the insertion point.
+Lookup compares tokens: unlike hashes they cannot collide. Children are sorted: the closest is next to the insertion
+point.
 """
 
 from __future__ import annotations
@@ -14,18 +14,16 @@ from collections.abc import Iterable, Iterator
 TOKEN_BYTES = 4
 
 ROOTS_BETWEEN_SWEEPS = 1024
-"""New salts between two sweeps of roots without children."""
 
 
 class PrefixNode:
-    """One block of tokens; without `gpu` and `host` block it leaves the tree. Step `written_by` writes the GPU block.
-    `is_valid`: a token that attends to it had finite logits."""
+    """Block of tokens. Step `written_by` writes `gpu`. `is_valid`: a token that attends to it had finite logits."""
 
     __slots__ = ("children", "depth", "gpu", "host", "in_tree", "is_valid", "keys", "parent", "tokens", "written_by")
 
     def __init__(self, parent: PrefixNode | None, tokens: bytes):
         self.parent = parent
-        self.tokens = tokens  # big-endian uint32: bytes sort as their tokens do
+        self.tokens = tokens  # big-endian uint32: bytes sort as tokens
         self.depth: int = 0 if parent is None else parent.depth + 1  # in blocks
         self.gpu: int | None = None
         self.host: int | None = None
@@ -40,19 +38,17 @@ class PrefixNode:
         return self.children[index] if index < len(self.keys) and self.keys[index] == tokens else None
 
     def gpu_block(self) -> int:
-        """Return `gpu`; raise AssertionError without one."""
         if self.gpu is None:
             raise AssertionError(f"a node at depth {self.depth} has no GPU block")
         return self.gpu
 
     def host_block(self) -> int:
-        """Return `host`; raise AssertionError without one."""
         if self.host is None:
             raise AssertionError(f"a node at depth {self.depth} has no host block")
         return self.host
 
     def path(self) -> list[PrefixNode]:
-        """Return the nodes from the root, exclusive, to this one."""
+        """Return the path below the root."""
         nodes: list[PrefixNode] = []
         node = self
         while node.parent is not None:
@@ -69,7 +65,7 @@ class PrefixNode:
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Pack token ids as nodes store them."""
+    """Pack as big-endian uint32."""
     packed = array("I", token_ids)
     if sys.byteorder == "little":
         packed.byteswap()
@@ -77,8 +73,6 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
 
 
 class PrefixTree:
-    """Roots by salt, and their nodes."""
-
     def __init__(self, block_size: int):
         self._block_bytes = block_size * TOKEN_BYTES
         self._roots: dict[str, PrefixNode] = {}
@@ -91,8 +85,8 @@ class PrefixTree:
         return self._roots[salt]
 
     def find(self, salt: str, packed: bytes) -> tuple[list[PrefixNode], tuple[PrefixNode, int] | None]:
-        """Return the longest prefix of `packed` in whole blocks, and the child that shares most of the next tokens,
-        with their number."""
+        """Return the longest prefix in whole blocks, and the child with the most common next tokens, with their
+        number."""
         node = self._roots.get(salt)
         if node is None:
             return [], None
@@ -100,7 +94,7 @@ class PrefixTree:
         size = self._block_bytes
         for start in range(0, len(packed), size):
             tokens, keys = packed[start : start + size], node.keys
-            index = bisect_left(keys, tokens)  # inlined `child`: a call would double the cost
+            index = bisect_left(keys, tokens)  # inlined `child`: twice as fast
             if index == len(keys) or keys[index] != tokens:
                 return nodes, _closest_child(node, tokens)
             node = node.children[index]
@@ -108,7 +102,6 @@ class PrefixTree:
         return nodes, None
 
     def add(self, parent: PrefixNode, tokens: bytes) -> PrefixNode:
-        """Add a child with new tokens."""
         node = PrefixNode(parent, tokens)
         index = bisect_left(parent.keys, tokens)
         parent.keys.insert(index, tokens)
@@ -116,7 +109,6 @@ class PrefixTree:
         return node
 
     def remove(self, node: PrefixNode) -> list[PrefixNode]:
-        """Remove and return a node and its descendants."""
         removed = list(node.subtree())
         parent = node.parent
         if parent is not None:
@@ -127,7 +119,6 @@ class PrefixTree:
         return removed
 
     def remove_root(self, salt: str) -> list[PrefixNode]:
-        """Remove a salt; return the nodes below its root."""
         root = self._roots.pop(salt, None)
         removed = [] if root is None else list(root.subtree())
         for node in removed:
@@ -138,7 +129,6 @@ class PrefixTree:
         return (node for root in self._roots.values() for node in root.subtree() if node.parent is not None)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if a node has no block or is misplaced."""
         for node in self.nodes():
             if node.gpu is None and node.host is None:
                 raise AssertionError(f"a node at depth {node.depth} has no contents")
@@ -151,7 +141,7 @@ class PrefixTree:
                 raise AssertionError(f"the children of a node at depth {node.depth} are out of order")
 
     def _drop_empty_roots(self) -> None:
-        # Sequences that run below a dropped root are not cached any more.
+        # Sequences below a dropped root are not cached any more.
         for salt in [salt for salt, root in self._roots.items() if not root.children]:
             self._roots.pop(salt).in_tree = False
 
@@ -164,7 +154,6 @@ def _closest_child(node: PrefixNode, tokens: bytes) -> tuple[PrefixNode, int] | 
 
 
 def num_common_tokens(left: bytes, right: bytes) -> int:
-    """Count the whole tokens at the start that both share."""
     size = min(len(left), len(right))
     differing = int.from_bytes(left[:size]) ^ int.from_bytes(right[:size])
     return (size - (differing.bit_length() + 7) // 8) // TOKEN_BYTES

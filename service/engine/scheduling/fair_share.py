@@ -1,7 +1,6 @@
-"""Shares the engine among tenants: which waiting group starts next, and which running group is preempted for it.
+"""Tenants' fair shares of sequences and blocks.
 
-Each tenant has a share (service/fair_share.py) of the running sequences and of the blocks. Holdings over a share are
-reclaimed once another tenant can start within its own.
+Holdings over a share are reclaimed once another tenant can start within its own.
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ from service.engine.sequence import Sequence, SequenceGroup
 from service.fair_share import fair_share
 
 RECLAIM_DIVISOR = 16
-"""At most `max_num_seqs` / 16 groups are reclaimed in a step."""
+"""Groups reclaimed in a step: at most `max_num_seqs` / 16."""
 COUNT_EVERY_STEPS = 8
-"""Counting blocks takes up to 1 ms; a sequence allocates one in 16 steps."""
+"""Counting blocks takes up to 1 ms."""
 
 
 class Shares:
-    """Each tenant's holdings and share of one resource."""
-
     def __init__(self, num_in_all: int, held: Counter[str], wanted: Counter[str]):
         """`wanted` includes `held`."""
         self.held = held
@@ -30,24 +27,22 @@ class Shares:
         self._equal_part = max(1, num_in_all // max(1, len(wanted)))
 
     def fits(self, tenant: str, count: int) -> bool:
-        """Whether the tenant stays within its share with `count` more, or holds none."""
+        """Return True if the tenant stays within its share with `count` more, or holds none."""
         held = self.held[tenant]
         return held == 0 or held + count <= self.share
 
     def stays_over_share(self, tenant: str, count: int, least: int) -> bool:
-        """Whether the tenant keeps an equal part, and `least`, without `count` of its holdings."""
+        """Return True if the tenant keeps an equal part, and `least`, without `count`."""
         return self.held[tenant] - count >= max(self._equal_part, least)
 
 
 class FairShare:
-    """Shares of all tenants; a single one may use everything."""
-
     def __init__(self, kv: KVManager, max_num_seqs: int):
         self.kv = kv
         self.max_num_seqs = max_num_seqs
-        self._num_groups: Counter[str] = Counter()  # open groups
-        self._num_blocks: Counter[str] = Counter()  # blocks of each tenant at the last count
-        self._num_steps_since, self._num_counted = COUNT_EVERY_STEPS, 0  # sequences
+        self._num_groups: Counter[str] = Counter()
+        self._num_blocks: Counter[str] = Counter()
+        self._num_steps_since, self._num_counted = COUNT_EVERY_STEPS, 0
 
     @property
     def has_several_tenants(self) -> bool:
@@ -62,8 +57,7 @@ class FairShare:
             del self._num_groups[group.tenant]
 
     def next_group(self, waiting: Iterable[SequenceGroup], num_running: Mapping[str, int]) -> SequenceGroup | None:
-        """Return the oldest ready group of the tenant that runs least, if any. `num_running`: sequences by tenant,
-        empty with a single one."""
+        """Return the oldest ready group of the tenant that runs least. `num_running`: sequences by tenant."""
         ready = (group for group in waiting if group.is_ready)
         if not self.has_several_tenants:
             return next(ready, None)
@@ -83,7 +77,7 @@ class FairShare:
         return Shares(self.max_num_seqs, held, wanted)
 
     def block_shares(self, waiting: Iterable[SequenceGroup], running: list[Sequence]) -> Shares:
-        """Return the shares of blocks; holdings may be some steps old."""
+        """Return shares of blocks; holdings may be some steps old."""
         num_changed = abs(len(running) - self._num_counted)
         if self._num_steps_since >= COUNT_EVERY_STEPS or num_changed * COUNT_EVERY_STEPS > len(running):
             self._count_blocks(running)
@@ -107,7 +101,7 @@ class FairShare:
         self._num_steps_since, self._num_counted = 0, len(running)
 
     def block_holders_over_share(self, groups: list[SequenceGroup], running: list[Sequence]) -> list[SequenceGroup]:
-        """Return the groups of the tenant with the most blocks that keeps an equal part without the group."""
+        """Return groups of the tenant with the most blocks; without each it keeps an equal part."""
         if not self.has_several_tenants:
             return []
         shares = self.block_shares((), running)
@@ -124,8 +118,7 @@ class FairShare:
         num_free_blocks: int,
         is_preemptible: Callable[[SequenceGroup], bool],
     ) -> list[SequenceGroup]:
-        """Return groups to preempt so that waiting groups start within their tenants' shares: a few, or as many as one
-        waiting group needs to start.
+        """Return groups to preempt for waiting ones within their shares: a few, or as many as one waiting group needs.
 
         The youngest come first, of the tenant furthest over its share; those not `is_preemptible` last; a tenant's
         oldest never.
@@ -147,7 +140,7 @@ class FairShare:
         return found
 
     def num_uncached_blocks(self, group: SequenceGroup) -> int:
-        """Return the blocks that a waiting group needs without the cache."""
+        """Return the blocks needed without the cache."""
         leader, *others = group.live
         if not others:
             return -(-leader.num_tokens // self.kv.block_size)
@@ -185,7 +178,7 @@ class _Reclaim:
         return self._fair_share.block_shares(self._waiting, self._running)
 
     def groups_for(self, newcomer: SequenceGroup) -> list[SequenceGroup] | None:
-        """Return the groups to preempt for this one; None if it cannot start within its share."""
+        """Return groups to preempt; None if the newcomer cannot start within its share."""
         num_seqs, num_blocks = num_sequences_of(newcomer), self._fair_share.num_uncached_blocks(newcomer)
         if not self.sequences.fits(newcomer.tenant, num_seqs):
             return None
@@ -209,7 +202,7 @@ class _Reclaim:
     def _group_over_share(
         self, shares: Shares, size_of: Callable[[SequenceGroup], int], tenant: str, count: int
     ) -> SequenceGroup | None:
-        least = min(shares.share, shares.held[tenant] + count)  # what the waiting group's tenant will hold
+        least = min(shares.share, shares.held[tenant] + count)  # of the newcomer's tenant
         eligible = [group for group in self._groups if shares.stays_over_share(group.tenant, size_of(group), least)]
         return max(eligible, key=lambda one: (self._is_preemptible(one), shares.held[one.tenant]), default=None)
 
@@ -226,6 +219,6 @@ def num_sequences_of(group: SequenceGroup) -> int:
 
 
 def num_blocks_of(group: SequenceGroup) -> int:
-    """Return the blocks that the group holds, shared ones once."""
+    """Count the group's blocks, shared ones once."""
     first, *others = group.live
     return len(set(first.block_table).union(*(one.block_table for one in others))) if others else len(first.block_table)

@@ -1,5 +1,3 @@
-"""Limits of a step and of a sequence."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -7,21 +5,20 @@ from dataclasses import dataclass
 
 MAX_OPEN_CHUNKS = 3
 PROMPTS_A_CHUNK = 64
-"""A step with decodes has at most 3 prefill chunks, or one for each 64 waiting prompts."""
+"""A step with decodes has 3 prefill chunks, or one per 64 waiting prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_prefill_chunk: int  # prompt tokens of a step with decodes, for each open prompt
+    max_prefill_chunk: int  # with decodes, per open prompt
     max_model_len: int
     fit_prompts: Callable[[int, int], int] | None = None  # (decodes, prompt tokens) -> efficient number
 
     def prompt_budget(self, num_decodes: int, num_prompts: int, lacking: Iterable[int]) -> int:
-        """Return the prompt tokens of a step with decodes, which all wait for them: a chunk for each of a few prompts,
-        less the decodes; with a long queue more, up to what the device computes at its best rate. `lacking` yields the
-        uncomputed tokens of each computable prompt."""
+        """Return the prompt tokens of a step with decodes, which wait for them: a chunk per open prompt, less the
+        decodes; with a long queue more, at the device's best rate. `lacking`: uncomputed tokens per prompt."""
         num_chunks = max(min(num_prompts, MAX_OPEN_CHUNKS), num_prompts // PROMPTS_A_CHUNK)
         budget = max(self.max_prefill_chunk, num_chunks * self.max_prefill_chunk - num_decodes)
         if self.fit_prompts is None or num_prompts <= MAX_OPEN_CHUNKS:

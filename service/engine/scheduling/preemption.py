@@ -1,7 +1,7 @@
-"""Decides which group gives up its blocks when they run out, and how it is restored.
+"""Preemption of groups, and their restoration.
 
-A victim is a whole group, and returns to its position in the queue. It is restored by swapping its blocks in or by
-recomputing them, whichever is cheaper then. Blocks are copied to the host ahead of need.
+A victim is a whole group and keeps its position in the queue. It is swapped in or recomputed, whichever is cheaper
+then. Blocks are copied to the host ahead of need.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ PROTECTED_STEPS = 64
 
 
 class Preemption:
-    """Preempts the youngest group first, recently resumed ones last, the oldest never; but first groups of tenants over
-    their share of blocks."""
+    """Order: tenants over their share of blocks, then the youngest; recently resumed groups last, the oldest never."""
 
     def __init__(
         self, kv: KVManager, fair_share: FairShare, costs: SwapCostModel | None = None, mode: str = AUTO
@@ -59,8 +58,8 @@ class Preemption:
             self._resumed_at_step[group] = self._step
 
     def make_room(self, num_blocks: int, claimant: Sequence, running: list[Sequence]) -> list[SequenceGroup]:
-        """Preempt until `num_blocks` are available, or will be after copies in flight, or the claimant is preempted.
-        Return the victims: WAITING, and removed from `running`."""
+        """Preempt until `num_blocks` are available, now or after copies, or the claimant is preempted. Return the
+        victims: WAITING, removed from `running`."""
         victims: list[SequenceGroup] = []
         while claimant.group not in victims and self.num_available_soon() < num_blocks:
             group = self._next_victim(running)
@@ -71,7 +70,6 @@ class Preemption:
         return victims
 
     def reclaim(self, groups: Iterable[SequenceGroup], running: list[Sequence]) -> None:
-        """Preempt these groups for tenants below their share."""
         for group in groups:
             self._preempt(group, running)
             self.num_reclaimed += 1
@@ -80,7 +78,7 @@ class Preemption:
         return self._step - self._resumed_at_step.get(group, -math.inf) > PROTECTED_STEPS
 
     def save_ahead(self, running: list[Sequence]) -> None:
-        """Copy blocks likely to be preempted to the host, while none are in flight."""
+        """Copy likely victims' blocks to the host, while none are in flight."""
         kv = self._kv
         if kv.host is None or kv.host.num_swapping_out or not running:
             return
@@ -102,7 +100,6 @@ class Preemption:
             self.costs.on_transfer(done.num_blocks, done.seconds, out=done.is_out)
 
     def on_step(self, plan: StepPlan, seconds: float, num_recomputed_tokens: int = 0) -> None:
-        """Account for a step that kept the device busy for `seconds`."""
         if num_recomputed_tokens:
             self.num_recomputed_tokens += num_recomputed_tokens
             self.recompute_s += seconds * num_recomputed_tokens / plan.num_tokens
@@ -117,12 +114,12 @@ class Preemption:
             self.costs.on_decode_step(seconds)
 
     def num_available_soon(self) -> int:
-        """Return the blocks available now or after copies, less promised ones."""
+        """Return blocks available now or after copies, less promised ones."""
         return self._kv.pool.num_available + self._kv.num_returning_blocks() - self._num_promised
 
     def _next_victim(self, running: list[Sequence]) -> SequenceGroup:
         groups = list(dict.fromkeys(sequence.group for sequence in reversed(running)))
-        others = groups[:-1] or groups  # the oldest only if it runs alone
+        others = groups[:-1] or groups  # the oldest only if alone
         others = self.fair_share.block_holders_over_share(others, running) or others
         return next(filter(self.is_preemptible, others), others[0])
 
@@ -158,7 +155,7 @@ class Preemption:
         return self.costs.swap_s(lost.num_to_save, lost.num_exclusive, self._load) < self.costs.recompute_s(first, end)
 
     def should_swap_in(self, num_tokens: int, num_blocks: int) -> bool:
-        """Whether swapping in is cheaper, see PrefixCache.match."""
+        """Return True if swapping in is cheaper, see PrefixCache.match."""
         if self.costs is None or self._mode == SWAP:
             return True
         end = num_tokens + num_blocks * self._kv.block_size

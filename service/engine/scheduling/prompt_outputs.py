@@ -1,5 +1,3 @@
-"""Plans a step's prompt log-probabilities and pooled hidden states."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
@@ -22,7 +20,6 @@ class PromptOutputs:
             self._awaiting_pooling.add(group)
 
     def plan(self, chunks: Seq[Chunk]) -> tuple[tuple[LogprobSpan, ...], tuple[PoolSpan, ...]]:
-        """Return what these chunks can compute."""
         scores = self._scores(chunks) if self._awaiting_logprobs else ()
         pools = self._pools(chunks) if self._awaiting_pooling else ()
         return scores, pools

@@ -1,12 +1,12 @@
-"""Plans the next step: which sequences compute how many tokens, `max_num_batched_tokens` at most, in this order:
+"""Plan of the next step, at most `max_num_batched_tokens`, in this order:
 
 1. Groups over their tenant's share are preempted for tenants below theirs.
-2. Running sequences that lack one token (decodes) get it, oldest first, with drafts if there is a drafter. If blocks
-   run out, the youngest groups are preempted.
-3. With decodes, the budget shrinks to `Limits.prompt_budget`: every decode waits for the whole step.
-4. Running sequences that lack more tokens (prefills) get chunks, oldest first.
-5. If nothing was preempted, waiting groups are admitted while blocks last: first come first served, or from the tenant
-   that runs least. Each starts from its cached prefix.
+2. Running sequences that lack one token (decodes) get it, oldest first, with drafts if there is a drafter. If
+   blocks run out, the youngest groups are preempted.
+3. With decodes, the budget shrinks to `Limits.prompt_budget`: every decode waits for the step.
+4. Running sequences that lack more (prefills) get chunks, oldest first.
+5. If nothing was preempted, waiting groups are admitted while blocks last: in order, or from the tenant that runs
+   least.
 6. Blocks likely to be preempted are copied to the host.
 """
 
@@ -31,7 +31,7 @@ from service.engine.step import Chunk, StepPlan
 
 
 class Scheduler:
-    """Owns the queues `waiting` and `running`, oldest first; branches of a group are adjacent."""
+    """Queues `waiting` and `running`, oldest first; branches of a group are adjacent."""
 
     def __init__(
         self, kv: KVManager, limits: Limits, preemption: Preemption | None = None, drafter: Drafter | None = None
@@ -45,7 +45,7 @@ class Scheduler:
         self.waiting: deque[SequenceGroup] = deque()
         self._prompt_outputs = PromptOutputs()
         self.running: list[Sequence] = []
-        self._extended: set[Sequence] = set()  # extended by the plan being made
+        self._extended: set[Sequence] = set()  # by this plan
 
     def add_group(self, group: SequenceGroup) -> None:
         self._num_arrivals += 1
@@ -55,7 +55,6 @@ class Scheduler:
         self._prompt_outputs.add_group(group)
 
     def remove_sequence(self, sequence: Sequence) -> None:
-        """End the sequence and free its blocks."""
         group, status = sequence.group, sequence.status
         sequence.set_status(SequenceStatus.ENDED)
         if status is SequenceStatus.RUNNING:
@@ -74,7 +73,7 @@ class Scheduler:
             self._kv.drop_request(sequence)
 
     def fork_followers(self, leader: Sequence) -> None:
-        """Fork the followers that diverge within the leader's computed tokens."""
+        """Fork followers that diverge within the leader's computed tokens."""
         forking = [one for one in leader.prefix_followers if one.num_inherited_tokens <= leader.num_computed_tokens]
         for follower in forking:
             match = self._match_follower(follower) if follower.num_output_tokens else NO_MATCH
@@ -86,7 +85,7 @@ class Scheduler:
         leader.share_prefix_with([one for one in leader.prefix_followers if one.is_waiting_for_leader])
 
     def schedule(self) -> StepPlan:
-        """Return the plan of the next step, whose chunks have their blocks; empty while all wait for tokens."""
+        """Return the next step, whose chunks have their blocks; empty while all wait for tokens."""
         self._kv.start_step()
         self.preemption.start_step(len(self.running))
         self._fair_share.start_step()
@@ -118,7 +117,6 @@ class Scheduler:
         return StepPlan(tuple(chunks), self._kv.drain_copies(), *self._kv.drain_swaps(), scores, pools, changed)
 
     def _runnable(self, arriving: Set[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Return the computable sequences that lack one token, and sequences that lack more."""
         decodes, prefills, waits_for_tokens = [], [], self._speculation is not None
         for sequence in self.running:
             num_pending = sequence.num_pending_tokens
@@ -136,7 +134,6 @@ class Scheduler:
         return decodes, prefills
 
     def _prompt_lengths(self, prefills: list[Sequence]) -> Iterator[int]:
-        """Yield the uncomputed tokens of open prompts, and of waiting ones that could run."""
         num_slots = max(0, self._limits.max_num_seqs - len(self.running))
         waiting = (group.live[0] for group in islice(self.waiting, num_slots))
         return (sequence.num_uncomputed_tokens for sequence in chain(prefills, waiting))
@@ -156,7 +153,7 @@ class Scheduler:
         return self._speculation.add_drafts(chunks, self._limits.max_num_batched_tokens - len(chunks))
 
     def _allocate(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Extend the sequence, preempting others if needed; return whether it has the blocks."""
+        """Extend the sequence, preempting others; return whether it has the blocks."""
         missing = self._kv.num_missing_blocks(sequence, num_tokens)
         if missing > self._kv.pool.num_available:
             self._requeue(self.preemption.make_room(missing, sequence, self.running))
@@ -184,10 +181,9 @@ class Scheduler:
         return chunks, budget
 
     def _plan_admissions(self, budget: int) -> list[Chunk]:
-        """Admit ready groups while the pool can hold all their tokens, what running sequences lack, and a reserve.
+        """Admit ready groups while the pool can hold their tokens, what running sequences lack, and a reserve.
 
-        Prefixes may be written by this very step: admission follows all preemptions, so none of them is evicted. A
-        group that swaps blocks in is computed once they arrive.
+        This step may write their prefixes: admission follows preemption, so none is evicted.
         """
         chunks = []
         spare = self._kv.pool.num_available - self._num_missing_blocks()
@@ -223,7 +219,6 @@ class Scheduler:
         return chunks
 
     def _reclaim_over_share(self) -> None:
-        """Preempt groups over their share for waiting ones within theirs."""
         num_free_blocks = self.preemption.num_available_soon() - self._num_missing_blocks() - self._num_reserve_blocks
         over_share = self._fair_share.groups_over_share(
             list(self.waiting), self.running, num_free_blocks, self.preemption.is_preemptible
@@ -232,7 +227,7 @@ class Scheduler:
         self._requeue(over_share)
 
     def _match_follower(self, follower: Sequence) -> Match:
-        """Return the follower's cached prefix from before a preemption, if blocks remain for the others."""
+        """Return the prefix from before a preemption, if the others' blocks remain."""
         others = self._num_missing_blocks() - self._kv.num_missing_for_all(follower)
         return self._match_within(follower, self._kv.pool.num_available - others)
 
@@ -257,7 +252,7 @@ class Scheduler:
 
     @property
     def _num_reserve_blocks(self) -> int:
-        """Blocks that an admission leaves free: else the new group is the next victim."""
+        """Reserve: else an admitted group is the next victim."""
         return self._kv.pool.num_blocks // 100 if self.running else 0
 
     def _num_missing_blocks(self) -> int:
@@ -265,7 +260,6 @@ class Scheduler:
         return sum(map(self._kv.num_missing_for_all, growing))
 
     def _promote_follower(self, leader: Sequence) -> None:
-        """The first follower takes over the removed leader's prefix and leads the others."""
         successor, *others = leader.prefix_followers
         self._kv.fork(leader, successor, min(leader.num_computed_tokens, successor.num_inherited_tokens))
         successor.is_waiting_for_leader = False
@@ -284,7 +278,6 @@ class Scheduler:
         return Chunk(sequence, start, lacking, sequence.samplers)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless queues, groups and blocks agree."""
         for group in self.waiting:
             for sequence in group.live:
                 if (

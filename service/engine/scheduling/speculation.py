@@ -1,4 +1,4 @@
-"""Decodes that carry draft tokens, which the step verifies."""
+"""Decodes with draft tokens, which the step verifies."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from service.engine.step import Chunk
 
 class Drafter(Protocol):
     def draft(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
-        """Return at most `max_tokens` likely next tokens; all of the sequence's ids are known."""
+        """Return at most `max_tokens` likely next tokens; all ids are known."""
 
 
 class Speculation:
-    """With a drafter no sequence runs ahead: drafts follow known tokens."""
+    """Drafts follow known tokens: no sequence runs ahead."""
 
     def __init__(self, kv: KVManager, drafter: Drafter):
         self._kv = kv
         self._drafter = drafter
 
     def add_drafts(self, chunks: list[Chunk], max_tokens: int) -> list[Chunk]:
-        """Return these decodes with at most `max_tokens` drafts, as far as blocks are available."""
+        """Add at most `max_tokens` drafts, as blocks allow."""
         drafted = []
         for chunk in chunks:
             sequence = chunk.sequence
@@ -36,7 +36,7 @@ class Speculation:
         return drafted
 
     def _drafts(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
-        # Penalties and grammars need the tokens of the preceding rows; a beam and a fork have several samplers.
+        # Penalties and grammars need the preceding rows' tokens; beams and forks have several samplers.
         is_alone = sequence.samplers == (sequence,) and not sequence.prefix_followers
         if sequence.needs_previous_tokens or sequence.cannot_run_ahead or not is_alone:
             return ()

@@ -1,8 +1,7 @@
-"""The cost of restoring a preempted sequence by swapping its blocks or by recomputing its tokens.
+"""Cost of restoring a sequence by swapping or recomputing.
 
-Rates are measured at start and corrected by observation. Short sequences are recomputed, long ones swapped. Recomputing
-delays every running sequence, copies only sequences that wait for them: the more run, the more is swapped, until the
-bus is the bottleneck.
+Rates are measured at start and corrected by observation. Recomputing delays every running sequence, copies only those
+that wait: the more run, the more is swapped, until the bus is the bottleneck.
 """
 
 from __future__ import annotations
@@ -22,48 +21,46 @@ from model.ops.interface import Array
 from service.engine.kv.memory_profile import shared_block_batch
 
 EWMA_WEIGHT = 0.1
-"""Weight of a new observation."""
 
 COPY_SLOWDOWN = 0.03
-"""Slowdown of steps during copies, measured with the bus full in both directions."""
+"""Slowdown of steps while the bus is full."""
 
 MIN_BLOCKS = 8
 """Smaller transfers are ignored."""
 
 MIN_TOKENS = 256
-"""Steps with fewer prompt tokens are ignored."""
+"""Smaller prefill steps are ignored."""
 
 
 @dataclass(kw_only=True)
 class Rates:
     """Seconds of the device."""
 
-    token_s: float  # one token of a long prompt
-    pair_s: float  # one preceding token that it attends to
+    token_s: float  # of a long prompt
+    pair_s: float  # per token attended to
     block_out_s: float
     block_in_s: float
-    transfer_s: float  # fixed cost of a transfer, from request to completion
+    transfer_s: float  # fixed cost, from request to completion
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLoad:
-    """The load at a choice; default: one sequence alone."""
+    """Load; default: one sequence alone."""
 
-    num_running: int = 1  # sequences
-    num_swapping_out: int = 0  # blocks being copied to the host, or planned
-    num_swapping_in: int = 0  # and from it
+    num_running: int = 1
+    num_swapping_out: int = 0  # blocks, also planned
+    num_swapping_in: int = 0
 
 
 class SwapCostModel:
-    """Costs of one sequence, in seconds of all running sequences."""
+    """Costs in seconds of all running sequences."""
 
     def __init__(self, rates: Rates, block_size: int):
         self.rates = rates
         self._block_size = block_size
-        self._decode_s: float | None = None  # of a recent step without prompts
+        self._decode_s: float | None = None  # recent
 
     def recompute_s(self, start: int, end: int) -> float:
-        """Return the seconds to compute tokens `start` to `end`."""
         return (end - start) * self.rates.token_s + (end**2 - start**2) / 2 * self.rates.pair_s
 
     def copy_in_s(self, num_blocks: int) -> float:
@@ -73,8 +70,8 @@ class SwapCostModel:
         return self.rates.transfer_s + num_blocks * self.rates.block_out_s if num_blocks else 0.0
 
     def swap_s(self, num_out: int, num_in: int, load: EngineLoad) -> float:
-        """Return the seconds lost by copying `num_out` blocks to the host, and later `num_in` from it, after those in
-        flight. One sequence waits for the copies out; every `block_size` steps another needs a block."""
+        """Return the seconds lost by copying `num_out` blocks, and later `num_in` back, after those in flight. One
+        sequence waits for copies out; every `block_size` steps another needs a block."""
         swap_out_s, swap_in_s = self.copy_out_s(num_out), self.copy_in_s(num_in)
         share = 1 / load.num_running
         loss_s = COPY_SLOWDOWN * (swap_out_s + swap_in_s)
@@ -87,14 +84,13 @@ class SwapCostModel:
         return loss_s
 
     def crossover_tokens(self, longest: int) -> int | None:
-        """Return the shortest length for which swapping is cheaper for a sequence alone; None up to `longest`."""
+        """Return the shortest length for which swapping is cheaper alone."""
         for num_blocks in range(1, longest // self._block_size + 1):
             if self.swap_s(num_blocks, num_blocks, EngineLoad()) < self.recompute_s(0, num_blocks * self._block_size):
                 return num_blocks * self._block_size
         return None
 
     def on_transfer(self, num_blocks: int, seconds: float, *, out: bool) -> None:
-        """Learn from a transfer, to the host if `out`."""
         if num_blocks < MIN_BLOCKS:
             return
         if out:
@@ -106,11 +102,11 @@ class SwapCostModel:
         self._decode_s = seconds if self._decode_s is None else _ewma(self._decode_s, seconds)
 
     def on_prefill_step(self, spans: list[tuple[int, int]], seconds: float, *, with_decodes: bool) -> None:
-        """Learn from a step with these spans (start, end) of prompts."""
+        """Learn from a step with these prompt spans."""
         if sum(end - start for start, end in spans) < MIN_TOKENS or (with_decodes and self._decode_s is None):
             return
         seen_s = seconds - ((self._decode_s or 0.0) if with_decodes else 0.0)
-        if seen_s <= 0:  # the decode estimate is outdated
+        if seen_s <= 0:  # outdated decode estimate
             return
         expected_s = sum(self.recompute_s(start, end) for start, end in spans)
         ratio = min(2.0, max(0.5, seen_s / expected_s))
@@ -125,14 +121,14 @@ def _ewma(value: float, seen: float) -> float:
 CALIBRATION_BLOCKS = 16
 
 PINNING_WAIT_S = 1.0
-"""Longest wait for the first host memory, which is pinned in the background."""
+"""Longest wait for pinned memory."""
 
 GUESSED_BYTES_PER_S = 25e9
 GUESSED_TRANSFER_S = 1e-4
-"""Used if no host memory is ready in time."""
+"""Guesses without host memory."""
 
 CALIBRATION_TOKENS = 2048
-"""Prompt tokens timed together: enough to hide a step's fixed cost."""
+"""Enough to hide a step's fixed cost."""
 
 
 def measure_rates(model: Llama, kv: Array, host: HostBlocks, longest: int) -> Rates:
@@ -161,7 +157,7 @@ def _copy_and_wait(copy: Callable[[list[int], list[int]], Transfer], blocks: lis
 
 
 def _prompt_rates(model: Llama, kv: Array, longest: int) -> tuple[float, float]:
-    """Return seconds for a prompt token, and for a token that it attends to: at half the rate of the GEMMs."""
+    """Return seconds per prompt token and per token attended to, at half the rate of GEMMs."""
     length = min(CALIBRATION_TOKENS, longest)
     count = CALIBRATION_TOKENS // length
     pairs_in_tokens = _attention_flops_per_pair(model.config) / _flops_per_token(model.config) * 2
@@ -193,7 +189,6 @@ def _wait_for_blocks(host: HostBlocks, count: int) -> int:
 
 
 def _flops_per_token(config: ModelConfig) -> int:
-    """Return the operations of a token's GEMMs without logits."""
     embeddings = config.vocab_size * config.hidden_size * (1 if config.tied_embeddings else 2)
     return 2 * (config.num_parameters - embeddings)
 
