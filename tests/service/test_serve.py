@@ -295,8 +295,8 @@ def test_a_worker_that_dies_is_started_again_and_its_requests_go_on(tmp_path):
 
 
 @pytest.mark.parametrize("num_turns", range(6))
-async def test_a_part_that_ends_by_the_same_ctrl_c_is_not_told_as_an_error(monkeypatch, num_turns):
-    """So many turns of the loop after it."""
+async def test_a_process_that_ends_by_the_same_ctrl_c_is_not_logged_as_an_error(monkeypatch, num_turns):
+    """The gateway fails `num_turns` turns of the loop later."""
     stop = asyncio.Event()
 
     class Child:
@@ -308,7 +308,7 @@ async def test_a_part_that_ends_by_the_same_ctrl_c_is_not_told_as_an_error(monke
         async def start(cls, verb, settings):
             return cls(verb)
 
-        async def ready(self):
+        async def wait_ready(self):
             if self.verb == WORKER:
                 await self.is_stopped.wait()
             stop.set()
@@ -316,18 +316,18 @@ async def test_a_part_that_ends_by_the_same_ctrl_c_is_not_told_as_an_error(monke
                 await asyncio.sleep(0)
             raise StartupError("it did not start")
 
-        async def ended(self):
+        async def wait(self):
             await self.is_stopped.wait()
 
         async def stop(self):
             self.is_stopped.set()
 
     monkeypatch.setattr(serve, "ChildProcess", Child)
-    told = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["message"]))
+    logged = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: logged.append(context["message"]))
     assert await serve._serve(Settings(redis_url="redis://nobody"), stop) == 0
     gc.collect()
-    assert told == []
+    assert logged == []
 
 
 async def test_a_worker_that_ends_again_and_again_is_given_up(monkeypatch):
