@@ -1,7 +1,7 @@
 """Messages to msgpack and back.
 
-Input is checked against limits (size, lengths, number of containers) before it is built, then against types: an unknown
-or missing field, another type or version refuses the message. Every error is a WireError.
+Input is checked against limits before it is built, then against types: unknown and missing fields, other types and
+versions are refused.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Message = TypeVar("Message", Job, Event, Cancel, WorkerCard, RequestRecord, Dead
 
 
 class WireError(ValueError):
-    """An invalid payload. The text contains no value of it."""
+    """An invalid payload, whose values the text omits."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a payload. Containers are lists and maps: an empty one takes 1 byte there, 60 here."""
+    """Limits of a payload: an empty list takes 1 byte there, 60 here."""
 
     max_bytes: int
     max_array_len: int
@@ -59,17 +59,14 @@ LIMITS: dict[type, Limits] = {
     Reply: Limits(max_bytes=1 << 20, max_array_len=1024, max_map_len=64, max_containers=1024),
 }
 MAX_BATCH_BYTES = 64 << 20
-"""Limit of a feed entry: all events of a worker's step for one gateway."""
 MAX_PLAIN_BYTES = 1 << 20
-"""A longer payload is never built before its containers are counted."""
+"""A longer payload is not built before its containers are counted."""
 MAX_BODY_DEPTH = 64
-"""Nesting of lists and maps in the body of an ingress job."""
 INGRESS_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def encode(message: Message) -> bytes:
-    """Return a msgpack map with the version `v`, without fields that are None or (). Raises WireError for values that
-    msgpack cannot carry and for a message above its kind's limit."""
+    """Return a msgpack map without None and (). Raises WireError for other values and above the limit."""
     try:
         plain = message if isinstance(message, msgspec.Struct) else {"v": VERSION, **_present(message)}
         payload = _ENCODER.encode(plain)
@@ -94,7 +91,7 @@ def _present(message: Any) -> dict[str, Any]:
 
 
 def decode(kind: type[Message], payload: bytes) -> Message:
-    """Return the message in `payload`. Raises WireError only."""
+    """Raises WireError only."""
     limits = LIMITS[kind]
     if len(payload) > limits.max_bytes:
         raise WireError(f"the message takes {len(payload)} bytes, {limits.max_bytes} are allowed")
@@ -105,7 +102,7 @@ def decode(kind: type[Message], payload: bytes) -> Message:
 
 
 def decode_events(batch: bytes, wanted: Collection[str]) -> Iterator[Event]:
-    """Yield the events of the jobs in `wanted` from a feed entry. Raises WireError at the first broken event."""
+    """Yield the events of `wanted`. Raises WireError at the first broken one."""
     if len(batch) > MAX_BATCH_BYTES:
         raise WireError(f"the batch takes {len(batch)} bytes, {MAX_BATCH_BYTES} are allowed")
     events = _as_written(_EVENTS, batch)
@@ -117,7 +114,7 @@ def decode_events(batch: bytes, wanted: Collection[str]) -> Iterator[Event]:
 
 
 def _as_written(decoder: msgspec.msgpack.Decoder[Any], payload: bytes) -> Any:
-    """Decode what `encode` wrote, fast; None for all else, which does not encode to the same bytes again."""
+    """Decode fast what `encode` wrote, else return None."""
     if len(payload) > MAX_PLAIN_BYTES:
         return None
     try:
@@ -128,22 +125,22 @@ def _as_written(decoder: msgspec.msgpack.Decoder[Any], payload: bytes) -> Any:
 
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:
-    """Return token ids as little-endian uint32. Raises WireError for one outside 0..2^32-1."""
+    """Return little-endian uint32. Raises WireError outside 0..2^32-1."""
     return _pack("I", token_ids)
 
 
 def unpack_ids(packed: bytes) -> list[int]:
-    """Return the token ids. Raises WireError for a length that is no multiple of 4."""
+    """Raises WireError for a length that is no multiple of 4."""
     return _unpack("I", packed)
 
 
 def pack_floats(values: Sequence[float]) -> bytes:
-    """Return numbers as little-endian float32, infinite beyond its range."""
+    """Return little-endian float32, infinite beyond its range."""
     return _pack("f", values)
 
 
 def unpack_floats(packed: bytes) -> list[float]:
-    """Return the numbers. Raises WireError for a length that is no multiple of 4."""
+    """Raises WireError for a length that is no multiple of 4."""
     return _unpack("f", packed)
 
 
@@ -183,15 +180,13 @@ def _typed(kind: type[Message], raw: Any) -> Message:
 
 
 def _bounded_text(error: Exception) -> str:
-    """Return msgspec's text without a wrong enum value, which may be long."""
+    """Omit a wrong enum value, which may be long."""
     text = str(error)
     return "an unknown enum value" if text.startswith("Invalid enum value") else text[:200]
 
 
 @dataclass(frozen=True)
 class _Fields:
-    """Field names of a message and of the messages in it."""
-
     names: frozenset[str]
     inner: dict[str, _Fields]
 
@@ -209,7 +204,7 @@ _KNOWN = {kind: _Fields.of(kind) for kind in LIMITS}
 
 
 def _refuse_unknown(known: _Fields, raw: dict[str, Any]) -> None:
-    """Raises WireError for unknown fields, which msgspec ignores in dataclasses."""
+    """Refuse unknown fields, which msgspec ignores in dataclasses."""
     if not raw.keys() <= known.names:
         raise WireError("an unknown field")
     for name, fields in known.inner.items():
@@ -232,7 +227,6 @@ def _checked_ingress(job: IngressJob) -> IngressJob:
 
 
 def _refuse_non_json(value: Any) -> None:
-    """Raises WireError for a value that JSON does not have."""
     stack = [(value, 1)]
     while stack:
         item, depth = stack.pop()
@@ -249,7 +243,7 @@ def _refuse_non_json(value: Any) -> None:
 
 
 def unpack(payload: bytes, limits: Limits) -> Any:
-    """Return the value in `payload`, whose size was checked. Raises WireError."""
+    """Unpack a payload of checked size. Raises WireError."""
     try:
         return msgpack.unpackb(payload, **_Guard(limits).options(len(payload)))
     except WireError:
@@ -259,7 +253,7 @@ def unpack(payload: bytes, limits: Limits) -> Any:
 
 
 def unpack_each(batch: bytes, limits: Limits) -> Iterator[Any]:
-    """Yield the values of a list, each within `limits`. Raises WireError at the first broken one."""
+    """Raises WireError at the first broken value."""
     guard = _Guard(limits)
     unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(batch)), **guard.options(len(batch)))
     unpacker.feed(batch)
@@ -276,8 +270,6 @@ def unpack_each(batch: bytes, limits: Limits) -> Iterator[Any]:
 
 
 class _Guard:
-    """Counts containers while they are built; refuses extensions and repeated keys."""
-
     def __init__(self, limits: Limits):
         self._limits = limits
         self.num_containers = 0
@@ -318,7 +310,7 @@ def _refuse_extension(code: int, data: bytes) -> None:
 
 
 def _cause(error: Exception) -> str:
-    """Return msgpack's text, which contains no value except for broken UTF-8."""
+    """Omit broken UTF-8, the only value in msgpack's texts."""
     if isinstance(error, UnicodeError):
         return "text that is not UTF-8"
     if isinstance(error, msgpack.StackError):

@@ -1,4 +1,4 @@
-"""The cost of a job, and the lanes and times of `fair.lua`."""
+"""Cost of a job, lanes, and times of `fair.lua`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ NORMAL, BATCH = LANES = ("normal", "batch")
 AGE_S = 10.0
 BATCH_AGE_S = 60.0
 RECLAIM_AFTER_S = 0.025
-"""Wait of a new job for another worker's free slot before an over share is reclaimed for it."""
+"""Wait for another worker's free slot before reclaiming an over share."""
 EXPECTED_OUTPUT_TOKENS = 1024
-"""Upper bound of a branch's estimated output: most end long before `max_tokens`."""
+"""Bound of a branch's estimated output: most end long before `max_tokens`."""
 
 
 def cost_of(job: Job) -> int:
-    """Return the job's estimated tokens, for fair shares and queue limits."""
+    """Return the job's estimated tokens."""
     return len(job.prompt) // 4 + branches_of(job) * min(job.sampling.max_tokens, EXPECTED_OUTPUT_TOKENS)
 
 
 def branches_of(job: Job) -> int:
-    """Return the number of sequences that the job runs."""
+    """Return the job's number of sequences."""
     beam = job.sampling.beam
     return beam.width if beam is not None else job.sampling.best_of
 

@@ -1,7 +1,6 @@
-"""Every key that Quire has in Redis: type, content, writers and readers, life.
+"""Every Redis key: type, content, writers > readers (GW: gateways, WK: workers), life.
 
-GW: gateways, WK: workers; `A > B`: A writes, B reads. Every stream entry has one field `m`, the message; the last entry
-of an event log also has `end`. The braces of `{quire}` keep a queue in one slot of a Redis Cluster.
+Stream entries have one field `m`, the message; a log's last also `end`. `{quire}` is one slot of a Redis Cluster.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import re
 
 PAYLOAD_FIELD = "m"
-PAYLOAD = PAYLOAD_FIELD.encode()  # as Redis answers
+PAYLOAD = PAYLOAD_FIELD.encode()
 
 JOBS = "{quire}:jobs"
 """Hash. Job id -> Job. GW > WK. Until the job's end."""
@@ -22,41 +21,40 @@ DEADLINES = "{quire}:deadlines"
 WAITING = "{quire}:waiting"
 """Stream. Accepted job ids. GW > WK. Until claimed."""
 WAITING_TOKENS = "{quire}:waiting:tokens"
-"""Hash. Tenant -> cost of its waiting jobs; '' -> total. Scripts > GW. While any wait. `fair.lua` also keeps
-`{quire}:waiting:lane:<lane>`, `{quire}:waiting:jobs:<lane>:<tenant>` and `{quire}:waiting:times`."""
+"""Hash. Tenant -> waiting cost; '' -> total (see fair.lua). Scripts > GW. While any wait."""
 RETURNED = "{quire}:returned"
-"""Stream. Job ids claimed before; they go first. WK. Until claimed again."""
+"""Stream. Job ids claimed before. WK. Until claimed."""
 SUSPECTS = "{quire}:suspects"
-"""Stream. Job ids in flight at two engine deaths; they run alone. WK. Until claimed again."""
+"""Stream. Job ids that run alone. WK. Until claimed."""
 LEASES = "{quire}:leases"
 """Sorted set. Workers by lease end, queue time. WK. Until taken over."""
 EPOCH = "{quire}:epoch"
-"""String. Random name of the data, lost with them. GW, WK. For ever."""
+"""String. Random name, lost with the data. GW, WK. For ever."""
 CLOCK = "{quire}:epoch:clock"
-"""Hash. wall: Redis' clock; queue: queue time then. Scripts. For ever."""
+"""Hash. wall: Redis' clock; queue: queue time. Scripts. For ever."""
 QUEUE = (JOBS, STATES, CLAIMS, DEADLINES, WAITING, RETURNED, SUSPECTS, LEASES, EPOCH)
 """The first keys of every script."""
 
 ALONE = "{quire}:alone"
-"""String. The worker that runs suspects. WK. A lease."""
+"""String. Worker that runs suspects. WK. A lease."""
 DEATHS = "{quire}:deaths"
-"""Hash. Engine deaths: num, last_s (queue time), told (names of recent ones). WK. For ever."""
+"""Hash. Engine deaths: number, last time, names. WK. For ever."""
 DEAD = "{quire}:dead"
 """Stream. m = DeadLetter. WK > operators. The last DEAD_MAX_ENTRIES."""
 DEAD_MAX_ENTRIES = 1024
 
 CANCELS = "{quire}:cancels"
-"""Stream. m = Cancel, for every worker. GW > WK. The last CANCELS_MAX_ENTRIES."""
+"""Stream. m = Cancel. GW > WK. The last CANCELS_MAX_ENTRIES."""
 CANCELS_MAX_ENTRIES = 8192
 
 WORKERS = "{quire}:workers"
-"""Sorted set. Worker ids by last heartbeat, queue time. WK > GW. CARD_TTL_S."""
+"""Sorted set. Worker ids by heartbeat. WK > GW. CARD_TTL_S."""
 CARD_TTL_S = 10
 CARD_LATE_S = 3.5
-"""Age from which a worker's card, written every second, counts as not ready."""
+"""Age of a card, written every second, that is not ready."""
 
 LOOKED_AT = "{quire}:looked_at"
-"""String. Exists while block maps are requested. GW > WK. LOOKED_AT_TTL_S."""
+"""String. Block maps are requested. GW > WK. LOOKED_AT_TTL_S."""
 LOOKED_AT_TTL_S = 10
 
 LOG_RUNNING_TTL_S = 24 * 3600
@@ -68,33 +66,30 @@ REPLY_TTL_S = 600
 
 FILE_TTL_S = 30 * 24 * 3600
 UPLOAD_TTL_S = 600
-"""Life of an unfinished file after its last piece."""
 BATCH_ENDED_TTL_S = 3600
 
 OPEN_BATCHES = "{quire}:batches"
-"""Sorted set. `<batch id> <tenant>` of open batches by creation. GW. While open."""
+"""Sorted set. `<batch id> <tenant>` by creation. GW. While open."""
 
 INGRESS_KEEP_S = 5.0
 INGRESS_LEFT_S = 20.0
 INGRESS_GROUP = "doors"
-"""Group of every ingress stream; each gateway is a consumer."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 def waiting_since(lane: str) -> str:
-    """Sorted set. Never claimed jobs of the lane by acceptance, queue time. Scripts > GW. While any wait."""
+    """Sorted set. Jobs by acceptance. Scripts > GW. While any wait."""
     return f"{{quire}}:waiting:since:{_name(lane)}"
 
 
 def events(job_id: str) -> str:
-    """Stream. Event log, m = Event, entry `<number>-0`. WK > GW. LOG_RUNNING_TTL_S after the last event,
-    LOG_ENDED_TTL_S after the end."""
+    """Stream. m = Event, entry `<number>-0`. WK > GW. LOG_RUNNING_TTL_S, LOG_ENDED_TTL_S after the end."""
     return f"{{quire}}:{{{_name(job_id)}}}:events"
 
 
 def cancel(job_id: str) -> str:
-    """String. EndReason of a job cancelled before it came. GW. Until it comes; TOMBSTONE_TTL_S."""
+    """String. EndReason of an unsubmitted job. GW. Until submitted; TOMBSTONE_TTL_S."""
     return f"{{quire}}:{{{_name(job_id)}}}:cancel"
 
 
@@ -104,12 +99,12 @@ def request(request_id: str) -> str:
 
 
 def watched(request_id: str) -> str:
-    """String. Exists while a client waits for a request that outlives its clients. GW. As its writer says."""
+    """String. A client waits. GW. `mark_watched`'s for_s."""
     return f"{{quire}}:{{{_name(request_id)}}}:watched"
 
 
 def idempotency(digest: str) -> str:
-    """String. Request id of an Idempotency-Key, hashed with its tenant. GW. As long as the record."""
+    """String. Request id of a hashed Idempotency-Key. GW. As the record."""
     return f"{{quire}}:idempotency:{_name(digest)}"
 
 
@@ -119,12 +114,12 @@ def file(file_id: str) -> str:
 
 
 def file_data(file_id: str) -> str:
-    """List. The file's pieces. GW. UPLOAD_TTL_S, then FILE_TTL_S."""
+    """List. Pieces. GW. UPLOAD_TTL_S, then FILE_TTL_S."""
     return f"{{quire}}:{{{_name(file_id)}}}:data"
 
 
 def files(tenant: str) -> str:
-    """Sorted set. A tenant's file ids by creation. GW. FILE_TTL_S after the last."""
+    """Sorted set. By creation. GW. FILE_TTL_S after the last."""
     return f"{{quire}}:files:{_name(tenant)}"
 
 
@@ -144,79 +139,77 @@ def batch_marks(batch_id: str) -> str:
 
 
 def batch_progress(batch_id: str) -> str:
-    """Hash. Answers moved to files (move_lines.lua). GW. FILE_TTL_S, BATCH_ENDED_TTL_S after its end."""
+    """Hash. Progress (move_lines.lua). GW. FILE_TTL_S, then BATCH_ENDED_TTL_S."""
     return f"{{quire}}:{{{_name(batch_id)}}}:progress"
 
 
 def batch_holder(batch_id: str) -> str:
-    """String. The gateway that holds the batch. GW. While renewed."""
+    """String. Gateway. GW. While renewed."""
     return f"{{quire}}:{{{_name(batch_id)}}}:holder"
 
 
 def batch_cancel(batch_id: str) -> str:
-    """String. Exists if the batch is cancelled. GW. FILE_TTL_S."""
+    """String. It is cancelled. GW. FILE_TTL_S."""
     return f"{{quire}}:{{{_name(batch_id)}}}:unwanted"
 
 
 def batches(tenant: str) -> str:
-    """Sorted set. A tenant's batch ids by creation. GW. FILE_TTL_S after the last."""
+    """Sorted set. By creation. GW. FILE_TTL_S after the last."""
     return f"{{quire}}:batches:{_name(tenant)}"
 
 
 def response(response_id: str) -> str:
-    """String. StoredResponse. GW. As its writer says."""
+    """String. StoredResponse. GW. `put_response`'s for_s."""
     return f"{{quire}}:{{{_name(response_id)}}}:response"
 
 
 def stored(tenant: str) -> str:
-    """Sorted set. A tenant's file, batch and response ids by expiry (ledger.lua). GW. While any is left."""
+    """Sorted set. Stored ids by expiry (ledger.lua). GW. While any is left."""
     return f"{{quire}}:stored:{_name(tenant)}"
 
 
 def stored_bytes(tenant: str) -> str:
-    """Hash. The same ids -> bytes; '' -> total. Likewise."""
+    """Hash. Stored id -> bytes; '' -> total. GW. While any is left."""
     return f"{{quire}}:stored:bytes:{_name(tenant)}"
 
 
 def records(tenant: str) -> str:
-    """Sorted set. A tenant's request records by expiry. Likewise."""
+    """Sorted set. Request ids by expiry. GW. While any is left."""
     return f"{{quire}}:records:{_name(tenant)}"
 
 
 def record_bytes(tenant: str) -> str:
-    """Hash. The same records -> bytes; '' -> total. Likewise."""
+    """Hash. Request id -> bytes; '' -> total. GW. While any is left."""
     return f"{{quire}}:records:bytes:{_name(tenant)}"
 
 
 def feed(gateway: str) -> str:
-    """Stream. A gateway's events, m = list of Events, an entry per step and worker. WK > that gateway. The last
-    FEED_MAX_ENTRIES, FEED_TTL_S after the last."""
+    """Stream. m = list of Events. WK > that GW. The last FEED_MAX_ENTRIES, FEED_TTL_S."""
     return f"{{quire}}:feed:{_name(gateway)}"
 
 
 def worker(worker_id: str) -> str:
-    """String. WorkerCard. That worker > GW, WK. CARD_TTL_S after the last heartbeat."""
+    """String. WorkerCard. WK > GW, WK. CARD_TTL_S."""
     return f"{{quire}}:worker:{_name(worker_id)}"
 
 
 def ingress(producer: str) -> str:
-    """Stream. m = IngressJob. That producer > GW (group `doors`). Until its final reply."""
+    """Stream. m = IngressJob. Producer > GW. Until its final reply."""
     return f"{{quire}}:ingress:{_name(producer)}"
 
 
 def reply(producer: str, producer_job_id: str) -> str:
-    """Stream. Replies to a job, m = Reply, entry `<number>-0`. GW > its producer. REPLY_TTL_S after the last."""
+    """Stream. m = Reply, entry `<number>-0`. GW > producer. REPLY_TTL_S."""
     return f"{{quire}}:reply:{_name(producer)}:{_name(producer_job_id)}"
 
 
 def reply_of(producer: str, producer_job_id: str) -> str:
-    """Hash. The ingress entry that the replies answer: entry, digest of its message, done (last number). GW.
-    LOG_RUNNING_TTL_S, REPLY_TTL_S after the last reply."""
+    """Hash. entry, digest, done (last number). GW. LOG_RUNNING_TTL_S, then REPLY_TTL_S."""
     return f"{{quire}}:reply:{_name(producer)}:{_name(producer_job_id)}:of"
 
 
 def _name(name: str) -> str:
-    """Raises ValueError unless `name` matches _NAME: a key must not address another one."""
+    """Raises ValueError: a key must not address another."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"a name in a Redis key is {_NAME.pattern}")
     return name

@@ -1,4 +1,4 @@
-"""Stored records of tenants: files, batches, responses; and their limits."""
+"""Tenants' files, batches and responses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 Json = dict[str, Any]
 
 OVERHEAD_BYTES = 512
-"""Charged for each stored record on top of its content: its key, its entries in lists and in the ledger."""
+"""Charged per record for key, list entries and ledger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,16 +20,16 @@ class StorageLimits:
     """Limits of stored bytes; None: no limit."""
 
     max_bytes_per_tenant: int | None = None
-    queue_share: float | None = None  # of the queue's memory: reserved for jobs and events
+    queue_share: float | None = None  # of its memory: reserved for jobs and events
 
     @property
     def max_record_bytes(self) -> int | None:
-        """Limit of records of requests that outlive their clients or have an idempotency key."""
+        """Limit for requests that outlive clients or have an idempotency key."""
         return None if self.max_bytes_per_tenant is None else self.max_bytes_per_tenant // 2
 
     @property
     def max_plain_record_bytes(self) -> int | None:
-        """Limit of records of other requests, which do not fail without one."""
+        """Limit for others, which run without a record beyond it."""
         return None if self.max_bytes_per_tenant is None else self.max_bytes_per_tenant // 4
 
 
@@ -38,7 +38,7 @@ UNLIMITED = StorageLimits()
 
 @dataclass(eq=False)
 class StorageFull(Exception):
-    """Nothing was stored: `num_bytes`, of the tenant or of all tenants, are stored already."""
+    """Nothing was stored beyond the `num_bytes` of the tenant or all."""
 
     of_tenant: bool
     num_bytes: int
@@ -56,8 +56,6 @@ class StoredFile:
 
 
 class BatchStatus(StrEnum):
-    """OpenAI's status of a batch; up to CANCELLING it is open."""
-
     VALIDATING = "validating"
     IN_PROGRESS = "in_progress"
     FINALIZING = "finalizing"
@@ -80,7 +78,7 @@ class BatchError:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A batch, written by its creator, then only by the gateway that holds it."""
+    """Written by its creator, then only by its holder."""
 
     batch_id: str
     tenant: str
@@ -96,8 +94,8 @@ class Batch:
     error_file_id: str | None = None
     errors: tuple[BatchError, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
-    ends_as: BatchStatus | None = None  # its status once its files are written
-    at_s: Mapping[str, float] = field(default_factory=dict)  # by status, when it was reached
+    ends_as: BatchStatus | None = None  # once its files are written
+    at_s: Mapping[str, float] = field(default_factory=dict)  # by status
 
     @property
     def is_open(self) -> bool:
@@ -105,11 +103,11 @@ class Batch:
 
 
 PIECE_BYTES = 256 << 10
-"""Size of a file's pieces, so that no command blocks Redis for long; all but the last of an uploaded file have it."""
+"""Piece of a file, so that no command blocks Redis for long."""
 LINE_OVERHEAD_BYTES = 128
-"""Charged for an answer on top of its text until its batch ends."""
+"""Charged per answer until its batch ends."""
 ANSWERED_WELL, ANSWERED_BADLY = b"+", b"-"
-"""A line's byte in the marks of its batch once it is answered; 0 before."""
+"""Marks of answered lines."""
 
 
 @dataclass(frozen=True)
@@ -120,36 +118,30 @@ class OpenBatch:
 
 @dataclass(frozen=True)
 class MovedLines:
-    """Progress of a batch's answers into its output files."""
-
-    num_lines: int = 0  # from the first line on
+    num_lines: int = 0
     output_bytes: int = 0
     error_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """Answers to move to the output files of their batch."""
-
     first: int
-    past: int  # line after the last
-    num_bytes: int  # charged for the answers so far
+    past: int  # after the last
+    num_bytes: int  # charged so far
     output_file_id: str
     error_file_id: str
-    output: bytes  # appended to the output file
+    output: bytes
     errors: bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredResponse:
-    """A response. Items are OpenAI's objects, each with its id."""
-
     response_id: str
     tenant: str
     created_s: float  # queue time, Unix seconds
-    answer: Json  # the response so far, or as it ended
-    context: list[Json] = field(default_factory=list)  # items of the responses that it continues, oldest first
-    input: list[Json] = field(default_factory=list)  # its own items
+    answer: Json  # so far, or final
+    context: list[Json] = field(default_factory=list)  # items that it continues, oldest first
+    input: list[Json] = field(default_factory=list)
 
     @property
     def is_settled(self) -> bool:

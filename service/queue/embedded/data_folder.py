@@ -1,5 +1,3 @@
-"""The folder of the embedded Redis: locked, private, with a note of the server that wrote it."""
-
 from __future__ import annotations
 
 import fcntl
@@ -21,14 +19,14 @@ MAX_NOTE_BYTES = 200
 
 LOCK, LOG, WRITER, SOCKETS = "lock", "redis.log", "written-by", "socket"
 DATA = ("appendonlydir", "appendonlydir/*", "*.aof", "*.rdb")
-"""The server's files: a folder since Redis 7.0, one file before, and temporary files."""
+"""Files of the server, since 7.0 and before."""
 
 
 class DataFolder:
-    """A folder whose files only their owner can read."""
+    """A folder that only its owner can read."""
 
     def __init__(self, path: Path) -> None:
-        """Create the folder and make its files private. Raises StartupError."""
+        """Raises StartupError."""
         self.path = path.absolute()
         self.log_path = self.path / LOG
         try:
@@ -38,7 +36,7 @@ class DataFolder:
             raise StartupError(f"cannot make the folder of the embedded Redis: {error}") from error
 
     def lock(self) -> int:
-        """Return an exclusive lock, which the server inherits: the folder is free once both have ended."""
+        """Return a lock that the server inherits: the folder is free once both have ended."""
         try:
             lock = self._open(LOCK, os.O_RDWR)
         except OSError as error:
@@ -56,7 +54,7 @@ class DataFolder:
             time.sleep(0.05)
 
     def open_log(self) -> int:
-        """Return the descriptor of a new log. Raises OSError."""
+        """Raises OSError."""
         return self._open(LOG, os.O_WRONLY | os.O_TRUNC)
 
     @property
@@ -64,7 +62,7 @@ class DataFolder:
         return any(True for pattern in DATA for _ in self.path.glob(pattern))
 
     def writer(self) -> str | None:
-        """Return name and version of the server that last wrote here, None if unknown."""
+        """Return the last server's name and version."""
         try:
             note = os.open(self.path / WRITER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with open(note, "rb") as file:
@@ -84,7 +82,7 @@ class DataFolder:
             raise StartupError(f"cannot write to the folder of the embedded Redis: {error}") from error
 
     def socket_folder(self) -> Path:
-        """Return a private folder for sockets. Raises StartupError."""
+        """Raises StartupError."""
         path = self.path / SOCKETS
         try:
             path.mkdir(mode=0o700, exist_ok=True)
@@ -97,7 +95,6 @@ class DataFolder:
         return os.open(self.path / name, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
     def _make_private(self) -> None:
-        """Restrict files that an earlier server left readable."""
         num_open = sum(_restrict(path) for path in self._own_files())
         if num_open:
             log.warning("others could read files of --data-dir %s", fields(data=self.path, made_private=num_open))
@@ -110,7 +107,7 @@ class DataFolder:
 
 
 def _restrict(path: Path) -> bool:
-    """Remove the rights of group and others; return whether they had any. Raises StartupError for another user's."""
+    """Return whether others had rights. Raises StartupError for another user's."""
     try:
         found = os.stat(path)
     except FileNotFoundError:  # a temporary file that was renamed

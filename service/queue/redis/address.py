@@ -1,4 +1,4 @@
-"""The address of Redis: its URL, and the Sentinels or Cluster nodes that know the primary."""
+"""Redis' address."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ CLUSTER_PORT = 6379
 MAX_NODES = 64
 MAX_PASSWORD_BYTES = 4096
 PLAIN = {"protocol": 2, "driver_info": None, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
-"""Options of every client. No retries: the queue knows which commands may be repeated. No driver_info: Redis 7.0 does
-not know its command. No socket_timeout: redis-py then writes in a task whose cancel Python before 3.12 may lose."""
+"""No retries: the queue knows which commands may be repeated. No driver_info: unknown to Redis 7.0. No socket_timeout:
+redis-py then writes in a task whose cancel Python before 3.12 may lose."""
 URL_OPTIONS = {
     "db",
     "ssl_ca_certs",
@@ -50,14 +50,14 @@ URL_OPTIONS = {
 }
 SENTINEL_OPTIONS = {"sentinel_username": "username", "sentinel_password": "password"}
 ASKED_IN_TIME = 4
-"""Number of unreachable nodes that one command's timeout covers."""
+"""Unreachable nodes per command timeout."""
 
 Asked = TypeVar("Asked")
 HostAndPort = tuple[str, int]
 
 
 class _Search(Generic[Asked]):
-    """Asks for the primary, one node after the other. A node without a useful answer goes to the end of `asked`."""
+    """Asks nodes for the primary, useless ones last."""
 
     def __init__(self, asked: list[Asked], ask: Callable[[Asked], Awaitable[HostAndPort]], timeout_s: float):
         self._asked = asked
@@ -66,7 +66,7 @@ class _Search(Generic[Asked]):
         self._believed: Asked | None = None
 
     async def __call__(self) -> HostAndPort:
-        """Return host and port. Raises the last node's RedisError or OSError."""
+        """Raises the last node's RedisError or OSError."""
         error: Exception = RedisConnectionError("there is no node to ask")
         for one in list(self._asked):
             try:
@@ -81,7 +81,6 @@ class _Search(Generic[Asked]):
         raise error
 
     def doubt(self) -> None:
-        """Note that the last answer was wrong."""
         if self._believed is not None:
             self._ask_last(self._believed)
             self._believed = None
@@ -92,8 +91,6 @@ class _Search(Generic[Asked]):
 
 
 class Address:
-    """A parsed URL: `options` of a redis-py pool, and the `search` for the primary."""
-
     def __init__(
         self,
         options: dict[str, Any],
@@ -109,7 +106,6 @@ class Address:
         self._sentinels = sentinels
 
     def doubt(self) -> None:
-        """Note that the primary was wrong: other nodes are asked first."""
         if self._search is not None:
             self._search.doubt()
 
@@ -120,7 +116,7 @@ class Address:
 
 
 def read_address(url: str, timeout_s: float) -> Address:
-    """Parse a URL. Raises StartupError for an invalid or unsupported one."""
+    """Raises StartupError for an invalid or unsupported URL."""
     try:
         parts = urlsplit(url)
         if parts.scheme in ("redis+cluster", "rediss+cluster"):
@@ -139,7 +135,7 @@ def read_address(url: str, timeout_s: float) -> Address:
 
 
 class _ToPrimary(AbstractConnection):
-    """Looks up the primary for each connection, and checks that it is one: a replica answers reads for ever."""
+    """Connects to the primary and checks its role: a replica answers reads for ever."""
 
     def __init__(self, *, find_primary: Callable[[], Awaitable[HostAndPort]] | None, **options: Any):
         super().__init__(**options)
@@ -148,10 +144,9 @@ class _ToPrimary(AbstractConnection):
     async def _connect(self) -> None:
         if self._find_primary is not None:
             self.host, self.port = await self._find_primary()
-        await super()._connect()  # type: ignore[no-untyped-call, safe-super]  # a subclass comes between
+        await super()._connect()  # type: ignore[no-untyped-call, safe-super]
 
     async def connect(self) -> None:
-        """Connect; a failure is marked for `was_sent`."""
         try:
             await super().connect()  # type: ignore[no-untyped-call]  # redis-py
         except (RedisError, OSError) as error:
@@ -165,13 +160,12 @@ class _ToPrimary(AbstractConnection):
             raise ReadOnlyError("this is a replica")
 
     async def disconnect(self, nowait: bool = False, *args: Any, **why: Any) -> None:
-        """Disconnect without waiting for the other side: TLS waits 30 s for a dead one, while redis-py lends out the
-        connection and then takes the new one for closed."""
+        """Disconnect without waiting: TLS waits 30 s for a dead peer."""
         await super().disconnect(True, *args, **why)
 
 
 def was_sent(error: Exception) -> bool:
-    """Return whether the failed command may have reached Redis."""
+    """Return whether the command may have reached Redis."""
     return not getattr(error, "quire_unsent", False)
 
 
@@ -214,14 +208,14 @@ def _by_sentinels(url: str, timeout_s: float) -> Address:
 
 
 class _Cluster:
-    """A Cluster, used through the one node that has the slot of all our keys."""
+    """A Cluster, whose one slot has all our keys."""
 
     def __init__(self, nodes: list[HostAndPort], options: dict[str, Any]):
         self.nodes = nodes
         self._options = options
 
     async def ask(self, node: HostAndPort) -> HostAndPort:
-        """Return the owner of our slot. Raises RedisError or OSError."""
+        """Raises RedisError or OSError."""
         slot, (host, port) = key_slot(JOBS.encode()), node
         async with Redis(host=host, port=port, **self._options) as redis:
             ranges = await redis.execute_command("CLUSTER SLOTS")  # type: ignore[no-untyped-call]  # redis-py
@@ -232,13 +226,13 @@ class _Cluster:
         return _text(owner[0]) or host, owner[1]
 
     def _learn(self, host: str, ranges: list[Any]) -> None:
-        """Add the nodes of CLUSTER SLOTS: first and last slot, primary, replicas."""
+        """Add nodes of CLUSTER SLOTS: (first, last, primary, *replicas)."""
         found = [(_text(node[0]) or host, node[1]) for _, _, *nodes in ranges for node in nodes]
         self.nodes[:] = list(dict.fromkeys([*self.nodes, *found]))[:MAX_NODES]
 
 
 def _text(host: bytes | str | None) -> str:
-    """Return the host, '' if a node does not know its own name."""
+    """Return '' if a node does not know its name."""
     found = host.decode() if isinstance(host, bytes) else host or ""
     return "" if found == "?" else found
 
@@ -266,7 +260,6 @@ def _host(text: str, port: int) -> tuple[str, int]:
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return redis-py's options of the URL. Raises StartupError for one that changes the form of answers."""
     odd = sorted(set(options) - URL_OPTIONS - {"host", "port", "path", "username", "password", "connection_class"})
     if odd:
         raise StartupError(f"the Redis URL has an option that is not supported: {odd[0]}")
@@ -274,7 +267,7 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_password(url: str, path: Path | None) -> str:
-    """Return the URL with the password in the file at `path`; the URL itself if that is None. Raises StartupError."""
+    """Raises StartupError."""
     if path is None:
         return url
     try:

@@ -23,7 +23,7 @@ from service.queue.redis.link import RedisLink
 from service.queue.redis.script_args import charge_args, checked, life_ms, stored_keys
 
 BATCH_BYTES = 4096
-"""Charged for the growth of a batch's record: times, counts, errors."""
+"""Charged for the growth of a batch's record."""
 
 
 class RedisBatchStore:
@@ -113,7 +113,7 @@ class RedisBatchStore:
                 return True
             if await redis.get(key) != holder.encode():
                 return False
-            # Another gateway may take it between the two: then both work for a while, and each line keeps one answer.
+            # If another gateway takes it in between, both work for a while, and each line keeps one answer.
             await redis.set(key, holder, px=life_ms)
         return True
 
@@ -192,7 +192,7 @@ class RedisBatchStore:
             await pipeline.execute()
 
     async def _listed(self, listing: str, key_of: Callable[[str], str], start: int, stop: int) -> list[bytes]:
-        """Return the records of a listing, newest first, and remove expired ones from it."""
+        """Return records, newest first; remove expired ones."""
         async with self._link.commands() as redis:
             found = await redis.zrevrange(listing, start, stop)
             packed = await redis.mget([key_of(each.decode()) for each in found]) if found else []
@@ -203,5 +203,4 @@ class RedisBatchStore:
 
 
 def _lines_name(batch: Batch) -> str:
-    """Return the name of the batch's answers in its tenant's ledger."""
     return f"{batch.batch_id}.lines"

@@ -1,7 +1,7 @@
-"""A worker's claimed jobs: its fence on each, their events, and how both survive an outage of Redis.
+"""A worker's claimed jobs.
 
-Redis may come back without its last second of writes, or without any data. So a job's events are kept here until
-shortly after its end: after an outage the claims are asserted again and each log is completed.
+Redis may come back without its last second of writes, or empty. So events are kept until shortly after their job's
+end: after an outage the claims are asserted and logs completed.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from service.queue.redis.script_args import deadline_arg, new_state
 log = logging.getLogger("quire.redis")
 
 SETTLED_KEPT_S = 3.0
-"""Life of an ended job here: longer than what `appendfsync everysec` may lose."""
+"""Life of an ended job here, longer than `appendfsync everysec` may lose."""
 REPLAY_EVENTS = 512
 MAX_CALL_BYTES = 4 << 20
-"""Messages for one call of a script; a longer message goes alone. Redis takes 16 MB in an argument
-(`proto-max-bulk-len`), and a call that is refused or too slow would be repeated for ever."""
+"""Messages per call; a longer one goes alone. Redis takes 16 MB (`proto-max-bulk-len`), and a refused call would repeat
+for ever."""
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 
 
 class ClaimedJob:
-    """A claimed job with its events so far, encoded; event `n` is at `n - 1`."""
+    """Event `n`, encoded, is `events[n - 1]`."""
 
     def __init__(self, job: Job, attempt: int, owner: str, message: bytes, events: Sequence[bytes] = ()) -> None:
         """Raises ValueError for an invalid job or feed name."""
@@ -53,12 +53,11 @@ class ClaimedJob:
 
     @property
     def num_bytes(self) -> int:
-        """Return the approximate size of `restore_args`."""
         return len(self.restore_args[2])
 
 
 class ClaimedJobs:
-    """The claims of one worker. Every call to Redis that an outage may hit goes through `observe`."""
+    """One worker's claims; `observe` notes outages."""
 
     def __init__(self, link: RedisLink, owner: str, lease_s: float) -> None:
         self._link = link
@@ -67,8 +66,8 @@ class ClaimedJobs:
         self._held: dict[str, ClaimedJob] = {}
         self._settled: deque[tuple[float, ClaimedJob]] = deque()
         self._lost: set[str] = set()  # not yet reported to the caller
-        self._ending: set[str] = set()  # their last event is being written, or may have been
-        self._death = ""  # name of the engine's death while it is being reported
+        self._ending: set[str] = set()  # their last event may be written
+        self._death = ""  # the engine's, until reported
         self._epoch = ""
         self._num_failures = 1
         self._num_overcome = 0
@@ -83,11 +82,10 @@ class ClaimedJobs:
         self._lost.discard(held.job_id)
 
     def contact_s(self) -> float:
-        """Return for how many seconds Redis has answered without a failure."""
+        """Return the seconds since Redis' last failure."""
         return 0.0 if self._contact_since_s is None else time.monotonic() - self._contact_since_s
 
     async def observe(self, call: Awaitable[Answer]) -> Answer:
-        """Await a call and note whether Redis answered. Raises what the call raises."""
         try:
             answer = await call
         except QueueUnavailable:
@@ -98,7 +96,7 @@ class ClaimedJobs:
         return answer
 
     def doubt(self) -> None:
-        """Note that Redis may have lost data: the claims are asserted before the next write."""
+        """Have the claims asserted before the next write."""
         self._num_failures += 1
         self._contact_since_s = None
 
@@ -106,7 +104,6 @@ class ClaimedJobs:
         return await self.observe(self._link.script(script, script_keys, args))
 
     async def run_fenced(self, script: str, script_keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """Run a script whose first argument is the epoch, with the claims asserted."""
         await self.assert_claims()
         try:
             return await self.run(script, script_keys, [self._epoch, *args])
@@ -115,8 +112,7 @@ class ClaimedJobs:
             return await self.run(script, script_keys, [self._epoch, *args])
 
     async def publish(self, events: Sequence[Event]) -> frozenset[str]:
-        """Implement WorkerQueue.publish."""
-        # A job whose end was written, but not answered, is no longer ours; that is no loss, as publish is repeated.
+        # A job whose end was written but not answered is not lost, as publish is repeated.
         ending = {event.job_id for event in events if event.end is not None and event.job_id in self._held}
         self._ending |= ending
         await self.assert_claims()
@@ -139,16 +135,14 @@ class ClaimedJobs:
         self._lose(refused)
 
     async def renew(self) -> Lease:
-        """Implement WorkerQueue.renew."""
         await self.assert_claims()
         held = msgpack.packb([word for job in self._held.values() for word in (job.job_id, job.fence)])
         runs_suspects, *lost = await self.run_fenced("renew", [keys.ALONE], [self._owner, self._lease_s, held])
-        # A job that has ended meanwhile is not ours either; `publish` reports that.
+        # `publish` reports a job that has ended meanwhile.
         self._lose({job_id.decode() for job_id in lost} - self._ending)
         return Lease(self._take_lost(), bool(runs_suspects))
 
     async def hand_back(self, job_ids: Collection[str], cause: str) -> None:
-        """Implement WorkerQueue.hand_back; an empty cause is none."""
         await self.assert_claims()
         held = [self._held[job_id] for job_id in job_ids if job_id in self._held]
         if held or cause:
@@ -181,7 +175,7 @@ class ClaimedJobs:
         return lost
 
     async def assert_claims(self) -> None:
-        """After an outage, find out which claims hold and complete their logs; comes before any other write."""
+        """Find, after an outage, which claims hold, and complete their logs."""
         if self._num_overcome == self._num_failures:
             return
         async with self._asserting:
@@ -198,7 +192,7 @@ class ClaimedJobs:
             answer, *not_ours = await self.run("restore", [], args)
             lost |= {job_id.decode() for job_id in not_ours}
             if epoch and answer.decode() != epoch:
-                self.doubt()  # Redis lost its data again meanwhile
+                self.doubt()  # data lost again meanwhile
                 return
             epoch = answer.decode()
         if self._epoch and epoch != self._epoch:
@@ -208,7 +202,6 @@ class ClaimedJobs:
         await self._refill([held for job_id, held in jobs.items() if job_id not in lost])
 
     async def _refill(self, jobs: Sequence[ClaimedJob]) -> None:
-        """Append the events that the logs of these jobs lack."""
         if not jobs:
             return
 
@@ -231,7 +224,7 @@ class ClaimedJobs:
 
 
 def in_calls(items: Sequence[Item], num_bytes: Callable[[Item], int], max_items: int | None = None) -> list[list[Item]]:
-    """Split items, in order, into calls of at most MAX_CALL_BYTES and `max_items`."""
+    """Split items, in order, into calls of at most MAX_CALL_BYTES."""
     calls: list[list[Item]] = []
     num_free_bytes = 0
     for item in items:
@@ -247,8 +240,7 @@ def in_calls(items: Sequence[Item], num_bytes: Callable[[Item], int], max_items:
 def _packed(
     items: Sequence[tuple[ClaimedJob, int, bytes, str]], events: Sequence[Event] = ()
 ) -> tuple[list[str], list[Any]]:
-    """Return keys and arguments of `publish.lua` for events as (job, number, payload, end). `events` are the same
-    events decoded: their usage replaces the estimated cost of their jobs."""
+    """Return keys and arguments of `publish.lua`; decoded `events` replace estimated costs by their usage."""
     feeds = {feed: number for number, feed in enumerate(dict.fromkeys(job.feed for job, *_ in items), 1)}
     packed: list[int | str | bytes] = []
     for job, number, payload, end in items:

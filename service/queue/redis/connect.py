@@ -1,4 +1,4 @@
-"""Opening the queue on a Redis 6.2 or newer, as a gateway or as a worker."""
+"""Opens the queue on a Redis 6.2 or newer."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ LEASE_S = 10.0
 
 
 async def open_gateway_queue(url: str, name: str | None = None, timeout_s: float = TIMEOUT_S) -> RedisGatewayQueue:
-    """Connect as a gateway. `name` is unique among live processes; a process that restarts under its name gets back the
-    ingress entries it had not settled. A command that exceeds `timeout_s` has failed. Raises StartupError for an
-    unusable URL or server, QueueUnavailable if none answers."""
+    """Connect as gateway `name`, unique among live processes; a successor of that name gets its ingress entries.
+    Commands fail after `timeout_s`. Raises StartupError for an unusable URL or server, QueueUnavailable if none
+    answers."""
     return RedisGatewayQueue(await open_link(url, timeout_s), name or own_name())
 
 
 async def open_worker_queue(
     url: str, name: str | None = None, timeout_s: float = TIMEOUT_S, lease_s: float = LEASE_S
 ) -> RedisWorkerQueue:
-    """Connect as a worker that owns its jobs for `lease_s` after each heartbeat. The rest is as in
-    `open_gateway_queue`: a worker that restarts under its name gets back its jobs."""
+    """Connect like a gateway. A worker owns its jobs for `lease_s` after each heartbeat."""
     link = await open_link(url, timeout_s)
     try:
         return await join_as_worker(link, name or own_name(), lease_s)
@@ -35,10 +34,9 @@ async def open_worker_queue(
 
 
 async def join_as_worker(link: RedisLink, name: str, lease_s: float) -> RedisWorkerQueue:
-    """Return the queue of a worker that hears all cancels from now on. Raises QueueUnavailable."""
+    """Return a queue with all cancels from now on. Raises QueueUnavailable."""
     return RedisWorkerQueue(link, name, await last_cancel(link), lease_s)
 
 
 def own_name() -> str:
-    """Return a name that no other process has."""
     return f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}"

@@ -1,4 +1,4 @@
-"""Dead letters on Redis: jobs that were ended because engines died of them."""
+"""Dead letters on Redis."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from service.queue.redis.script_args import bound_args, deadline_arg, new_state
 
 
 class RedisDeadLetters:
-    """Reads dead letters and requeues their jobs, for operators. Methods raise QueueUnavailable."""
+    """Reads and requeues dead letters. Raises QueueUnavailable."""
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
 
     async def letters(self) -> Sequence[DeadLetter]:
-        """Return all letters, newest first."""
+        """Return newest first."""
         return [letter for _, letter in await self._entries()]
 
     async def find(self, job_id: str) -> DeadLetter | None:
         return next((letter for letter in await self.letters() if letter.job_id == job_id), None)
 
     async def requeue(self, job_id: str) -> str | None:
-        """Submit a copy of the job, which runs alone and without deadline, drop the letter, and return the copy's id;
-        None if there is no such letter."""
+        """Submit a copy that runs alone, without deadline, drop the letter, and return the copy's id, if any."""
         found = next(((entry, letter) for entry, letter in await self._entries() if letter.job_id == job_id), None)
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""A gateway's followers: one reader of its feeds for all its jobs, one reader of logs for other gateways' jobs."""
+"""One reader of a gateway's feeds, one of other gateways' jobs' logs."""
 
 from __future__ import annotations
 
@@ -30,10 +30,8 @@ MAX_OWN_JOBS = 1 << 16
 
 
 class FeedReader:
-    """Passes the events of its feeds, and of watched logs, to their followers."""
-
     def __init__(self, link: RedisLink, submit: Callable[[Job], Awaitable[None]]):
-        """`submit` repeats a job that Redis lost before it was claimed."""
+        """`submit` repeats a job that Redis lost."""
         self._link = link
         self._logs = JobLogs(link, submit)
         self._loop = asyncio.get_running_loop()
@@ -41,13 +39,13 @@ class FeedReader:
         self._positions: dict[str, str] = {}  # feed -> last entry read
         self._has_feeds = asyncio.Event()
         self._own: OrderedDict[str, Job] = OrderedDict()
-        self._accepted: set[str] = set()  # own jobs
-        self._watched: dict[str, int] = {}  # another gateway's job -> last event read
+        self._accepted: set[str] = set()
+        self._watched: dict[str, int] = {}  # job -> last event read
         self._has_watched = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     def follow(self, job_id: str, after: int) -> Follower:
-        """Return a follower, live from now on. Raises ValueError for an invalid job id."""
+        """Raises ValueError for an invalid job id."""
         keys.events(job_id)
         follower = Follower(job_id, after, self._logs, lambda: self._accepted_job(job_id))
         is_own = job_id in self._own
@@ -60,7 +58,6 @@ class FeedReader:
         return follower
 
     def submitting(self, job: Job) -> None:
-        """Note a job before it is written: its events come through its feed."""
         self._positions.setdefault(keys.feed(job.feed), STREAM_START)
         self._has_feeds.set()
         self._own[job.job_id] = job
@@ -73,12 +70,11 @@ class FeedReader:
             self._accepted.add(job_id)
 
     def found(self, job_id: str) -> None:
-        """Note that another gateway had submitted it: its events come through that feed, or are in its log."""
+        """Note that another gateway submitted it."""
         self._disown(job_id)
         self._adopt(job_id, 0)
 
     def refused(self, job_id: str) -> None:
-        """Note that the queue refused the job."""
         self._disown(job_id)
 
     async def close(self) -> None:
@@ -123,14 +119,12 @@ class FeedReader:
                 self._catch_up_all()
 
     async def _missed_entries(self, read: list[tuple[str, list[tuple[str, bytes]]]]) -> bool:
-        """Return whether a feed may have been trimmed past our position, which takes more than a page. If a job ended
-        there, no later number shows the gap."""
+        """Return whether a feed may be trimmed past our position: no later number shows an ended job's gap."""
         full = [key for key, entries in read if len(entries) == PAGE_ENTRIES and self._positions[key] != STREAM_START]
         return any([await self._link.begins_after(key, self._positions[key]) for key in full])
 
     async def _rewind_feeds(self) -> bool:
-        """Rewind feeds that end before our position and return whether any does: a Redis that lost data, or a new
-        primary, may have fewer entries and smaller ids."""
+        """Rewind feeds whose ids, after lost data or a failover, are below our position; return whether any are."""
         behind = [key for key, position in self._positions.items() if await self._link.is_past_end(key, position)]
         self._positions |= dict.fromkeys(behind, STREAM_START)
         return bool(behind)
@@ -154,7 +148,6 @@ class FeedReader:
                 self._catch_up_all()
 
     async def _read(self, positions: dict[str, str], wait_s: float) -> list[tuple[str, list[tuple[str, bytes]]]]:
-        """Return (key, entries after its position), each with its payload."""
         at = dict(positions)
         answer = await self._link.block(lambda redis, block_ms: redis.xread(at, PAGE_ENTRIES, block_ms), wait_s)
         return [
@@ -214,11 +207,9 @@ class FeedReader:
                 follower.catch_up()
 
     def _followers_of(self, job_id: str) -> list[Follower]:
-        """Return the followers still in use."""
         references = self._followers.get(job_id, ())
         return [follower for reference in references if (follower := reference()) is not None]
 
 
 def _of_log(payload: bytes) -> Iterator[Event]:
-    """Yield the one event of a log entry."""
     yield decode(Event, payload)

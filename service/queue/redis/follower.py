@@ -1,7 +1,6 @@
-"""One job's events in order, each once: from the feed while it is in order, else from the job's log.
+"""One job's events in order, each once.
 
-A gap, a full buffer, a silence or an outage makes a follower read the log from the expected number on, so that a slow
-one needs no memory.
+A gap, a full buffer, a silence or an outage makes a follower read the log, so that a slow one needs no memory.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ log = logging.getLogger("quire.redis")
 BUFFER_EVENTS = 256
 LOG_PAGE_EVENTS = 256
 MAX_READS = 8
-"""Logs read at once: thousands of followers may read together, and others need connections too."""
+"""Logs read at once: others need connections."""
 LOST_AFTER_S = 15.0
-"""Time for a missing job to be restored by its worker: a lease and a half."""
+"""Time for a missing job's worker to restore it."""
 
 Answer = TypeVar("Answer")
 
 
 class JobLogs:
-    """The event logs of all jobs. Outages are waited out, until `is_closed`."""
+    """Outages are waited out until `is_closed`."""
 
     def __init__(self, link: RedisLink, submit: Callable[[Job], Awaitable[None]]):
         self._link = link
@@ -42,8 +41,7 @@ class JobLogs:
         self.is_closed = False
 
     async def read(self, job_id: str, start: int) -> Sequence[Event]:
-        """Return at most LOG_PAGE_EVENTS events from number `start` on. Raises QueueUnavailable for a broken log or
-        when closed."""
+        """Return a page from number `start`. Raises QueueUnavailable for a broken log or when closed."""
 
         async def read() -> list[bytes]:
             async with self._link.commands() as redis:
@@ -56,8 +54,6 @@ class JobLogs:
             raise QueueUnavailable(f"the log of job {job_id} cannot be read: {error}") from error
 
     async def is_lost(self, job_id: str) -> bool:
-        """Return whether nothing is left of a job."""
-
         async def look() -> bool:
             async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
                 pipeline.hexists(keys.JOBS, job_id)
@@ -84,8 +80,6 @@ class JobLogs:
 
 
 class Follower:
-    """An iterator over one job's events; dropping it ends it."""
-
     def __init__(self, job_id: str, after: int, logs: JobLogs, accepted: Callable[[], Job | None]):
         self.job_id = job_id
         self.heard_at_s = _time_s()
@@ -97,7 +91,7 @@ class Follower:
         self._is_behind = False
         self._has_ended = False
         self._loop = asyncio.get_running_loop()
-        self._waiting: asyncio.Future[None] | None = None  # the iteration, for events
+        self._waiting: asyncio.Future[None] | None = None
 
     def __aiter__(self) -> Follower:
         return self
@@ -121,7 +115,7 @@ class Follower:
         self._wake()
 
     def on_event(self, event: Event) -> None:
-        """Take an event of a feed; it may come twice or early."""
+        """Take an event, perhaps repeated or early."""
         if self._has_ended or event.number < self._expected:
             return
         if event.number == self._expected and len(self._buffer) < BUFFER_EVENTS and not self._is_behind:
@@ -131,7 +125,6 @@ class Follower:
         self._wake()
 
     def catch_up(self) -> None:
-        """Read the log, as the feed may have missed events."""
         self._is_behind = True
         self._wake()
 
@@ -148,7 +141,7 @@ class Follower:
     async def _read_log(self) -> None:
         self._is_behind = False
         self.heard_at_s = _time_s()
-        # The preceding event is read too: if it ended the job, nothing follows.
+        # The preceding event may have ended the job.
         events = await self._logs.read(self.job_id, max(1, self._expected - 1))
         for event in events:
             if self._has_ended:  # by the feed, or closed
@@ -167,8 +160,7 @@ class Follower:
             await self._handle_loss()
 
     async def _handle_loss(self) -> None:
-        """Handle a job that Redis lost: its live worker restores it; one without events is submitted again; else it
-        ends here."""
+        """Submit a lost job without events again; else wait for its worker, then end it."""
         if self._lost_since_s is None:
             self._lost_since_s = _time_s()
         job = self._accepted()

@@ -114,7 +114,7 @@ class RedisGatewayQueue:
             pipeline.time()
             *found, leases, (seconds, microseconds) = await pipeline.execute()
         lanes = zip(QUEUE_LANES, found[::2], found[1::2], strict=True)
-        ahead_s = seconds + microseconds / 1e6 - now_s  # of Redis' clock, which names entries
+        ahead_s = seconds + microseconds / 1e6 - now_s  # Redis' clock, in entry ids
         return QueueState({lane: Lane(count, _since_s(first, ahead_s)) for lane, count, first in lanes}, len(leases))
 
     async def now_s(self) -> float:
@@ -128,14 +128,13 @@ class RedisGatewayQueue:
         return [decode(Event, log[0][1].get(keys.PAYLOAD, b"")) if log else None for log in logs]
 
     async def close(self) -> None:
-        """Close the readers and the link; iterators of `follow` then raise QueueUnavailable."""
+        """Close; iterators of `follow` then raise QueueUnavailable."""
         await self._feeds.close()
         await self._link.close()
 
 
 def _since_s(first: Sequence[tuple[bytes, Any]], ahead_s: float) -> float | None:
-    """Return since when the first job of a lane waits: its score, or the time in its entry's id, which is `ahead_s`
-    ahead of queue time."""
+    """Return its score, or its id's time, which is `ahead_s` ahead of queue time."""
     if not first:
         return None
     entry, score = first[0]

@@ -1,4 +1,4 @@
-"""Ingress streams on Redis, read as one consumer of a group that loses no entry delivered to it, and reply streams."""
+"""Ingress and reply streams on Redis."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.queue.redis.link import GroupMissing, RedisLink
 
 
 class RedisIngress:
-    """Implements IngressQueue. `name` is unique among the consumers of the group."""
+    """Implements IngressQueue. `name` is unique in the group."""
 
     def __init__(self, link: RedisLink, name: str) -> None:
         self._link = link
@@ -79,7 +79,7 @@ def _reply_keys(entry: IngressEntry, reply_id: str) -> list[str]:
 
 @dataclass(frozen=True)
 class GroupEntry:
-    """An entry pending for this consumer. `attempt` counts its deliveries from 1."""
+    """A pending entry; `attempt` counts deliveries from 1."""
 
     stream: str
     entry_id: str
@@ -88,8 +88,7 @@ class GroupEntry:
 
 
 class GroupReader:
-    """A consumer of a group. Entries pending for it that it does not hold come first: they are left over from a read
-    that was cut off, or from a process of the same name."""
+    """A group's consumer. Pending entries that it does not hold come first, left over by a lost read or a namesake."""
 
     def __init__(self, link: RedisLink, group: str, consumer: str) -> None:
         self._link = link
@@ -99,8 +98,8 @@ class GroupReader:
         self._may_have_left_overs = True
 
     async def read(self, streams: Sequence[str], max_entries: int, wait_s: float) -> list[GroupEntry]:
-        """Return at most `max_entries` of each stream, waiting up to `wait_s` for the first. They count as left over
-        until the caller calls `hold`. Raises QueueUnavailable."""
+        """Return at most `max_entries` of each stream, waiting `wait_s`; they are left over until `hold`. Raises
+        QueueUnavailable."""
         try:
             return await self._read(streams, max_entries, wait_s)
         except GroupMissing:
@@ -113,11 +112,10 @@ class GroupReader:
         self._may_have_left_overs = False
 
     def release(self, stream: str, entry_id: str) -> None:
-        """Stop holding an entry."""
         self._held.discard((stream, entry_id))
 
     async def renew(self) -> list[tuple[str, str]]:
-        """Keep the held entries; return (stream, entry id) of entries that others hold."""
+        """Return (stream, entry id) that others hold."""
         held = sorted(self._held)
         if not held:
             return []
@@ -129,7 +127,7 @@ class GroupReader:
         return lost
 
     async def take_left(self, streams: Sequence[str], max_entries: int, left_s: float) -> list[GroupEntry]:
-        """Claim and return entries that their consumers have not renewed for `left_s`."""
+        """Claim entries not renewed for `left_s`."""
         taken: list[GroupEntry] = []
         for stream in streams:
             left_ms = int(left_s * 1000)

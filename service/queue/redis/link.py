@@ -1,4 +1,4 @@
-"""The connections to Redis: a pool for short commands and scripts, one for blocking reads; failures as exceptions."""
+"""Connections to Redis."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ log = logging.getLogger("quire.redis")
 MAX_CONNECTIONS = 32
 MAX_BLOCKING_CONNECTIONS = 16
 BLOCK_MARGIN_S = 3.0
-"""Lateness at which a blocking read's connection counts as dead."""
+"""A blocking read that is later than this lost its connection."""
 Client = Any
-"""redis.asyncio.Redis, whose types give every reply as a union over protocols and encodings."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 CLOCK_REFRESH_S = 10.0
 STREAM_START = "0-0"
@@ -57,15 +56,14 @@ BOUNDS = (
     *(FEED_MAX_ENTRIES, FEED_TTL_S, LOG_RUNNING_TTL_S, LOG_ENDED_TTL_S),
     *(SUSPECT_AFTER_DEATHS, MAX_DEATHS, MAX_DEATHS_IN_ALL, PROGRESS_EVENTS),
 )
-"""The first arguments of every script."""
 REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
 NOT_PRIMARY = (ReadOnlyError, MovedError, ClusterDownError, MasterDownError)
 NOT_PRIMARY_WORDS = ("READONLY", "NOREPLICAS", "UNBLOCKED")
-"""The same for errors without a class in redis-py, and for errors inside a script on Redis 6.2."""
+"""Errors without a class in redis-py, or in a script on Redis 6.2."""
 
 
 class GroupMissing(QueueUnavailable):
-    """The stream or its group is missing: Redis is new, was emptied, or has become a replica."""
+    """Redis is new, was emptied, or has become a replica."""
 
 
 class DataLost(QueueUnavailable):
@@ -73,8 +71,6 @@ class DataLost(QueueUnavailable):
 
 
 class RedisLink:
-    """Two pools of connections to one Redis."""
-
     def __init__(self, url: str, timeout_s: float) -> None:
         self._address = read_address(url, timeout_s)
         options = self._address.options
@@ -86,17 +82,17 @@ class RedisLink:
         self._timeout_s = timeout_s
         self._clock_offset_s = 0.0
         self._clock_read_at_s = float("-inf")
-        self._spoke_at_s: float | None = None  # when the last answered script was sent
+        self._spoke_at_s: float | None = None  # last answered script
 
     async def check(self) -> None:
-        """Check the server. Raises QueueUnavailable if Redis does not answer, StartupError if it is unusable."""
+        """Raises QueueUnavailable without an answer, StartupError for an unusable server."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 server = await self._client.info("server")
                 memory = await self._client.info("memory")
                 cluster = await self._client.info("cluster")
         except (RedisError, OSError) as error:
-            # The pool hides a refused password in a ConnectionError.
+            # The pool hides a refused password.
             if isinstance(error, REFUSALS) or isinstance(error.__cause__, REFUSALS):
                 raise StartupError(f"Redis refuses us: {_cause(error)}") from error
             raise QueueUnavailable(f"Redis does not answer: {_cause(error)}") from error
@@ -111,8 +107,8 @@ class RedisLink:
 
     @asynccontextmanager
     async def commands(self) -> AsyncIterator[Client]:
-        """Return the client for short commands, all within the timeout. Raises QueueUnavailable; OutcomeUnknown unless
-        Redis refused the command or could not be reached."""
+        """Return the client for commands within the timeout. Raises QueueUnavailable: OutcomeUnknown if Redis may have
+        run it."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 yield self._client
@@ -125,8 +121,8 @@ class RedisLink:
             raise OutcomeUnknown(_cause(error)) from error
 
     async def block(self, read: Callable[[Client, int | None], Awaitable[Any]], wait_s: float) -> Any:
-        """Return `read(client, block_ms)`, run on a connection of its own; `block_ms` is None if `wait_s` is 0. Raises
-        GroupMissing or QueueUnavailable."""
+        """Return `read(client, block_ms)`; `block_ms` is None if `wait_s` is 0. Raises GroupMissing or
+        QueueUnavailable."""
         block_ms = max(1, int(wait_s * 1000)) if wait_s > 0 else None
         try:
             async with asyncio.timeout(max(wait_s, 0.0) + BLOCK_MARGIN_S):
@@ -138,21 +134,19 @@ class RedisLink:
             raise QueueUnavailable(_cause(error)) from error
 
     async def _drop_connections(self, error: Exception) -> None:
-        """Drop all connections if Redis did not answer or is no longer the primary: each of them would cost its user
-        the timeout. Those in use are dropped after their command."""
+        """Drop all connections, as each would cost its user the timeout."""
         if isinstance(error, ResponseError) and not _says_not_primary(error):
             return
         self._address.doubt()
         self._clock_read_at_s = float("-inf")
         if isinstance(error, RedisConnectionError):
-            return  # only this one was cut or refused; the pool checks the others before use
+            return  # the pool checks the others before use
         for client in (self._client, self._blocking):
             await client.connection_pool.update_active_connections_for_reconnect()
             await client.connection_pool.disconnect(inuse_connections=False)
 
     async def is_past_end(self, stream: str, entry_id: str) -> bool:
-        """Return whether the stream ends before a reader's position: it was replaced, and new entries may have smaller
-        ids than the reader waits for."""
+        """Return whether the stream was replaced, so that new ids may be smaller than a reader's position."""
         if entry_id == STREAM_START:
             return False
         async with self.commands() as redis:
@@ -166,7 +160,7 @@ class RedisLink:
         return not first or order(first[0][0].decode()) > order(entry_id)
 
     async def make_group(self, stream: str, group: str) -> None:
-        """Create a group that reads from the stream's first entry, so that entries older than it are not lost."""
+        """Create a group that reads from the first entry."""
         async with self.commands() as redis:
             try:
                 await redis.xgroup_create(stream, group, id="0", mkstream=True)
@@ -175,8 +169,7 @@ class RedisLink:
                     raise
 
     async def script(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """Run `scripts/<name>.lua`, preceded by COMMON_SCRIPTS, and return its answer. Raises QueueUnavailable, or
-        DataLost if Redis has another epoch than the one given."""
+        """Run `scripts/<name>.lua` after COMMON_SCRIPTS. Raises QueueUnavailable, or DataLost for another epoch."""
         source, digest = script_of(name)
         sent_s = time.monotonic()
         elapsed = "" if self._spoke_at_s is None else sent_s - self._spoke_at_s
@@ -184,21 +177,20 @@ class RedisLink:
         async with self.commands() as redis:
             try:
                 answer = await redis.evalsha(digest, len(keys), *keys, *args)
-            except NoScriptError:  # Redis was restarted
+            except NoScriptError:
                 answer = await redis.eval(source, len(keys), *keys, *args)
         self._spoke_at_s = max(sent_s, self._spoke_at_s or sent_s)
         return answer
 
     async def script_until_known(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """Run an idempotent script, repeated while its answer is lost. Raises OutcomeUnknown after two timeouts without
-        an answer."""
+        """Repeat an idempotent script until answered. Raises OutcomeUnknown after two timeouts."""
         give_up_s = time.monotonic() + 2 * self._timeout_s
         lost = Outage(name)
         while True:
             try:
                 return await self.script(name, keys, args)
             except QueueUnavailable as error:
-                # After a lost answer, a refusal says nothing about the first try.
+                # A refusal says nothing about the lost first try.
                 if not isinstance(error, OutcomeUnknown) and not lost.is_on:
                     raise
                 wait_s = lost.failed(error)
@@ -207,8 +199,7 @@ class RedisLink:
                 await asyncio.sleep(wait_s)
 
     async def now_s(self) -> float:
-        """Return queue time, Unix seconds: Redis' clock without its jumps, read every CLOCK_REFRESH_S and advanced by
-        the monotonic clock in between."""
+        """Return queue time, Unix seconds: Redis' clock without jumps, read every CLOCK_REFRESH_S."""
         before_s = time.monotonic()
         if before_s - self._clock_read_at_s > CLOCK_REFRESH_S:
             queue_s = float(await self.script("clock", [], []))
@@ -224,7 +215,6 @@ class RedisLink:
 
 
 async def open_link(url: str, timeout_s: float) -> RedisLink:
-    """Return a link to a server that was checked. Raises as `check` does."""
     link = RedisLink(url, timeout_s)
     try:
         await link.check()
@@ -235,8 +225,6 @@ async def open_link(url: str, timeout_s: float) -> RedisLink:
 
 
 class Outage:
-    """Logs the begin and the end of one reader's outage, and paces its retries."""
-
     def __init__(self, reader: str) -> None:
         self._reader = reader
         self._num_failures = 0
@@ -246,14 +234,13 @@ class Outage:
         return self._num_failures > 0
 
     def failed(self, error: Exception) -> float:
-        """Return the seconds to wait before the next try."""
         if self._num_failures == 0:
             log.warning("redis is away %s", fields(reader=self._reader, error=error))
         self._num_failures += 1
         return RETRY_S[min(self._num_failures, len(RETRY_S)) - 1]
 
     def over(self) -> bool:
-        """Note a success; return whether it ended an outage."""
+        """Return whether an outage ended."""
         if self._num_failures == 0:
             return False
         log.info("redis is back %s", fields(reader=self._reader, num_failures=self._num_failures))
@@ -263,14 +250,12 @@ class Outage:
 
 @cache
 def script_of(name: str) -> tuple[str, str]:
-    """Return the script's source, common parts included, and its digest."""
     folder = files(__package__) / "scripts"
     source = "".join(folder.joinpath(f"{part}.lua").read_text() for part in (*COMMON_SCRIPTS, name))
     return source, sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
 def order(entry_id: str) -> tuple[int, int]:
-    """Return a stream id in a form that sorts."""
     milliseconds, _, sequence = entry_id.partition("-")
     return int(milliseconds), int(sequence)
 

@@ -1,4 +1,4 @@
-"""Keys and arguments that several scripts share, and their answers: a job's state, bounds, charges."""
+"""Scripts' arguments and answers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ ScriptArg = str | bytes | int | float
 
 
 def new_state(job: Job, attempts: int = 0, deaths: int = 0) -> bytes:
-    """Return the state (see common.lua) of a job that is unclaimed, or restored by its only owner. Raises ValueError
-    for an invalid job or feed name."""
+    """Return a state (common.lua). Raises ValueError for an invalid job or feed name."""
     state: dict[str, Any] = {"feed": keys.feed(job.feed), "log": keys.events(job.job_id)}
     state |= {"attempts": attempts, "told": 0, "deaths": deaths, "deaths_in_all": deaths}
     state |= {"tenant": job.tenant, "cost": cost_of(job), "lane": lane_of(job), "priority": job.priority}
@@ -35,7 +34,7 @@ def deadline_arg(job: Job) -> str:
 
 
 def bound_args(bounds: Bounds = UNBOUNDED) -> tuple[int | str, ...]:
-    """Return ARGV[14] to ARGV[16] of `submit.lua`."""
+    """Return ARGV[14..16] of `submit.lua`."""
     limits = (bounds.max_jobs, bounds.max_tokens, bounds.max_tokens_per_tenant)
     return tuple("" if limit is None else limit for limit in limits)
 
@@ -49,12 +48,11 @@ def record_keys(tenant: str) -> tuple[str, str]:
 
 
 def record_life_s(record: RequestRecord, now_s: float) -> int:
-    """Return how long a record is kept from queue time `now_s` on."""
     return int(record.deadline_s - now_s) + keys.LOG_ENDED_TTL_S
 
 
 def record_args(record: RequestRecord, now_s: float, limits: StorageLimits) -> tuple[ScriptArg, ...]:
-    """Return ARGV[17] to ARGV[22] of `submit.lua`."""
+    """Return ARGV[17..22] of `submit.lua`."""
     payload = encode(record)
     quota = limits.max_record_bytes if record.stays else limits.max_plain_record_bytes
     return (
@@ -68,7 +66,7 @@ def record_args(record: RequestRecord, now_s: float, limits: StorageLimits) -> t
 
 
 def charge_args(name: str, num_bytes: int, for_s: float, limits: StorageLimits) -> tuple[ScriptArg, ...]:
-    """Return ARGV[9] to ARGV[13] of a script that charges a tenant."""
+    """Return ARGV[9..13], the charge (ledger.lua)."""
     quota, share = limits.max_bytes_per_tenant, limits.queue_share
     return (name, num_bytes, life_ms(for_s), "" if quota is None else quota, "" if share is None else share)
 
@@ -78,7 +76,7 @@ def life_ms(for_s: float) -> int:
 
 
 def checked(answer: Sequence[Any]) -> Sequence[Any]:
-    """Return the answer of a script that charges a tenant. Raises StorageFull if it was refused."""
+    """Raises StorageFull if the charge was refused."""
     if answer[0] in (-1, -2):
         raise StorageFull(of_tenant=answer[0] == -1, num_bytes=answer[1], max_bytes=answer[2])
     return answer

@@ -26,8 +26,8 @@ MAX_CANCELS_READ = 1024
 
 
 class RedisWorkerQueue:
-    """Implements WorkerQueue. `name` owns its claims: unique among live workers, and the same as its predecessor's if
-    it replaces one. It hears cancels after the entry `cancels_from`."""
+    """Implements WorkerQueue. `name` is unique among live workers; a successor has its predecessor's. `cancels_from`:
+    last cancel read."""
 
     def __init__(self, link: RedisLink, name: str, cancels_from: str, lease_s: float) -> None:
         self.lease_s = lease_s
@@ -35,14 +35,14 @@ class RedisWorkerQueue:
         self._owner = name
         self._claimed = ClaimedJobs(link, name, lease_s)
         self._cards = WorkerCards(link)
-        self._may_have_more = True  # claims whose answer was lost, or made by a predecessor
+        self._may_have_more = True  # claims, unanswered or a predecessor's
         self._may_have_predecessor = True
         self._cancels_from = cancels_from
 
     async def fetch(self, max_branches: int, wait_s: float, budget: ClaimBudget = UNLIMITED_BUDGET) -> Sequence[Claim]:
         give_up_s = time.monotonic() + wait_s
         queues = (keys.RETURNED, keys.WAITING)
-        # Any entry is news, as claimed entries are gone; unless it may be one that the budget does not allow.
+        # Any entry is new, as claimed ones are gone, unless the budget may exclude it.
         bell = dict.fromkeys(queues, "$" if budget.is_restricted(max_branches) else "0-0")
         while True:
             claims = await self._claim(queues, max_branches, budget)
@@ -63,7 +63,7 @@ class RedisWorkerQueue:
         return await self._claimed.renew()
 
     async def take_over(self) -> int:
-        # Just after an outage, an expired lease may be that of a live worker whose heartbeats failed too.
+        # After an outage, an expired lease may be a live worker's whose heartbeats failed too.
         may_judge = self._claimed.contact_s() >= self.lease_s
         has_predecessor = int(self._may_have_predecessor)
         asked = [int(may_judge), self._owner, has_predecessor, NEAR_DEATHS_S]
@@ -112,7 +112,7 @@ class RedisWorkerQueue:
         await self._link.close()
 
     async def _claim(self, queues: Sequence[str], max_branches: int, budget: ClaimBudget) -> list[Claim]:
-        """Run claim.lua. The jobs are claimed once this returns; if it is cut off, the next call returns them."""
+        """Claim jobs; if it is cut off, the next call returns them."""
         ask_for_more, self._may_have_more, self._may_have_predecessor = self._may_have_more, True, False
         held = msgpack.packb(list(self._claimed.job_ids())) if ask_for_more else b""
         args = [self._owner, max_branches, self.lease_s, int(ask_for_more), held]
@@ -125,7 +125,7 @@ class RedisWorkerQueue:
         return [claim for claim, _ in pairs]
 
     async def _open(self, answer: Sequence[Any]) -> tuple[Claim, ClaimedJob] | None:
-        """Return a claim with its history; None for a job that no worker can continue, which ends here."""
+        """Return None for a job that no worker can continue, which ends here."""
         job_id, message, attempt, standing, deaths, cause, stops = answer
         job_id, cause = job_id.decode(), cause.decode(errors="replace")
         fence = f"{attempt} {self._owner}"
@@ -134,7 +134,7 @@ class RedisWorkerQueue:
             return None
         try:
             job = decode(Job, message)
-            claimed = ClaimedJob(job, attempt, self._owner, message)  # checks the job's names before its log is read
+            claimed = ClaimedJob(job, attempt, self._owner, message)  # checks names before the log is read
         except ValueError as error:
             log.error("unreadable job %s", fields(job=job_id, error=error))
             await self._end(job_id, fence, EndReason.INVALID)
@@ -180,7 +180,7 @@ def _budget_args(budget: ClaimBudget) -> list[Any]:
 
 
 def _stops(job_id: str, packed: bytes) -> tuple[Cancel, ...]:
-    """Return the cancels of branches, packed as "<branch> <reason>" each."""
+    """Unpack "<branch> <reason>" each."""
     stops = []
     for word in msgpack.unpackb(packed) if packed else ():
         branch, _, reason = word.partition(" ")
@@ -189,7 +189,6 @@ def _stops(job_id: str, packed: bytes) -> tuple[Cancel, ...]:
 
 
 async def last_cancel(link: RedisLink) -> str:
-    """Return the id of the last entry of the cancels stream. Raises QueueUnavailable."""
     async with link.commands() as redis:
         last = await redis.xrevrange(keys.CANCELS, count=1)
     return last[0][0].decode() if last else STREAM_START

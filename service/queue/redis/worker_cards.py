@@ -1,4 +1,4 @@
-"""Workers' cards on Redis: each worker writes its own, gateways and other workers read them."""
+"""Workers' cards on Redis."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WorkerCards:
         self._link = link
 
     async def fresh(self) -> Sequence[WorkerCard]:
-        """Return the cards of workers whose heartbeat is at most CARD_TTL_S old."""
+        """Return cards at most CARD_TTL_S old."""
         fresh_since_s = await self._link.now_s() - keys.CARD_TTL_S
         async with self._link.commands() as redis:
             worker_ids = await redis.zrangebyscore(keys.WORKERS, fresh_since_s, "+inf")
@@ -30,7 +30,7 @@ class WorkerCards:
         return [card for payload in cards if payload is not None and (card := _card(payload)) is not None]
 
     async def put(self, card: WorkerCard) -> bool:
-        """Write a card with the current time; return whether block maps are requested."""
+        """Write a card, dated now; return whether block maps are requested."""
         now_s = await self._link.now_s()
         payload = encode(dataclasses.replace(card, beat_at_s=now_s))
         async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:

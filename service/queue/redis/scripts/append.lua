@@ -1,8 +1,7 @@
--- Append a piece to a file that is being written.
+-- Append a piece to a file.
 --
--- KEYS[10] ledger  KEYS[11] sizes  KEYS[12] list: the file's pieces
--- ARGV[9..13] charge (ledger.lua); bytes 0 if reserved  ARGV[14] piece
--- Returns {number of pieces}, or the refusal of charge_tenant.
+-- ARGV[9..13] charge (ledger.lua), bytes 0 if reserved
+-- Returns {number of pieces}, or charge_tenant's refusal.
 
 local ledger, sizes, contents = unpack(KEYS, 10, 12)
 local name, bytes, life_ms, quota, queue_share, data = unpack(ARGV, 9, 14)

@@ -1,11 +1,8 @@
--- Begin or continue the replies to a producer's entry.
+-- Begin or continue an entry's replies; replace another's finished stream.
 --
--- KEYS[10] {quire}:ingress:<producer>        stream, group `doors`
--- KEYS[11] {quire}:reply:<producer>:<id>     stream: replies
--- KEYS[12] {quire}:reply:<producer>:<id>:of  hash: entry, digest of its message, done
--- ARGV[9] consumer  ARGV[10] entry  ARGV[11] digest  ARGV[12] TTL of the hash (s)
--- Returns {1, number of replies}; {0} another gateway has the entry; the stream is an earlier entry's: {-1} with the
--- same message, {-2} with another one and no last reply. A finished stream is replaced.
+-- KEYS: ingress stream; reply stream; hash: entry, digest of its message, done
+-- Returns {1, number of replies}; {0} if another gateway has the entry; of an earlier entry's stream {-1} with the same
+-- message, {-2} unfinished with another.
 
 local ingress, replies, of = unpack(KEYS, 10, 12)
 local consumer, entry, digest, life = unpack(ARGV, 9, 12)

@@ -1,10 +1,7 @@
--- Cancel a job or one branch: end a waiting job, send the cancel of a running one, keep one that comes before its job.
+-- Cancel a job or branch, or keep the cancel of a job that comes later.
 --
--- KEYS[10] {quire}:{<job>}:cancel  string: tombstone, the reason
--- KEYS[11] {quire}:{<job>}:events  stream: event log
--- KEYS[12] {quire}:cancels         stream, read by every worker
--- ARGV[9] job  ARGV[10] reason  ARGV[11] branch or ''  ARGV[12] tombstone TTL (s)
--- ARGV[13] max entries of {quire}:cancels  ARGV[14] message
+-- KEYS: tombstone (string: reason); event log; {quire}:cancels
+-- ARGV[11] branch or ''  ARGV[12] tombstone TTL (s)  ARGV[13] max entries  ARGV[14] message
 -- Returns 1, or 0 if the job has ended.
 
 local job, reason, branch = ARGV[9], ARGV[10], ARGV[11]

@@ -1,15 +1,11 @@
--- Claim jobs for a worker, those claimed before first; end those past their deadline.
+-- Claim jobs for a worker, those claimed before first; end expired ones.
 --
 -- KEYS[10..] queues, in order
--- ARGV[9] epoch  ARGV[10] worker  ARGV[11] max branches  ARGV[12] lease (s), if it has none
--- ARGV[13] '1': an answer may be lost, so first return this worker's claims not in ARGV[14] (msgpack list)
--- ARGV[15] max tokens of prompts and histories, or ''; the last job may exceed it
--- ARGV[16] branches reserved for tenants within their shares
--- ARGV[17] slots that tenants share (service/fair_share.py); 0: reclaim nothing
--- ARGV[18] msgpack map, tenant -> slots in use  ARGV[19] min number of tenants
--- ARGV[20] like ARGV[15], if all running jobs were preempted  ARGV[21] wait before reclaiming (s)
--- With no budget left, jobs of tenants within their shares still reclaim slots; new ones, if other workers are alive,
--- only after waiting ARGV[21] for a free slot elsewhere.
+-- ARGV[9] epoch  ARGV[12] lease (s), if it has none
+-- ARGV[13] '1': after a lost answer, first return its claims not in ARGV[14] (msgpack list)
+-- ARGV[15..20] ClaimBudget: tokens or '', reserved, slots (0: reclaim nothing), msgpack map tenant -> slots in use,
+--   tenants, reclaimable tokens
+-- ARGV[21] wait (s) for a free slot elsewhere before reclaiming
 -- Returns per job: id, message, attempt, standing ('', 'suspect', 'recurrent', 'deadly'), total deaths, cause,
 -- stops (msgpack list or '').
 
@@ -27,7 +23,6 @@ local function has_budget() return branches_left > 0 and tokens_left > 0 end
 
 local function is_restricted() return branches_left <= num_reserved or tokens_left <= 0 end
 
--- Tenants with waiting jobs and no slots.
 local function count_absent()
   if absent then return absent end
   local waiting = LANE .. 'normal'
@@ -38,7 +33,7 @@ local function count_absent()
   return absent
 end
 
--- As service/fair_share.py; `ones`: number of tenants, in addition to `wanted`, that want one slot.
+-- See service/fair_share.py; `ones`: further tenants that want one slot.
 local function fair_share(num_in_all, wanted, ones)
   table.sort(wanted)
   local left, count = num_in_all - ones, #wanted
@@ -51,8 +46,8 @@ local function fair_share(num_in_all, wanted, ones)
   return num_in_all
 end
 
--- Whether a job is within its tenant's share, or its only one, and can start if all others keep to theirs. Recent
--- tenants, and those with waiting jobs, want one slot.
+-- Return whether a job is within its tenant's share, or its only one, and can start if others keep to theirs. Recent
+-- and waiting tenants want one slot.
 local function fits(state)
   local count, others = (slots[state.tenant] or 0) + (state.branches or 1), {}
   for tenant, num in pairs(slots) do
@@ -69,7 +64,6 @@ end
 
 local function can_reclaim() return num_slots > 0 and (has_budget() or reclaimable_tokens_left > 0) end
 
--- For the first job of its tenant, whose rank gives its arrival.
 local function has_waited(state)
   local rank = redis.call('ZRANGE', lane_jobs(state), 0, 0, 'WITHSCORES')[2]
   return is_alone or now - (rank - state.priority * AGE_S) >= reclaim_after
@@ -110,7 +104,6 @@ if ARGV[13] == '1' then
   end
 end
 
--- Waiting jobs, by turns. One that only the loop below finds has no turn: an inconsistency.
 local function take_by_turns()
   local num_looked, most_looked = 0, math.max(0, branches_left) + 256
   while num_looked < most_looked and (has_budget() or can_reclaim()) do
@@ -130,7 +123,6 @@ local function take_by_turns()
   end
 end
 
--- Jobs claimed before, of tenants within their shares, beyond the budget.
 local function take_returned()
   if has_budget() then return end
   local too_many = {}

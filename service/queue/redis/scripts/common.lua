@@ -1,40 +1,28 @@
--- The jobs. Part of every script: its first keys and arguments, and what several scripts do to a job.
+-- The jobs. Part of every script.
 --
--- KEYS[1]  {quire}:jobs       hash: job -> Job message, until its end
--- KEYS[2]  {quire}:states     hash: job -> state, a msgpack map, until its end:
---            feed, log, deadline    where its events go; queue time, Unix seconds
---            queue, entry           where it waits; absent while claimed
---            attempts, told         claims; last event in its log at the last claim
---            deaths, deaths_in_all  engine deaths in flight since its last progress; in total
---            first_death            number of the first of `deaths` among all engine deaths
---            near                   1: an engine died shortly before that one, without the job
---            others                 engine deaths without it, since then or shortly before
---            cancel, cause          reason of a cancel while claimed; of the last death
---            tenant, cost           tokens, estimated
---            prompt, branches       tokens; sequences
---            lane, priority         see fair.lua
---            stops                  list of "<branch> <reason>": cancelled branches
--- KEYS[3]  {quire}:claims     hash: claimed job -> fence "<attempt> <owner>"
--- KEYS[4]  {quire}:deadlines  sorted set: jobs by deadline
--- KEYS[5]  {quire}:waiting    stream: accepted jobs
--- KEYS[6]  {quire}:returned   stream: jobs claimed before
--- KEYS[7]  {quire}:suspects   stream: jobs that run alone
--- KEYS[8]  {quire}:leases     sorted set: workers by lease end (queue time)
--- KEYS[9]  {quire}:epoch      string, created with the data and lost with them
--- ARGV[1] max feed entries  ARGV[2] feed TTL (s)  ARGV[3] TTL of a running log (s)  ARGV[4] TTL of an ended log (s)
--- ARGV[5] SUSPECT_AFTER_DEATHS  ARGV[6] MAX_DEATHS  ARGV[7] MAX_DEATHS_IN_ALL  ARGV[8] PROGRESS_EVENTS
+-- KEYS[1..9] QUEUE of keys.py
+-- KEYS[2] hash: job -> state, a msgpack map:
+--   feed, log, deadline    keys; queue time, Unix seconds
+--   queue, entry           absent while claimed
+--   attempts, told         claims; last event at the last claim
+--   deaths, deaths_in_all  engine deaths in flight since its last progress; in total
+--   first_death            number of the first of `deaths` among all
+--   near, others           deaths shortly before, without it; and since
+--   cancel, cause          reason of a cancel while claimed; of the last death
+--   tenant, cost           tokens, estimated
+--   prompt, branches       tokens; sequences
+--   lane, priority         see fair.lua
+--   stops                  list of "<branch> <reason>"
+-- ARGV[1..8] BOUNDS of link.py
 -- last ARGV  monotonic seconds since the caller's last answered script; '' for a new caller
--- {quire}:epoch:clock  hash: wall (Redis' clock), queue (queue time then); see tick
--- Where only the script learns which job it is about, the keys of feed and log come from the job's state.
 
 local JOBS, STATES, CLAIMS, DEADLINES, WAITING, RETURNED, SUSPECTS, LEASES, EPOCH = unpack(KEYS, 1, 9)
 local FEED_ENTRIES, FEED_LIFE_S, RUNNING_LIFE_S, ENDED_LIFE_S = unpack(ARGV, 1, 4)
 local SUSPECT_AFTER_DEATHS, MAX_DEATHS, MAX_DEATHS_IN_ALL = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local PROGRESS_EVENTS = tonumber(ARGV[8])
 
--- Advance queue time: Redis' clock without its jumps (NTP, failover), as deadlines, leases and order depend on it. It
--- advances by at most what passed on the caller's clock, never back, and converges by up to SLEW. For a new caller all
--- of Redis' time has passed.
+-- Advance queue time: Redis' clock without its jumps (NTP, failover). It advances by at most the caller's elapsed time,
+-- never back, and converges by up to SLEW. For a new caller all of Redis' time has passed.
 local CLOCK, SLACK_S, SLEW, STORE_EVERY_S = EPOCH .. ':clock', 1, 0.05, 0.1
 local function tick()
   local time = redis.call('TIME')
@@ -48,7 +36,7 @@ local function tick()
     now = now + math.max(-SLEW * passed, math.min(SLEW * passed, wall - now))
     if math.abs(wall - tonumber(known[1])) < STORE_EVERY_S then return now end
   end
-  -- Fails when out of memory; a later script then stores it.
+  -- Fails when out of memory: a later script stores it.
   redis.pcall('HSET', CLOCK, 'wall', string.format('%.6f', wall), 'queue', string.format('%.6f', now))
   return now
 end
@@ -64,7 +52,7 @@ local function write_state(job, state)
   redis.call('HSET', STATES, job, cmsgpack.pack(state))
 end
 
--- One msgpack list per entry, so that a reader decodes it at once.
+-- One msgpack list per entry: decoded at once.
 local function send(feed, messages)
   local count = #messages
   local high, low = math.floor(count / 256), count % 256
@@ -105,14 +93,13 @@ local function last_number(log)
   return last and tonumber(string.match(last[1], '^%d+')) or 0
 end
 
--- A job that crashes engines makes no progress, unlike its neighbours. If engines also die without it, it takes one
--- more death, alone, to blame it.
+-- A job that crashes engines makes no progress. If engines also die without it, only another death, alone, blames it.
 local function is_deadly(state)
   local enough = (state.others or 0) > 0 and MAX_DEATHS + 1 or MAX_DEATHS
   return state.deaths >= enough or state.deaths_in_all >= MAX_DEATHS_IN_ALL
 end
 
--- Made progress, and engines died of it all the same: runs alone to its end.
+-- Engines died despite its progress: it runs alone to its end.
 local function is_recurrent(state)
   return state.deaths_in_all >= MAX_DEATHS_IN_ALL - 2
 end
@@ -121,7 +108,7 @@ local function is_suspect(state)
   return state.deaths >= SUSPECT_AFTER_DEATHS or is_recurrent(state)
 end
 
--- End a job that no engine runs. Its usage is 0: only its log has its tokens.
+-- Its usage is 0: only the log has its tokens.
 local function end_job(job, state, reason)
   local last = last_entry(state.log)
   if not has_ended(last) then
@@ -136,7 +123,7 @@ local function end_job(job, state, reason)
   drop_job(job)
 end
 
--- Count an engine death; return its number and whether (1 or 0) another came up to `near_s` before.
+-- `near`: 1 if another death came up to `near_s` before.
 local function count_death(key, near_s)
   local now, last_s = now_s(), tonumber(redis.call('HGET', key, 'last_s') or '-inf')
   local number = (tonumber(redis.call('HGET', key, 'num') or '0')) + 1
@@ -144,7 +131,7 @@ local function count_death(key, near_s)
   return {number = number, near = now - last_s < near_s and 1 or 0}
 end
 
--- Queue a claimed job again, ahead of those never claimed. `cause`, `death` (from count_death): of its engine, or nil.
+-- `cause`, `death` (from count_death): of its engine, or nil.
 local function put_back(job, state, cause, death)
   redis.call('HDEL', CLAIMS, job)
   if not state then return drop_job(job) end

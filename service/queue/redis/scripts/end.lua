@@ -1,7 +1,7 @@
 -- End a claimed job that no engine can continue.
 --
--- KEYS[10] {quire}:dead  stream; only with a dead letter
--- ARGV[9] job  ARGV[10] fence  ARGV[11] reason  ARGV[12] max entries of {quire}:dead  ARGV[13] dead letter
+-- KEYS[10] {quire}:dead, optional, with ARGV[12] max entries  ARGV[13] letter
+-- ARGV[9] job  ARGV[10] fence  ARGV[11] reason
 -- Returns 1, or 0 if the job is not ours.
 
 local job = ARGV[9]

@@ -1,19 +1,16 @@
 -- The order of waiting jobs. Part of every script, before common.lua.
 --
--- Tenants take turns by the cost of their jobs in tokens. A tenant's virtual time is what it was served so far; the
--- least is next. An absent tenant is set to the clock, so turns are not saved up. A job costs its estimate when claimed
--- and its actual tokens from its end on. A tenant's jobs go by rank: arrival (s), AGE_S later or earlier per priority
--- step, so that none starves. Lane `batch` is served when no other job waits, or by turns once its next job is
--- BATCH_AGE_S old.
+-- The tenant with the least virtual time, the tokens served so far, is next. An absent tenant is set to the clock: it
+-- saves no turns. A job costs its estimate when claimed, its actual tokens from its end. A tenant's jobs go by rank:
+-- arrival (s), AGE_S later or earlier per priority step, so none starves. Lane `batch` runs when no other job waits, or
+-- by turns once its next job is BATCH_AGE_S old.
 --
--- {quire}:waiting:lane:<lane>           sorted set: tenants with jobs by virtual time
--- {quire}:waiting:jobs:<lane>:<tenant>  sorted set: waiting jobs by rank
--- {quire}:waiting:since:<lane>          sorted set: waiting jobs by arrival
--- {quire}:waiting:times                 hash: tenant -> virtual time ahead of the clock; '' -> clock
--- {quire}:waiting:tokens                hash: tenant -> cost of its waiting jobs; '' -> total
+-- {quire}:waiting:lane:<lane>           sorted set: tenants by virtual time
+-- {quire}:waiting:jobs:<lane>:<tenant>  sorted set: jobs by rank
+-- {quire}:waiting:times                 hash: tenant -> virtual time; '' -> clock
 
 local LANES, AGE_S, BATCH_AGE_S = {'normal', 'batch'}, 10, 60
-local BACKLOG = KEYS[5]  -- {quire}:waiting
+local BACKLOG = KEYS[5]
 local LANE, LANE_JOBS, TIMES, TOKENS = BACKLOG .. ':lane:', BACKLOG .. ':jobs:', BACKLOG .. ':times', BACKLOG .. ':tokens'
 local SINCE = BACKLOG .. ':since:'
 
@@ -33,7 +30,7 @@ local function count_tokens(tenant, tokens)
 end
 
 local function add_waiting(job, state, now)
-  -- Scripts of an older version do not maintain the arrivals.
+  -- Older versions' scripts do not maintain arrivals.
   if redis.call('EXISTS', LANE .. state.lane) == 0 then redis.call('DEL', SINCE .. state.lane) end
   redis.call('ZADD', lane_jobs(state), string.format('%.6f', now + state.priority * AGE_S), job)
   redis.call('ZADD', SINCE .. state.lane, string.format('%.6f', now), job)
@@ -48,7 +45,6 @@ local function remove_waiting(job, state)
   count_tokens(state.tenant, -state.cost)
 end
 
--- End the turn of a claimed job's tenant.
 local function charge(state)
   local start = virtual_time(state.tenant)
   local ahead = whole(start + state.cost)
@@ -56,7 +52,6 @@ local function charge(state)
   for _, lane in ipairs(LANES) do redis.call('ZADD', LANE .. lane, 'XX', ahead, state.tenant) end
 end
 
--- Replace an ended job's estimated cost by `num_tokens`.
 local function settle(state, num_tokens)
   local times = redis.call('HMGET', TIMES, '', state.tenant)
   if not times[2] then return end
@@ -66,7 +61,6 @@ local function settle(state, num_tokens)
   for _, lane in ipairs(LANES) do redis.call('ZADD', LANE .. lane, 'XX', at, state.tenant) end
 end
 
--- Return the next tenant in a lane and its virtual time. `skipped`: set of `num_skipped` tenants.
 local function first_of(lane, skipped, num_skipped)
   local turns = redis.call('ZRANGE', LANE .. lane, 0, num_skipped, 'WITHSCORES')
   for i = 1, #turns, 2 do
@@ -94,7 +88,7 @@ local function place(job, state)
   return state.lane and redis.call('ZRANK', lane_jobs(state), job) or nil
 end
 
--- Return submit's refusal of a job beyond the limits, else nil. A job that would wait alone is never refused.
+-- Return submit's refusal or nil. A job that would wait alone is never refused.
 local function over_limit(state, max_jobs, max_tokens, max_own)
   local function is_over(tokens, bound) return bound ~= '' and tokens > 0 and tokens + state.cost > tonumber(bound) end
   local tokens = redis.call('HMGET', TOKENS, '', state.tenant)

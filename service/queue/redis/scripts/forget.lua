@@ -1,9 +1,7 @@
--- Drop the record of a request that was not accepted.
+-- Drop the record of a request that was not accepted, and its idempotency key.
 --
--- KEYS[10] ledger  KEYS[11] sizes  KEYS[12] {quire}:{<id>}:request
--- KEYS[13] {quire}:idempotency:<hash>  dropped too if it names this request; optional
--- ARGV[9] request id  ARGV[10] job, keep the record if it was accepted, or ''  ARGV[11] its log or ''
--- Returns 1, or 0 if the record is kept.
+-- ARGV[10] job that keeps it if accepted, or ''
+-- Returns 1, or 0 if kept.
 
 local id, job, log = unpack(ARGV, 9, 11)
 if job ~= '' and (redis.call('HEXISTS', JOBS, job) == 1 or redis.call('EXISTS', log) == 1) then return 0 end

@@ -1,8 +1,7 @@
 -- Return claimed jobs to the queue.
 --
--- KEYS[10] {quire}:deaths  hash; only with a cause
 -- ARGV[9] cause of the engine's death, or ''  ARGV[10] msgpack list: job, fence, ...
--- ARGV[11] NEAR_DEATHS_S  ARGV[12] name of the death, counted once
+-- ARGV[12] name of the death, counted once
 -- Returns the number of jobs that were ours.
 
 local held, num_back = cmsgpack.unpack(ARGV[10]), 0

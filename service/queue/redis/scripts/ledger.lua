@@ -3,7 +3,7 @@
 -- ledger  sorted set: name by expiry (queue time, Unix seconds)
 -- sizes   hash: name -> bytes; '' -> total
 -- charge  ARGV[9] name  ARGV[10] bytes  ARGV[11] TTL (ms)  ARGV[12] quota or ''  ARGV[13] queue's share or ''
--- The first charge after a name expires drops it from both, so expired bytes never count.
+-- Scripts that charge take ledger and sizes as KEYS[10..11]. A charge first drops expired names.
 
 local TRIM_AT_ONCE, TRIM_ROUNDS = 256, 16
 
@@ -24,7 +24,7 @@ local function bytes_of(sizes, name)
   return tonumber(redis.call('HGET', sizes, name) or '0')
 end
 
--- Return {-2, bytes in use, limit} if `more` bytes would enter the queue's share of the memory, else nil.
+-- Return {-2, bytes in use, limit} if `more` bytes exceed the memory outside the queue's share, else nil.
 local function no_memory(more, queue_share)
   local told = redis.call('INFO', 'memory')
   local function field(name) return tonumber(string.match(told, '\n' .. name .. ':(%d+)') or '0') end
@@ -34,8 +34,8 @@ local function no_memory(more, queue_share)
   return used + more > bound and {-2, used, bound} or nil
 end
 
--- Charge `change` more bytes for `name`, for `life_ms`. Returns nil, or changes nothing and returns {-1, bytes, limit}
--- beyond `quota`, {-2, bytes, limit} beyond `queue_share`; '' is no limit. A smaller size is never refused.
+-- Charge `change` bytes for `life_ms`. Return nil, or the refusal {-1, bytes, limit} beyond `quota`, {-2, bytes, limit}
+-- beyond `queue_share`; '' is no limit. A smaller size is never refused.
 local function charge_tenant(ledger, sizes, name, change, life_ms, quota, queue_share)
   trim_ledger(ledger, sizes)
   change = math.max(change, -bytes_of(sizes, name))

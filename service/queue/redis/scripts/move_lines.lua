@@ -1,11 +1,9 @@
--- Move a batch's answers, in the order of its lines, to its files; once.
+-- Move a batch's answers, in line order, to its files; once.
 --
--- KEYS[10] ledger  KEYS[11] sizes  KEYS[12] hash: line -> answer
--- KEYS[13] hash: moved (first line not moved), output, error (bytes of the files)
--- KEYS[14] list: output file  KEYS[15] list: error file
--- ARGV[9..11] ledger names of answers, output file, error file  ARGV[12] TTL (ms)
--- ARGV[13] first line  ARGV[14] line after the last  ARGV[15] bytes charged for the answers
--- ARGV[16] appended to the output file  ARGV[17] appended to the error file
+-- KEYS[12] hash: line -> answer  KEYS[13] hash: moved (first line not moved), output, error (bytes)
+-- KEYS[14..15] lists: files
+-- ARGV[9..11] ledger names of answers and files  ARGV[14] line after the last
+-- ARGV[15] bytes charged  ARGV[16..17] appended to files
 -- Returns the first line not moved.
 
 local ledger, sizes, lines, progress = unpack(KEYS, 10, 13)

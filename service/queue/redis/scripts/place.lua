@@ -1,5 +1,4 @@
--- ARGV[9] job
--- Returns how many of its tenant's jobs precede a waiting one, else nil.
+-- Returns the number of its tenant's jobs ahead of a waiting job, else nil.
 
 local job = ARGV[9]
 local state = read_state(job)

@@ -1,14 +1,12 @@
--- Append the events of a step, send them to the gateways, settle ended jobs: one round trip, one atomic act. An event
--- counts only under its job's current fence.
+-- Append a step's events to logs and feeds and settle ended jobs, atomically. An event counts only under its job's
+-- current fence; a logged number is not written again.
 --
--- KEYS[10..9+F] {quire}:feed:<gateway>   stream: the step's events for one gateway, one entry
--- then per event {quire}:{<job>}:events  stream: event log, entry <number>-0
--- ARGV[9] epoch  ARGV[10] number of feeds F
--- ARGV[11] msgpack list, six items per event: feed (1..F), job, fence, number, message, end reason or ''
---          (one argument, as clients pack many slowly)
+-- KEYS[10..9+F] feeds, then each event's log
+-- ARGV[9] epoch  ARGV[10] F
+-- ARGV[11] msgpack list (clients pack many arguments slowly), per event: feed (1..F), job, fence, number, message,
+--   end reason or ''
 -- ARGV[12] msgpack list: event (1..) that ends its job, its tokens, ...
--- Returns the events (1..) that the fence refused. A number in the log is not written again; repeating the event that
--- ended its job is no refusal.
+-- Returns the refused events (1..).
 
 if redis.call('GET', EPOCH) ~= ARGV[9] then return redis.error_reply('EPOCH Redis has lost what it knew') end
 local num_feeds = tonumber(ARGV[10])
@@ -30,7 +28,7 @@ for event = 1, num_events do
   local feed, job, fence, number, message, reason = unpack(items, event * 6 - 5, event * 6)
   local log = KEYS[9 + num_feeds + event]
   if fences[event] ~= fence then
-    -- The job may have ended by this same event, whose answer was lost.
+    -- This event may have ended the job, its answer lost.
     local there = not fences[event] and redis.call('XRANGE', log, number .. '-0', number .. '-0')[1]
     if not there or there[2][2] ~= message then refused[#refused + 1] = event end
   else
@@ -45,7 +43,7 @@ for event = 1, num_events do
     if not failed then
       local batch = batches[feed]
       batch[#batch + 1] = message
-      -- Number 1 creates the log; every 64th event renews its TTL.
+      -- Number 1 creates the log.
       if reason == '' and number % 64 == 1 then redis.call('EXPIRE', log, RUNNING_LIFE_S) end
     end
     if reason ~= '' then

@@ -1,10 +1,8 @@
--- Store the answer to a line of a batch; the first one stays.
+-- Store a line's first answer.
 --
--- KEYS[10] ledger  KEYS[11] sizes  KEYS[12] hash: line -> answer
--- KEYS[13] string: a byte per line, '+' answered well, '-' badly, 0 not yet
--- KEYS[14] hash: moved (first line not in the batch's files)
--- ARGV[9..13] charge (ledger.lua)  ARGV[14] line  ARGV[15] answer  ARGV[16] its byte
--- Returns {1}; {0} if it is answered; or the refusal of charge_tenant.
+-- KEYS[13] string: '+', '-' or 0 per line  KEYS[14] hash: moved (first line not in files)
+-- ARGV[9..13] charge (ledger.lua)
+-- Returns {1}; {0} if answered; or charge_tenant's refusal.
 
 local ledger, sizes, lines, marks, progress = unpack(KEYS, 10, 14)
 local name, bytes, life_ms, quota, queue_share, number, answer, mark = unpack(ARGV, 9, 16)

@@ -1,10 +1,7 @@
--- Store the record of a request, unless another request has its idempotency key.
+-- Store a request's record, unless another has its idempotency key.
 --
--- KEYS[10] ledger  KEYS[11] sizes  KEYS[12] {quire}:{<id>}:request
--- KEYS[13] {quire}:idempotency:<hash>  string: request id; optional
--- ARGV[9..13] charge (ledger.lua), the name is the id  ARGV[14] record
--- ARGV[15], ARGV[16] prefix and suffix of a record's key
--- Returns {1, id of the request that has the key and a record}, or the refusal of charge_tenant.
+-- KEYS[13] optional  ARGV[9..13] charge (ledger.lua)  ARGV[15..16] prefix and suffix of a record's key
+-- Returns {1, id of the key's request}, or charge_tenant's refusal.
 
 local ledger, sizes = KEYS[10], KEYS[11]
 local id, bytes, life_ms, quota, queue_share, record, before, behind = unpack(ARGV, 9, 16)

@@ -1,6 +1,6 @@
 -- Renew a worker's lease.
 --
--- KEYS[10] {quire}:alone  string: the worker that runs suspects; TTL of a lease
+-- KEYS[10] {quire}:alone
 -- ARGV[9] epoch  ARGV[10] worker  ARGV[11] lease (s)  ARGV[12] msgpack list: job, fence, ...
 -- Returns {1 if it runs suspects else 0, lost jobs...}.
 
@@ -13,7 +13,7 @@ for i = 1, #held, 2 do
 end
 if redis.call('XLEN', SUSPECTS) > 0 then
   local other = redis.call('GET', KEYS[10])
-  -- Its TTL follows Redis' clock, which may have been set back.
+  -- Its TTL follows Redis' clock, perhaps set back.
   if other and not redis.call('ZRANK', LEASES, other) then redis.call('DEL', KEYS[10]) end
   redis.call('SET', KEYS[10], owner, 'NX')
   if redis.call('GET', KEYS[10]) == owner then

@@ -1,11 +1,7 @@
--- Append a reply as entry `<number>-0`, once; nothing follows the last one.
+-- Append a reply as entry `<number>-0`, once, none after the last.
 --
--- KEYS[10] {quire}:ingress:<producer>        stream, group `doors`
--- KEYS[11] {quire}:reply:<producer>:<id>     stream: replies
--- KEYS[12] {quire}:reply:<producer>:<id>:of  hash (begin_replies.lua)
--- ARGV[9] consumer  ARGV[10] entry  ARGV[11] number  ARGV[12] message  ARGV[13] '1': last
--- ARGV[14] TTL of the stream (s)  ARGV[15] TTL of the hash before the last reply (s)
--- Returns 1; 0 if another gateway has the entry, or the stream is another entry's.
+-- KEYS as in begin_replies.lua  ARGV[13] '1': last  ARGV[14..15] TTLs (s)
+-- Returns 1; 0 if another gateway has the entry, or another entry the stream.
 
 local ingress, replies, of = unpack(KEYS, 10, 12)
 local consumer, entry, number, message, is_last, life, running_life = unpack(ARGV, 9, 15)
@@ -14,7 +10,7 @@ if known[1] and known[1] ~= entry then return 0 end
 if not known[2] then
   local pending = redis.pcall('XPENDING', ingress, 'doors', entry, entry, '1')
   if pending.err then
-    -- The stream was lost with its group: no gateway has the entry.
+    -- The stream was lost: no gateway has the entry.
     if not string.find(pending.err, 'NOGROUP', 1, true) then return pending end
   elseif #pending > 0 and pending[1][2] ~= consumer then
     return 0

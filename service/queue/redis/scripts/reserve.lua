@@ -1,7 +1,6 @@
--- Charge at least ARGV[10] bytes for a name.
+-- Charge (ledger.lua) at least ARGV[10] bytes for a name.
 --
--- KEYS[10] ledger  KEYS[11] sizes  ARGV[9..13] charge (ledger.lua)
--- Returns {1}, or the refusal of charge_tenant.
+-- Returns {1}, or charge_tenant's refusal.
 
 local name, bytes, life_ms, quota, queue_share = unpack(ARGV, 9, 13)
 trim_ledger(KEYS[10], KEYS[11])

@@ -1,8 +1,7 @@
 -- Store or replace a record.
 --
--- KEYS[10] ledger  KEYS[11] sizes  KEYS[12] string: the record  KEYS[13..] keys with the same TTL
--- ARGV[9..13] charge (ledger.lua)  ARGV[14] record  ARGV[15] '1': only replace
--- Returns {1}; {0} if there is none to replace; or the refusal of charge_tenant.
+-- KEYS[13..] keys with its TTL  ARGV[9..13] charge (ledger.lua)  ARGV[15] '1': only replace
+-- Returns {1}; {0} if there is none to replace; or charge_tenant's refusal.
 
 local ledger, sizes, record = unpack(KEYS, 10, 12)
 local name, bytes, life_ms, quota, queue_share, payload, replaces = unpack(ARGV, 9, 15)

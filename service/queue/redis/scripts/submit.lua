@@ -1,19 +1,16 @@
--- Accept a job, once. A job that was cancelled before ends here.
+-- Accept a job, once; end one cancelled before.
 --
--- KEYS[10] {quire}:{<job>}:cancel  string: tombstone
--- KEYS[11] {quire}:{<id>}:request  string: record of its request; optional, with KEYS[12], KEYS[13] and ARGV[17..22]
--- KEYS[12] ledger of the tenant's records  KEYS[13] its sizes
--- ARGV[9] epoch, if there is none  ARGV[10] job  ARGV[11] message  ARGV[12] state  ARGV[13] deadline or ''
--- ARGV[14] max waiting jobs  ARGV[15] max tokens  ARGV[16] max tokens of a tenant; '': no limit
--- ARGV[17] record  ARGV[18] TTL (ms)  ARGV[19] bytes  ARGV[20] quota or ''  ARGV[21] id  ARGV[22] '1': it is required
--- Returns {1}; {0, feed, '' if it ended} for a known job; or a refusal: {-1, jobs, tokens} queue full, {-2, jobs,
+-- KEYS[10] tombstone  KEYS[11..13] record, ledger, sizes; optional, with ARGV[17..22]
+-- ARGV[9] epoch, if there is none  ARGV[13] deadline or ''
+-- ARGV[14..16] limits or ''  ARGV[17] record  ARGV[20] quota or ''  ARGV[22] '1': required
+-- Returns {1}; {0, feed or '' if ended} for a known job; or a refusal: {-1, jobs, tokens} queue full, {-2, jobs,
 -- tokens} tenant's share full, {-3, bytes, limit} no space for the record.
 
 redis.call('SET', EPOCH, ARGV[9], 'NX')
 local job, state = ARGV[10], cmsgpack.unpack(ARGV[12])
 local known = read_state(job)
 if known or redis.call('EXISTS', state.log) == 1 then return {0, known and known.feed or ''} end
--- A request that ends with its client runs without a record beyond the quota: it is never resumed.
+-- A request that ends with its client needs no record: it is never resumed.
 local function store_record()
   if not KEYS[11] then return end
   local life_ms, bytes, quota, id, is_needed = unpack(ARGV, 18, 22)

@@ -1,8 +1,7 @@
--- Put back the jobs of dead workers; end waiting jobs past their deadline.
+-- Put back dead workers' jobs; end expired waiting jobs.
 --
--- KEYS[10] {quire}:deaths  hash: num, last_s
--- ARGV[9] '1': an expired lease means death  ARGV[10] asking worker, alive
--- ARGV[11] '1': its predecessor of the same name is dead  ARGV[12] NEAR_DEATHS_S
+-- ARGV[9] '1': an expired lease means death  ARGV[10] asking worker
+-- ARGV[11] '1': its namesake is dead
 -- Returns the number of jobs put back.
 
 local now, dead, num_back = now_s(), {}, 0
@@ -11,7 +10,7 @@ if ARGV[9] == '1' then
 end
 dead[ARGV[10]] = ARGV[11] == '1' or nil
 if next(dead) then
-  local deaths = {} -- owner -> death; a predecessor's counts only if it left jobs
+  local deaths = {} -- by owner; a predecessor's counts only if it left jobs
   local function death_of(owner)
     deaths[owner] = deaths[owner] or count_death(KEYS[10], tonumber(ARGV[12]))
     return deaths[owner]
