@@ -35,7 +35,7 @@ class EndReason(StrEnum):
     DEADLINE = "deadline"
     NUMERICAL_ERROR = "numerical_error"  # NaN in the logits
     TOO_LARGE = "too_large"  # never fits the block pool
-    GRAMMAR = "grammar"  # cannot be compiled, or too large
+    GRAMMAR = "grammar"  # cannot be compiled, or exceeded its limits
     INVALID = "invalid"
     SHUTDOWN = "shutdown"  # its worker stopped
     INTERNAL = "internal"  # a bug or a dead device

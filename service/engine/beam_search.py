@@ -7,7 +7,8 @@
 4. With `width` hypotheses the search ends if `early_stopping` is True, or the best beam cannot beat the worst one: by
    its present score, or at full length if "never" and the penalty favours length.
 
-logit_bias, penalties, masks and min_tokens apply to log-probabilities; other sampling parameters are ignored.
+logit_bias, penalties, masks and min_tokens apply to log-probabilities. Temperature, top_k, top_p, min_p and seed are
+ignored.
 """
 
 from __future__ import annotations

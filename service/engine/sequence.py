@@ -148,13 +148,13 @@ class SequenceGroup:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """True until steps have planned all prompt log-probabilities."""
+        """True until steps have planned all requested prompt log-probabilities."""
         wanted = self.request.sampling.prompt_logprobs is not None
         return wanted and max(1, self.num_scored_tokens) < self.num_prompt_tokens
 
     @property
     def wants_pooling(self) -> bool:
-        """True until steps have planned all pooling."""
+        """True until steps have planned all requested pooling."""
         return self.request.sampling.pooling is not None and self.num_pooled_tokens < self.num_prompt_tokens
 
     @property

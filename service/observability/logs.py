@@ -50,7 +50,7 @@ def _shown(value: Any) -> str:
 
 @contextmanager
 def log_context(**values: Any) -> Iterator[None]:
-    """Add fields to the log lines of this task and its later tasks; None is left out."""
+    """Add fields to the log lines of this task and of tasks started inside; None is left out."""
     token = _context.set({})
     add_log_context(**values)
     try:

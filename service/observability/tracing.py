@@ -85,7 +85,7 @@ NO_TRACING = NoTracing()
 
 
 def open_tracing(role: str, environ: Mapping[str, str]) -> Tracing:
-    """Open the tracing of OpenTelemetry's variables. Raises StartupError for an unsupported protocol."""
+    """Open tracing as OpenTelemetry's variables say. Raises StartupError for an unsupported protocol."""
     if not any(environ.get(name) for name in ENDPOINTS):
         return NO_TRACING
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or environ.get("OTEL_TRACES_EXPORTER") == "none":
@@ -119,7 +119,7 @@ def current_traceparent() -> str | None:
 
 @contextmanager
 def use_traceparent(traceparent: str | None) -> Iterator[None]:
-    """Make this span the parent of spans of this task and its later tasks."""
+    """Make this span the parent of spans of this task and of tasks started inside."""
     token = _traceparent.set(traceparent)
     try:
         yield

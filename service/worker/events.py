@@ -49,7 +49,7 @@ def without_end(event: Event) -> Event:
 
 
 def split_by_event(outputs: list[RequestOutput]) -> list[list[RequestOutput]]:
-    """Split outputs at MAX_EVENT_TOKENS."""
+    """Split outputs into events of at most MAX_EVENT_TOKENS, unless a single output exceeds it."""
     if len(outputs) == 1:
         return [outputs]
     runs: list[list[RequestOutput]] = [[]]

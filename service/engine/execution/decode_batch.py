@@ -57,7 +57,7 @@ class DecodeBatch:
 
     def __init__(self, max_rows: int, max_blocks: int, block_size: int):
         self.dirty_tables = np.zeros(max_rows, np.bool_)
-        """Rows not up to date on the device."""
+        """Rows whose block table is outdated on the device."""
         self._block_size = block_size
         self._no_pending_row = max_rows
         self._tables = np.zeros((max_rows, max_blocks), np.int32)

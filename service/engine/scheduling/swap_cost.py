@@ -84,7 +84,7 @@ class SwapCostModel:
         return loss_s
 
     def crossover_tokens(self, longest: int) -> int | None:
-        """Return the shortest length for which swapping is cheaper alone."""
+        """Return the shortest lone sequence that is cheaper to swap; None up to `longest`."""
         for num_blocks in range(1, longest // self._block_size + 1):
             if self.swap_s(num_blocks, num_blocks, EngineLoad()) < self.recompute_s(0, num_blocks * self._block_size):
                 return num_blocks * self._block_size
@@ -125,7 +125,7 @@ PINNING_WAIT_S = 1.0
 
 GUESSED_BYTES_PER_S = 25e9
 GUESSED_TRANSFER_S = 1e-4
-"""Guesses without host memory."""
+"""Guesses if no host memory is ready in time."""
 
 CALIBRATION_TOKENS = 2048
 """Enough to hide a step's fixed cost."""
