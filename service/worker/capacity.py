@@ -14,7 +14,7 @@ from service.queue.job_cost import branches_of
 from service.queue.messages import Job
 
 RESERVED_DIVISOR = 16
-"""With several tenants, 1/16 of the slots is reserved for those below their share."""
+"""Reserve with several tenants: 1/16 of the slots, for those below their share."""
 RECENT_S = 30.0
 """Time that a tenant counts after its last job."""
 OVER_CLAIM_DIVISOR = 32
