@@ -1,8 +1,8 @@
 """The forward pass on static buffers, captured once per size.
 
-A size is a number of decodes (single-token rows) and of further rows. Longer chunks follow a step's decodes directly,
-so they use rows that decodes leave. A step runs on the smallest size that holds it; the rest is padding, which has no
-context, writes no key, and whose logits are not read. A step that fits no size runs uncaptured.
+A size is a number of decodes (single-token rows) and of further rows. Chunks follow a step's decodes directly, and so
+use rows that decodes leave. A step runs on the smallest size that holds it; padding has no context, writes no key, and
+its logits are not read. A step that fits no size runs uncaptured.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS_BESIDE = tuple(range(64, 513, 64))
 """Captured rows for chunks in addition to decodes. Larger steps hide their launches."""
 
 ROWS_BESIDE_FEW = (16, 48, *ROWS_BESIDE)
-"""The same for the fewest decodes: the uncached end of a cached prompt waits for such a step alone."""
+"""The same for the fewest decodes, which the uncached end of a cached prompt waits for."""
 
 ROWS_ALONE = (32, 48, 64, 128)
 """Captured sizes of chunks without decodes: one launch less a layer."""
@@ -67,18 +67,18 @@ class StepGraphs:
         packing = Packing.of(padding)
         self._packed = ops.empty((packing.num_bytes,), np.dtype(np.uint8))
         self._buffers = _Buffers(*packing.views(self._packed, padding))
-        self._host = np.zeros(packing.num_bytes, np.uint8)  # copied there at once
+        self._host = np.zeros(packing.num_bytes, np.uint8)
         self._columns = _Buffers(*packing.views(self._host, padding))
         self._num_tokens = len(padding[0])  # tokens in the columns, before padding
         self._decodes_only = decode_sizes(max_rows)
         self._decodes_beside_chunks = _decodes_beside_chunks(max_rows)
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
-        self._seconds: dict[tuple[int, int], float] = {}  # of sizes with chunks, on padding alone
+        self._seconds: dict[tuple[int, int], float] = {}  # with chunks, on padding
 
     def capture(self, kv: Array, *, progress: bool = False) -> None:
         """Record the pass on this cache, the largest size first, so that smaller ones reuse its memory.
 
-        Products are tuned for powers of two alone: each other size costs about 0.2 s at a cold start.
+        Products are tuned for powers of two: each size costs about 0.2 s at a cold start.
         """
         self._block_size = kv.shape[4]
         self._num_slots = kv.shape[0] * self._block_size
@@ -132,7 +132,7 @@ class StepGraphs:
         return best
 
     def _changed_tables(self, inputs: ForwardInputs, decodes: int) -> TableRows | None:
-        """Return tables to send; those of chunks follow the size's decodes."""
+        """Return tables to send."""
         rows = np.flatnonzero(inputs.dirty_tables)
         if len(rows) == len(inputs.chunk_lens) == 0:
             return None
@@ -172,7 +172,6 @@ class StepGraphs:
         return decodes, _at_least(self._rows_beside(decodes), num_more)
 
     def num_rows(self) -> tuple[list[int], list[int]]:
-        """Return the rows of captured products in layers and in the head."""
         beside = self._decodes_beside_chunks
         in_layers = {sum(size) for size in self._sizes_with_chunks()}
         in_head = {decodes + MAX_CHUNKS for decodes in (0, *beside)}
@@ -186,7 +185,7 @@ class StepGraphs:
             model.forward(batch, kv, out=self._logits[:num_logits])
 
     def _batch(self, decodes: int, more: int) -> Batch:
-        """Return the buffers' first rows: `decodes`, and `more` for up to MAX_CHUNKS chunks."""
+        """Return the first `decodes` rows, and `more` for up to MAX_CHUNKS chunks."""
         buffers, total = self._buffers, decodes + more
         num_sequences = decodes + (MAX_CHUNKS if more else 0)
         return Batch(
@@ -204,7 +203,7 @@ class StepGraphs:
         )
 
     def _padding(self) -> list[np.ndarray]:
-        """Return a padded step in the order of _Buffers. A slot outside the cache is not written."""
+        """Return padding in the order of _Buffers. A slot outside the cache is not written."""
         num_tokens, num_sequences = self._max_rows + ROWS_BESIDE[-1], self._max_rows + MAX_CHUNKS
         return [
             np.zeros(num_tokens, np.int32),
@@ -217,7 +216,7 @@ class StepGraphs:
         ]
 
     def _fill(self, inputs: ForwardInputs, decodes: int, more: int) -> None:
-        """Fill the columns for a step of this size, padding after its tokens, decodes and chunks."""
+        """Fill the columns, with padding after tokens, decodes and chunks."""
         columns, num_tokens = self._columns, len(inputs.token_ids)
         padded = slice(num_tokens, self._num_tokens)
         for column, known, padding in (

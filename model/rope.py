@@ -36,7 +36,6 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) -> 
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """Return the factor of cos and sin; 1 except for yarn."""
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -73,13 +72,13 @@ def _yarn(rope: RopeConfig, head_dim: int) -> np.ndarray:
     if rope.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
-    width = last - first or 0.001  # as in the published code: a ramp of no width is a step
+    width = last - first or 0.001  # as published: a ramp of no width is a step
     stretched = np.clip((np.arange(head_dim // 2) - first) / width, 0, 1)
     return np.asarray(plain * (1 - stretched) + plain / rope.factor * stretched)
 
 
 def _dimension_of_turns(rope: RopeConfig, head_dim: int, num_turns: float) -> float:
-    """Return the fractional index of the frequency with `num_turns` turns in the original length."""
+    """Return the fractional index of the frequency with `num_turns` turns."""
     turns_ratio = rope.original_max_position / (num_turns * 2 * math.pi)
     return head_dim * math.log(turns_ratio) / (2 * math.log(rope.theta))
 

@@ -24,7 +24,7 @@ RECORD = np.dtype(
         ("is_shaped", np.int32),  # 1: has penalties, biases or a minimum length
     ]
 )
-"""Sampling parameters of a sequence that do not change while it runs."""
+"""Constant sampling parameters of a sequence."""
 
 NO_TOP_K = np.iinfo(np.int32).max
 
@@ -48,7 +48,7 @@ def is_shaped(wish: SamplingParams) -> bool:
 
 
 class SeenTokens:
-    """Counts a sequence's tokens and its output's, incrementally: a step's cost does not grow with length."""
+    """Counts a sequence's tokens and its output's incrementally, at a cost independent of length."""
 
     def __init__(self, of: Sequence[int], num_prompt_tokens: int):
         """Take all tokens of the sequence as `of`, the shared list that grows."""
@@ -75,7 +75,7 @@ class SampledRows:
 
     records: list[bytes]
     positions: np.ndarray  # uint32[R]
-    # Empty if no record is shaped:
+    # The next three may be empty if no record is shaped:
     sampling: list[SamplingParams]
     seen: list[SeenTokens | None]  # None: no penalties
     num_prompt_tokens: list[int]
@@ -128,7 +128,7 @@ def sampling_arrays(
 
 
 def _penalties(rows: SampledRows) -> list[np.ndarray]:
-    """Return Penalties' fields in order; empty if no row has any."""
+    """Return Penalties' fields; empty if no row has any."""
     penalised = [seen for seen in rows.seen if seen is not None]
     if not penalised:
         return []
@@ -144,7 +144,7 @@ def _penalties(rows: SampledRows) -> list[np.ndarray]:
 
 
 def _bias(rows: SampledRows, eos_token_ids: frozenset[int]) -> list[np.ndarray]:
-    """Return Bias' fields in order; empty if no row has any."""
+    """Return Bias' fields; empty if no row has any."""
     num_outputs = rows.positions.astype(np.int64) - np.array(rows.num_prompt_tokens)
     biases = [
         _row_bias(wish, num_output, eos_token_ids, _allowed(rows.mask, row))
@@ -160,7 +160,6 @@ def _bias(rows: SampledRows, eos_token_ids: frozenset[int]) -> list[np.ndarray]:
 
 
 def _allowed(mask: TokenMask | None, row: int) -> np.ndarray | None:
-    """Return a row's mask words; None: every token."""
     return None if mask is None or mask.rows[row] < 0 else mask.words[mask.rows[row]]
 
 
@@ -178,7 +177,7 @@ def _row_bias(
 
 
 def _without(words: np.ndarray, token_ids: Iterable[int]) -> np.ndarray:
-    """Return mask words with the bits of these tokens cleared."""
+    """Return mask words without these tokens."""
     left = words.copy()
     for token in token_ids:
         if token // 32 < len(left):

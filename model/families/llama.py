@@ -1,6 +1,6 @@
-"""The forward pass of the Llama family (Llama, Mistral, Qwen2, Qwen3), from token ids to logits.
+"""The forward pass of the Llama family (Llama, Mistral, Qwen2, Qwen3).
 
-It uses only `Ops`, waits for nothing and sizes everything by host integers, so it can be captured in a graph.
+It uses only `Ops`, waits for nothing and sizes everything by host integers, so it can be captured.
 """
 
 from __future__ import annotations
@@ -55,8 +55,6 @@ class LlamaWeights:
 
 
 class Llama:
-    """A model with weights in the memory of `ops`."""
-
     def __init__(self, config: ModelConfig, ops: Ops, weights: LlamaWeights):
         self.config = config
         self.ops = ops
@@ -94,7 +92,7 @@ class Llama:
         return normed
 
     def first_layer(self) -> Llama:
-        """Return a model of one layer of each kind: it needs the whole model's kernels, products and scratch."""
+        """Return a model of one layer of each kind, with the whole's kernels, products and scratch."""
         kinds = {tuple(weight.format for weight in _matrices(layer)): layer for layer in reversed(self.weights.layers)}
         layers = tuple(reversed(kinds.values()))
         return Llama(self.config, self.ops, replace(self.weights, layers=layers))
@@ -108,7 +106,7 @@ class Llama:
         ops.tune_linear([self.weights.lm_head], None, num_logit_rows, dtype=np.dtype(np.float32))
 
     def _decode_plans(self, batch: Batch, kv: Array) -> dict[int, Array | None]:
-        """Return the decode plan of each window, shared by its layers."""
+        """Return a decode plan per window."""
         n = batch.num_decodes
         if n == 0:
             return {}
@@ -123,7 +121,7 @@ class Llama:
     def _attention(
         self, index: int, x: Array | Fp8Rows, batch: Batch, kv: Array, plans: Mapping[int, Array | None]
     ) -> Array:
-        """x [T, H] -> [T, H]: grouped-query attention to the cache, which includes each row's own key."""
+        """x [T, H] -> [T, H]: grouped-query attention, each row's own key included."""
         ops, weights, layer = self.ops, self.weights, self.weights.layers[index]
         qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
         rotation = HeadRotation(weights.cos, weights.sin, layer.q_norm, layer.k_norm, self.config.rms_norm_eps)
@@ -149,7 +147,6 @@ class Llama:
         return ops.linear(activation(gate_up), layer.down, layer.down_bias)
 
     def _takes_fp8(self, weight: Weight) -> bool:
-        """Return whether `weight` takes e4m3 inputs."""
         return weight.format is WeightFormat.FP8 and weight.quantised_input and self.ops.has_fp8
 
     def _input(self, x: Array, weight: Weight) -> Array | Fp8Rows:
@@ -163,8 +160,7 @@ class Llama:
         return add_norm(x, residual, norm, self.config.rms_norm_eps, out)
 
     def _norm_outputs(self, first: Array | Fp8Rows, shape: tuple[int, int]) -> dict[bool, Array | Fp8Rows]:
-        """Return memory that outlives a layer's scratch, in e4m3 (True) and the activations' dtype (False): `first` is
-        one."""
+        """Return memory that outlives a layer's scratch, e4m3 (True) or not (False): `first` is one."""
         ops, is_fp8 = self.ops, isinstance(first, Fp8Rows)
         if is_fp8:
             return {True: first, False: ops.temporary(shape, ops.dtype)}

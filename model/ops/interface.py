@@ -1,6 +1,6 @@
-"""Contracts between the model and the machine: `Device` (memory, transfers, graphs, events) and `Ops` (operations).
+"""Contracts of `Device` (memory, transfers, graphs, events) and `Ops` (operations), on each backend's own arrays.
 
-`cpu` is the specification, `gpu` launches the kernels of `cuda/`; each takes and returns its own arrays. Dimensions:
+`cpu` is the specification, `gpu` launches the kernels of `cuda/`. Dimensions:
 
     T  tokens of this step       H  hidden size   V  vocabulary (width of the logits)
     S  sequences of this step    D  head_dim      I  intermediate size of the MLP
@@ -8,7 +8,7 @@
     L  layers
 
 Activations are in `Ops.dtype` (float32, float16, bfloat16), the cache in `Ops.kv_dtype`; accumulation is in float32.
-Arrays that an op returns live until the surrounding `scratch()` ends.
+Returned arrays live until the surrounding `scratch()` ends.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ NO_WINDOW = 1 << 30
 class SamplingArrays:
     """Sampling parameters of R rows of logits, on the device.
 
-    `Penalties` and `Bias` are in CSR form: row r has entries `indptr[r]:indptr[r + 1]`; None if no row needs them.
-    Token ids outside 0..V-1 are ignored.
+    `Penalties` and `Bias` are CSR: row r has entries `indptr[r]:indptr[r + 1]`; None if no row needs them. Token ids
+    outside 0..V-1 are ignored.
     """
 
     temperature: Array  # float32[R], 0 = greedy
@@ -42,19 +42,19 @@ class SamplingArrays:
     top_p: Array  # float32[R], 1 = off
     min_p: Array  # float32[R], 0 = off
     seed: Array  # uint64[R]
-    position: Array  # uint32[R], of the sampled token in its sequence
+    position: Array  # uint32[R], of the sampled token
     branch: Array  # uint32[R]
     penalties: Penalties | None
     bias: Bias | None
-    num_logprobs: int  # K, most alternatives of a row; 0 = chosen token only
-    with_logprobs: bool  # False: none at all
+    num_logprobs: int  # K, the most of any row; 0 = chosen token only
+    with_logprobs: bool
     mask: TokenMask | None = None
-    adjusts_logprobs: bool = False  # include bias, penalties and mask
+    adjusts_logprobs: bool = False  # log-probabilities include bias, penalties and mask
 
 
 @dataclass(frozen=True)
 class Penalties:
-    """Tokens of each row. Repetition counts prompt and output, presence and frequency only the output."""
+    """Tokens of each row. Repetition counts prompt and output, presence and frequency the output."""
 
     repetition: Array  # float32[R], 1 = off
     presence: Array  # float32[R]
@@ -66,7 +66,7 @@ class Penalties:
 
 @dataclass(frozen=True)
 class Bias:
-    """Values added to single logits; -inf forbids a token."""
+    """Values added to logits; -inf forbids a token."""
 
     indptr: Array  # int32[R + 1]
     token_ids: Array  # int32[N]
@@ -75,16 +75,15 @@ class Bias:
 
 @dataclass(frozen=True)
 class TokenMask:
-    """Tokens that a grammar allows: bit i % 32 of word i // 32 is token i's; tokens beyond the words are forbidden."""
+    """Tokens that a grammar allows: token i's bit is i % 32 of word i // 32; tokens beyond the words are forbidden."""
 
-    rows: Array  # int32[R], row of `words`; outside 0..M-1: all tokens are allowed
+    rows: Array  # int32[R], row of `words`; outside 0..M-1: all tokens
     words: Array  # uint32[M, W]
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The sampled tokens. Log-probabilities are of the raw logits; with `SamplingArrays.adjusts_logprobs`, bias,
-    penalties and mask are then applied to them."""
+    """Sampled tokens. Log-probabilities are of the raw logits, unless `SamplingArrays.adjusts_logprobs`."""
 
     token_ids: Array  # int32[R]
     is_nan: Array  # bool[R], no finite maximum: the token id is a meaningless 0
@@ -95,7 +94,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Fp8Rows:
-    """A matrix in e4m3, scaled by row: data * scale[:, None]."""
+    """An e4m3 matrix with row scales: data * scale[:, None]."""
 
     data: Array  # uint8[rows, K], bits of float8_e4m3fn
     scale: Array  # float32[rows]
@@ -103,22 +102,22 @@ class Fp8Rows:
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """S sequences of one attention call in one layer."""
+    """S sequences of an attention call."""
 
     kv: Array  # [num_blocks, L, 2, Hkv, B, D]
     layer: int
     block_tables: Array  # int32[S, max_blocks]
-    context_lens: Array  # int32[S], tokens in the cache, including this step's
+    context_lens: Array  # int32[S], tokens in the cache, this step's included
     scale: float = 1.0
-    window: int = NO_WINDOW  # position p sees keys from p - window + 1 on
-    query_start: Array | None = None  # int32[S + 1], prefill: sequence s has rows query_start[s]:query_start[s + 1]
+    window: int = NO_WINDOW  # a query at p sees keys from p - window + 1 on
+    query_start: Array | None = None  # int32[S + 1], prefill: rows query_start[s]:query_start[s + 1]
     max_query_len: int = 1  # prefill: at least the longest chunk
-    plan: Array | None = None  # decode, from `plan_decode_attention`; None: the op plans
+    plan: Array | None = None  # decode, of `plan_decode_attention`; None: planned by the op
 
 
 @dataclass(frozen=True)
 class HeadRotation:
-    """Norms and rotation of the heads of q and k."""
+    """Norms and rotation of q's and k's heads."""
 
     cos: Array  # float32[max_len, D / 2]
     sin: Array  # float32[max_len, D / 2]
@@ -128,58 +127,57 @@ class HeadRotation:
 
 
 class Device(Protocol):
-    """Memory, transfers, recorded work and events of one device, for one thread at a time."""
+    """Memory, transfers, graphs and events of one device, for one thread at a time."""
 
     name: str  # "numpy" | "cuda"
     device_name: str  # "NVIDIA H200", "CPU"
 
     def upload(self, host: np.ndarray) -> Array:
-        """Return a device copy of the same shape and dtype, freed with its last reference."""
+        """Return a device copy, same shape and dtype, freed with its last reference."""
 
     def upload_all(
         self, hosts: Sequence[np.ndarray], into: Array | None = None, rows: TableRows | None = None
     ) -> list[Array]:
-        """Copy small host arrays, and rows of a table, in one transfer without waiting for it.
+        """Copy small host arrays, and rows of a table, in one transfer without waiting.
 
         The hosts may change at once. The copies lie in `into` uint8[N] if given (equal shapes have equal offsets), else
-        they live as `upload`'s do.
+        live as `upload`'s.
         """
 
     def load_parallel(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
-        """Fill large contiguous arrays in several threads; return when they are full.
+        """Fill large contiguous arrays in several threads, and wait.
 
-        read(i, start, out) writes elements of the flattened targets[i] from `start` on to `out` [n], of its dtype. Its
-        exceptions are raised here.
+        read(i, start, out) writes the flattened targets[i] from `start` on to `out` [n], of its dtype. Its exceptions
+        are raised here.
         """
 
     def download(self, array: Array) -> np.ndarray:
-        """Return a host copy; waits for the work that makes it."""
+        """Return a host copy, after the work that makes it."""
 
     def download_async(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
-        """Start to copy `arrays` as they are after all work submitted so far; calling the result waits for the
-        copies."""
+        """Start to copy `arrays` as of all work submitted; calling the result waits for the copies."""
 
     def warm_up(self, work: Callable[[], None]) -> None:
-        """Run `work` so that its kernels are compiled; its results are not used.
+        """Run `work` for its kernels to be compiled; its results are not used.
 
-        It may run twice, first with ops that write nothing: its control flow must not depend on results.
+        It may run twice, first writing nothing: its control flow must not depend on results.
         """
 
     def capture(self, work: Callable[[], None], warm_up_run: Callable[[], None] | None = None) -> Callable[[], None]:
         """Record `work` if the backend can; return a function that replays it on the same arrays.
 
-        `work` uses only this backend's ops, on memory that stays allocated. It runs once first; `warm_up_run` runs
-        instead if given, and must need the same kernels, product shapes and scratch.
+        `work` uses this backend's ops alone, on memory that stays allocated. It first runs once, or `warm_up_run`,
+        which must need the same kernels, product shapes and scratch.
         """
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Allocate undefined memory that outlives every scratch (weights, KV cache)."""
+        """Allocate undefined memory that outlives every scratch."""
 
     def temporary(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """Allocate undefined memory that lives until the surrounding scratch ends."""
 
     def scratch(self) -> AbstractContextManager[None]:
-        """Free on exit the arrays that ops returned within it. Scratches nest."""
+        """Free on exit arrays that ops returned within it. Scratches nest."""
 
     def host_blocks(self, kv: Array, num_blocks: int) -> HostBlocks:
         """Allocate host memory for `num_blocks` blocks of `kv` [N, L, 2, Hkv, B, D], in the background."""
@@ -194,32 +192,32 @@ class Device(Protocol):
         """Record a point in the submitted work, for `elapsed_s`."""
 
     def elapsed_s(self, begin: Any, end: Any) -> float:
-        """Return the device seconds between two events; waits for `end`."""
+        """Return device seconds between two events; waits for `end`."""
 
 
 class Ops(Device, Protocol):
-    """Operations of a model on its device."""
+    """A model's operations on its device."""
 
     dtype: np.dtype  # of activations and dense weights
     kv_dtype: np.dtype
     weight_formats: frozenset[WeightFormat]  # that `prepare_weight` takes
-    has_fp8: bool  # products of e4m3 inputs; without them FP8 weights are dequantised in the product
+    has_fp8: bool  # products of e4m3 inputs; else FP8 weights are dequantised
 
     def find_nonfinite(self, x: Array, found: Array) -> None:
-        """Set found[0] = 1 if x, of `self.dtype` and any shape, holds NaN or infinity; found int32[1]."""
+        """Set found[0] = 1 if x, of `self.dtype`, any shape, holds NaN or infinity; found int32[1]."""
 
     def gather_rows(self, table: Array, ids: Array) -> Array:
         """table [N, H] of activations or float32, ids int32[T] -> [T, H]; zeros for an id outside 0..N-1."""
 
     def pick_tokens(self, token_ids: Array, previous: Array, source: Array) -> None:
-        """Set token_ids[i] = previous[source[i]] if 0 <= source[i] < P; token_ids, source int32[T], previous int32[P],
-        sampled in the previous step."""
+        """Set token_ids[i] = previous[source[i]] if 0 <= source[i] < P; token_ids, source int32[T], previous
+        int32[P]."""
 
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         """x [T, H] / sqrt(mean(x^2) + eps) * weight [H]; mean in float32."""
 
     def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float, out: Array | None = None) -> Array:
-        """residual [T, H] += x in place, in its dtype; return rms_norm(residual), in `out` if given."""
+        """residual [T, H] += x in its dtype; return rms_norm(residual), in `out` if given."""
 
     def linear(
         self,
@@ -232,12 +230,12 @@ class Ops(Device, Protocol):
     ) -> Array:
         """Return x [T, K] @ weight [N, K].T + bias [N] as [T, N] in `dtype` (default: `self.dtype`), in `out` if given.
 
-        x is in `self.dtype`, or in e4m3 for FP8 weights, which hold no NaN. A non-finite scale of x gives a non-finite
+        x is in `self.dtype`, or e4m3 for FP8 weights, which hold no NaN. A non-finite scale of x gives a non-finite
         row.
         """
 
     def prepare_weight(self, weight: Weight) -> Weight:
-        """Return a loaded weight, once, in the form that `linear` reads; its memory may be reused.
+        """Return a loaded weight in the form that `linear` reads; its memory may be reused, so call this once.
 
         A format without a product is dequantised to DENSE.
         """
@@ -245,14 +243,14 @@ class Ops(Device, Protocol):
     def tune_linear(
         self, weights: Sequence[Weight], bias: Array | None, num_rows: Sequence[int], *, dtype: np.dtype | None = None
     ) -> None:
-        """Measure the fastest algorithm of `linear` for each of `num_rows`; affects speed alone. Not within `capture`.
+        """Measure the fastest algorithm of `linear` for each of `num_rows`. Not within `capture`.
 
-        The weights, all of one shape [N, K], are used in turn, to come from memory as in a step.
+        The weights, of one shape [N, K], are used in turn, to come from memory as in a step.
         """
 
     def linear_sizes(self, most: int) -> list[int]:
         """Return numbers of rows to run `linear` with: no number up to `most` then loads or plans anything. The last
-        may exceed it."""
+        may be larger."""
 
     def rope_kv_write(
         self, qkv: Array, rotation: HeadRotation, positions: Array, slots: Array, kv: Array, layer: int
@@ -260,15 +258,15 @@ class Ops(Device, Protocol):
         """Normalise and rotate q and k per head, write k and v to the cache, return q [T, Hq, D].
 
         qkv [T, (Hq + 2 Hkv) * D]; positions int32[T]; slots int64[T] (block id * B + offset); kv [num_blocks, L, 2,
-        Hkv, B, D]. Element i is paired with i + D/2 (Hugging Face's layout). A slot outside the cache is not written; a
-        position outside the table is not written and gives q of zeros.
+        Hkv, B, D]. Element i is paired with i + D/2 (Hugging Face's layout). A slot outside the cache, or a position
+        outside the table, is not written; the latter gives q of zeros.
         """
 
     def plan_decode_attention(self, num_heads: int, batch: AttentionBatch) -> Array | None:
         """Plan a decode's splits for every layer of this window; None if the backend plans nothing.
 
-        The plan serves arrays of the same shapes and `num_heads` query heads. Tables that have a visible block in
-        common, at one index, must agree on all blocks before it: a shared prefix may be read once.
+        The plan serves arrays of the same shapes and `num_heads` query heads. Tables with the same visible block at one
+        index must agree on all blocks before it: a shared prefix may be read once.
         """
 
     def paged_decode_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
@@ -278,11 +276,11 @@ class Ops(Device, Protocol):
         """
 
     def paged_prefill_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
-        """Attend causally with chunks of several sequences, whose keys are already in the cache.
+        """Attend causally with chunks of several sequences, whose keys are already cached.
 
         q, out [T, Hq, D]; row i of sequence s has position context_lens[s] - (query_start[s + 1] - i). A sequence may
-        have no row; rows of no sequence are not written. A non-finite value reaches the rows that see its key; in fp16
-        and bf16 on a GPU also rows that share a tile with these.
+        have no row; rows of no sequence are not written. A non-finite value reaches rows that see its key; in fp16 and
+        bf16 on a GPU also rows that share a tile with these.
         """
 
     def silu_mul(self, gate_up: Array) -> Array:
@@ -298,7 +296,7 @@ class Ops(Device, Protocol):
         """Return data * scale of x [T, K] in `self.dtype`."""
 
     def rms_norm_quantised(self, x: Array, weight: Array, eps: float) -> Fp8Rows:
-        """`quantise_rows` of `rms_norm`, after rounding to `self.dtype`."""
+        """`quantise_rows` of `rms_norm`, rounded to `self.dtype` first."""
 
     def add_rms_norm_quantised(
         self, x: Array, residual: Array, weight: Array, eps: float, out: Fp8Rows | None = None
@@ -309,18 +307,18 @@ class Ops(Device, Protocol):
         """`quantise_rows` of `silu_mul`."""
 
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
-        """Set kv[targets[i]] = kv[sources[i]] in all layers; int32[N] each. No target is a source or repeats. Ids
-        outside the pool are ignored."""
+        """Set kv[targets[i]] = kv[sources[i]]; int32[N] each. No target is a source or repeats. Ids outside the pool
+        are ignored."""
 
     def top_logprobs(self, logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
         """logits float32[R, V], token_ids int32[R] -> their log-probabilities float32[R], the K = num_best <= V best
         ids int32[R, K], theirs float32[R, K]; best first, ties by lower id."""
 
     def sample(self, logits: Array, how: SamplingArrays, out: Array | None = None) -> Sampled:
-        """Sample one token per row of logits float32[R, V], which do not change; the ids go to `out` int32[R] if given.
+        """Sample one token per row of logits float32[R, V], which do not change; ids go to `out` int32[R] if given.
 
         Order: bias, penalties, mask, temperature, top-k, top-p (of what top-k left), min-p; ties with a threshold stay.
-        The token is argmax(logit / temperature + Gumbel noise), ties to the lower id. The noise of token v comes from
-        word v % 4 of Philox4x32-10 with key (seed low, seed high) and counter (v // 4, position, branch, 0): u = ((word
-        >> 9) + 0.5) * 2^-23, noise = -log(-log(u)).
+        The token is argmax(logit / temperature + Gumbel noise), ties to the lower id. Token v's noise comes from word v
+        % 4 of Philox4x32-10 with key (seed low, seed high) and counter (v // 4, position, branch, 0): u = ((word >> 9)
+        + 0.5) * 2^-23, noise = -log(-log(u)).
         """

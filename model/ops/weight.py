@@ -11,15 +11,13 @@ Array = Any
 
 
 class WeightFormat(StrEnum):
-    """Encoding of the matrix [N, K] in `Weight.data` and `Weight.scale`."""
-
     DENSE = "dense"  # data [N, K] in the activations' dtype; no scale
     FP8 = "fp8"  # data uint8[N, K], bits of e4m3; scale float32[N]
-    FP8_BLOCK = "fp8-block"  # data as FP8; scale float32[ceil(N / 128), ceil(K / 128)] of 128 x 128 blocks
+    FP8_BLOCK = "fp8-block"  # data as FP8; scale float32[ceil(N / 128), ceil(K / 128)] of blocks
     INT8 = "int8"  # data int8[N, K]; scale float32[N]
     INT4 = "int4"  # data uint8[N, K / 2]: element k is the low (even k) or high half of byte k // 2;
     # scale 16-bit float[N, K / G], zero_point uint8[N, K / G] or None (8): (data - zero_point) * scale
-    INT4_TILED = "int4-tiled"  # cuda/common/int4.cuh: data uint8[K / 128, N / 16, 1024], scale and
+    INT4_TILED = "int4-tiled"  # INT4 as in cuda/common/int4.cuh: data uint8[K / 128, N / 16, 1024], scale and
     # zero_point [K / G, N / 16, 16]; made by `Ops.prepare_weight` only
 
 
@@ -32,12 +30,12 @@ class Weight:
     scale: Array | None = None
     zero_point: Array | None = None
     group_size: int = 0  # G: inputs that share a scale
-    quantised_input: bool = False  # FP8, INT8: rows of x are rounded to the same format
+    quantised_input: bool = False  # FP8, INT8: round rows of x to this format
     input_order: Array | None = None  # int32[K]: column k multiplies x[:, input_order[k]] (GPTQ's desc_act); None: k
 
     @classmethod
     def fp8(cls, data: Array, scale: Array) -> Weight:
-        """Return an FP8 matrix with inputs rounded to e4m3."""
+        """Return an FP8 matrix with e4m3 inputs."""
         return cls(data, WeightFormat.FP8, scale, quantised_input=True)
 
     @property

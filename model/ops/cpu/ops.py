@@ -181,7 +181,7 @@ def _rotated(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
 def _attention(q: Array, batch: AttentionBatch, sequences: np.ndarray) -> np.ndarray:
     """Attend with q [S, n, Hq, D], the last n positions of S `sequences` -> [S, n, Hq, D].
 
-    Sequences are padded to the longest; hidden keys may be anything, NaN included.
+    Sequences are padded to the longest; masked keys may be anything, NaN included.
     """
     kv, layer, window = batch.kv, batch.layer, batch.window
     block_tables, context_lens = batch.block_tables[sequences], batch.context_lens[sequences]

@@ -1,6 +1,6 @@
-"""Launches the paged attention kernels; tile sizes and grids depend on shapes alone, so launches can be captured.
+"""Launches the paged attention kernels, with grids by shapes alone, so that they can be captured.
 
-Only Hopper's kernels need more than the 99 KiB a block of sm_86, sm_89 and sm_120.
+Only Hopper's need more than the 99 KiB a block of sm_86, sm_89 and sm_120.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SPLIT_INTS, _MEMBER_INTS, _PLAN_THREADS = 8, 4, 1024
 """Int32s of KvSplit and PrefixGroupMember (kv_split.cuh); THREADS of plan_decode.cu."""
 
 _MIN_COMMON_TOKENS = 256
-"""Least tokens of a prefix that is read once for several sequences."""
+"""Least tokens of a shared prefix that is read once."""
 
 _MAX_MEMBERS, _MAX_GROUP_ROWS = 8, 32
 """Most members of a prefix group, and query rows of its block: register limits of two blocks an SM at head_dim 128;
@@ -57,7 +57,7 @@ _HOPPER_MOST_CTAS = 1024
 
 class _Split(NamedTuple):
     num_ctas: int  # of a split
-    target_splits: int  # that fill the device; 0 if no sequence may be cut
+    target_splits: int  # that fill the device; 0: none may be cut
     num_slots: int
     num_groups: int
     num_rows: int  # of the workspace; 0 if nothing is cut
@@ -87,7 +87,7 @@ def plan_decode_attention(device: KernelLauncher, num_heads: int, batch: Attenti
 
 
 def decode_attention(device: KernelLauncher, q: Array, batch: AttentionBatch, out: Array) -> None:
-    """Launch a decode; launches must not overlap, as they share counters."""
+    """Launch a decode. Decodes must not overlap: they share counters."""
     kv, tables = batch.kv, batch.block_tables
     num_sequences, num_heads, head_dim = q.shape
     num_blocks, num_layers, _, num_kv_heads, block_size, _ = kv.shape
@@ -200,7 +200,7 @@ def _prefill_short_on_hopper(device: KernelLauncher, q: Array, batch: AttentionB
 
 
 def _clusters(device: KernelLauncher, build: dict[str, int], num_query_tiles: int) -> tuple[int, int]:
-    """Return (blocks, clusters): the largest clusters that run one per query tile at once."""
+    """Return (blocks, clusters), the largest that run one cluster per query tile at once."""
     for size in range(_MAX_CLUSTER_SPLITS, 1, -1):
         num_clusters = device.most_clusters("paged_prefill_short_sm90", size, **build)
         if num_clusters >= num_query_tiles:
@@ -209,7 +209,7 @@ def _clusters(device: KernelLauncher, build: dict[str, int], num_query_tiles: in
 
 
 def _short_build(head_dim: int, block_size: int, group: int) -> dict[str, int]:
-    """Return sizes. Shared memory: queries, stages of keys and values, barriers."""
+    """Return sizes: shared memory is queries, stages of KV, barriers."""
     shared_bytes = 1024 + 2 * head_dim * (_SHORT_ROWS + 2 * _SHORT_STAGES * _SHORT_KEYS) + 8 * (3 + 4 * _SHORT_STAGES)
     return {
         "threads": _SHORT_THREADS,
@@ -225,7 +225,7 @@ def _short_build(head_dim: int, block_size: int, group: int) -> dict[str, int]:
 
 
 def _decode_tiles(dtype_code: int, head_dim: int, group: int) -> dict[str, int]:
-    """Return macros of paged_decode.cu: each warp streams tiles of 16 keys and values."""
+    """Return macros: each warp streams tiles of 16 keys and values."""
     warps, stages = 4 if head_dim <= 128 else 2, 3
     most_rows = _MAX_GROUP_ROWS if 64 < head_dim <= 128 else _MAX_GROUP_ROWS // 2
     shared_bytes = 8 << 10 if dtype_code == _FP32 else warps * stages * 2 * 16 * _shared_row_bytes(head_dim)
@@ -239,7 +239,7 @@ def _decode_tiles(dtype_code: int, head_dim: int, group: int) -> dict[str, int]:
 
 
 def _prefill_tiles(dtype_code: int, head_dim: int, max_rows: int) -> dict[str, int]:
-    """Return macros of paged_prefill.cu. Shared memory: queries, two stages of keys and values, block ids."""
+    """Return macros: shared memory is queries, two stages of KV, block ids."""
     keys = 64 if head_dim <= 128 else 32
     tiles = {"WARPS": 4, "ROW_TILES": 2 if head_dim <= 128 and max_rows > 64 else 1, "KEYS": keys}
     num_rows = _prefill_rows(tiles) + 4 * keys
@@ -251,7 +251,7 @@ def _prefill_rows(tiles: dict[str, int]) -> int:
 
 
 def split_decode(device: KernelLauncher, num_heads: int, batch: AttentionBatch) -> _Split:
-    """Return sizes for equal splits that fill the device once."""
+    """Return sizes for equal splits that fill the device."""
     kv, window, (num_sequences, max_blocks) = batch.kv, batch.window, batch.block_tables.shape
     num_kv_heads, block_size = kv.shape[3], kv.shape[4]
     group = num_heads // num_kv_heads

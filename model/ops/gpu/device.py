@@ -21,7 +21,7 @@ from model.ops.interface import Array
 from model.ops.packing import TableRows
 
 ARENA_CHUNK_BYTES = 256 << 20
-"""Usual temporaries of a layer; larger requests get their own chunk."""
+"""Temporaries of a layer; larger requests get their own chunk."""
 
 DTYPE_CODES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
 """QUIRE_DTYPE of the kernels."""
@@ -151,7 +151,7 @@ class CudaDevice:
         """Launch a kernel of `cuda/`, by default for `self.dtype`; an empty grid does nothing.
 
         `overlaps`: the kernel calls `wait_for_previous_kernel` (common/types.cuh), so in a captured graph it may start
-        before its predecessor ends; elsewhere the host is too slow for a gain. Clusters run on `self.stream` only.
+        before its predecessor ends; elsewhere the host is too slow for a gain. Clusters need `self.stream`.
         """
         if 0 in grid:
             return
@@ -189,7 +189,7 @@ def _expect_rows(host: np.ndarray, places: np.ndarray, table: Array) -> None:
 
 
 def expect(name: str, array: Array, dtype: np.dtype, *shape: int | None) -> None:
-    """Raise ValueError unless `array` is C-contiguous, of this dtype and shape (None: any size)."""
+    """Raise ValueError unless `array` is C-contiguous, of this dtype and shape (None: any)."""
     sizes = array.shape
     fits = sizes == shape or (len(sizes) == len(shape) and None in shape and _fits(sizes, shape))
     if not fits or array.dtype != dtype or not array.flags.c_contiguous:

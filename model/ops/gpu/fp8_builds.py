@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 _SPAN_BYTES = 128  # of a row and stage
 _MIN_TILE_ROWS, _FEW_TILE_ROWS, _MAX_TILE_ROWS = 32, 48, 128
-_MAX_READING_ROWS = 128  # of x: more take longer than reading the weights
+_MAX_READING_ROWS = 128  # of x: more take longer than reading weights
 _MIN_STAGES = 3
 _EIGHT = 8  # rows of a swizzle
-_COLS = (16, 32, 64, 96, 128, 192, 256)  # widths of a warpgroup's products
+_COLS = (16, 32, 64, 96, 128, 192, 256)  # rows of x in a product
 
 MAX_SMALL_M_ROWS = _COLS[-1]
 """Most rows of x of small_m_fp8_sm90."""
@@ -38,7 +38,7 @@ class GemvFp8Build:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of each warp's ring and two sets of sums."""
+        """Bytes of rings and two sets of sums."""
         rows = 16 * self.row_tiles
         return self.warps * rows * (self.stages * self.span + 2 * 8 * self.col_tiles * 4)
 
@@ -81,7 +81,7 @@ class SmallMFp8Build:
 
     @functools.cached_property
     def shared_bytes(self) -> int:
-        """Bytes of the ring, a partner's sums, barriers, scales, and rows past the ring."""
+        """Bytes of ring, partner's sums, barriers, scales, and rows past the ring."""
         sent = 128 * self._warpgroups * self.cols if self.split == 2 else 0
         past = max(0, 64 * self._warpgroups - self.rows - self.cols) * _SPAN_BYTES
         ring = self.stages * (self.rows + self.cols) * _SPAN_BYTES
@@ -102,8 +102,8 @@ class SmallMFp8Build:
 def small_m_fp8_build(m: int, n: int, num_sms: int, max_shared_bytes: int) -> SmallMFp8Build | None:
     """Return the build for `m` rows of x and `n` of weights, or None.
 
-    All SMs get equally many tiles. If tiles waste much of a warpgroup's 64 rows, two blocks split K: by `n` alone, so
-    that the order of a sum does not depend on `m`.
+    All SMs get equally many tiles. If these waste much of a warpgroup's 64 rows, two blocks split K: by `n` alone, so
+    that `m` does not change the order of a sum.
     """
     if m > MAX_SMALL_M_ROWS:
         return None

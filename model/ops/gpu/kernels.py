@@ -1,7 +1,6 @@
-"""Compiles, caches and loads the kernels of `cuda/`.
+"""Compiles, caches and loads the kernels of `cuda/` with NVRTC, to a cubin per architecture and digest of all inputs.
 
-CuPy's compiler targets plain sm_90, needs a device and ignores included headers in its cache key; so NVRTC is called
-here, with a cubin per architecture and digest of all inputs.
+CuPy's compiler targets plain sm_90, needs a device and ignores included headers in its cache key.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class KernelError(Exception):
 
 
 class Kernels:
-    """Kernels of one device, compiled once per source and loaded once per process."""
+    """Kernels of one device, compiled once per source."""
 
     def __init__(self, arch: str, cache: Path | None = None):
         self.arch = arch
@@ -67,8 +66,8 @@ class Kernels:
     def compile_together(self, work: Callable[[], None]) -> None:
         """Run `work` after compiling its missing kernels in parallel.
 
-        For that it runs twice, at first launching nothing from a missing kernel on: none reads what was not written.
-        `work` must not depend on results.
+        If any is missing, `work` runs twice, first launching nothing from that kernel on: none reads what was not
+        written. It must not depend on results.
         """
         with ThreadPoolExecutor(thread_name_prefix="compile") as self._compilers:
             try:
@@ -82,7 +81,7 @@ class Kernels:
             work()
 
     def _is_compiling(self, compilers: ThreadPoolExecutor, name: str, defines: Mapping[str, int]) -> bool:
-        """Return whether this kernel or an earlier one is being compiled."""
+        """Return whether this or an earlier kernel is being compiled."""
         key = (name, *sorted(defines.items()))
         is_known = key in self._modules or key in self._compiling
         if not is_known and not os.path.exists(_cubin_path(name, self.arch, defines, self._cache)):
@@ -178,7 +177,7 @@ def compile_cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
 
 @functools.cache
 def _load_compiler() -> None:
-    """Load NVRTC's builtins, which concurrent first programs would race for."""
+    """Load NVRTC's builtins, for which concurrent first programs race."""
     program = nvrtc.createProgram("", "nothing.cu", (), ())
     nvrtc.compileProgram(program, ())
     nvrtc.destroyProgram(program)
@@ -190,7 +189,6 @@ def _options(arch: str, defines: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _fingerprint(name: str, arch: str, defines: Mapping[str, int]) -> str:
-    """Digest the source, headers, options and compiler version."""
     folder = source_folder()
     parts = [source_path(name).read_text(encoding="utf-8"), repr(_options(arch, defines)), repr(nvrtc.getVersion())]
     for header in sorted(folder.rglob("*.cuh")):

@@ -1,4 +1,4 @@
-"""Launches a kernel in clusters, or before its predecessor ends; CuPy cannot.
+"""Launches kernels in clusters, or before their predecessor ends; CuPy cannot.
 
 The latter is programmatic dependent launch, from sm_90 on; the kernel calls `wait_for_previous_kernel`
 (cuda/common/types.cuh).

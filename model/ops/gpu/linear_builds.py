@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 SMALL_M_SPLITS = (1, 2)
-"""Blocks that K is split over."""
+"""Blocks that split K."""
 
 MAX_SMALL_M_ROWS = 128
 """Most rows of x."""
@@ -17,7 +17,7 @@ AHEAD_BYTES = 32 << 10
 """Bytes of weights that an SM fetches before the previous kernel ends. H200: twice costs up to 1.7 us a product, half
 0.3."""
 
-_SPAN_BYTES = 128  # of a row in a stage
+_SPAN_BYTES = 128
 _TILE_ROWS = 128  # at most
 _MIN_TILE_ROWS = 32
 _EIGHT = 8  # rows of a swizzle
@@ -45,7 +45,7 @@ class GemvBuild(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of each warp's ring and two sets of sums."""
+        """Bytes of rings and two sets of sums."""
         rows = 16 * self.row_tiles
         return self.warps * self.stages * rows * self.span * 2 + 2 * self.warps * self.max_rows * rows * 4
 
@@ -59,10 +59,10 @@ GEMV_BUILDS = (
 
 
 def gemv_build(num_rows: int, max_shared_bytes: int) -> int | None:
-    """Return the index in GEMV_BUILDS for `num_rows` rows of x; None if none fits.
+    """Return the index in GEMV_BUILDS for `num_rows` rows of x, or None.
 
-    Neighbouring kernels share SMs, and mixed builds slow each other (H200: up to 6 us a layer). The first was the best
-    of eleven for a layer of Llama-3.1-8B.
+    Mixed builds slow each other in neighbouring kernels (H200: up to 6 us a layer). The first was the best of eleven
+    for a layer of Llama-3.1-8B.
     """
     for index, build in enumerate(GEMV_BUILDS):
         if num_rows <= build.max_rows and build.shared_bytes <= max_shared_bytes:
@@ -91,7 +91,7 @@ class SmallMBuild:
 
     @functools.cached_property
     def shared_bytes(self) -> int:
-        """Bytes of the ring, a partner's sums, barriers, and rows past the ring."""
+        """Bytes of ring, partner's sums, barriers, and rows past the ring."""
         sent = 128 * self._warpgroups * self.cols if self.split == 2 else 0
         past = max(0, 64 * self._warpgroups - self.rows - self.cols) * _SPAN_BYTES
         ring = self.stages * (self.rows + self.cols) * _SPAN_BYTES

@@ -20,7 +20,7 @@ STAGED_BYTES = 1 << 20
 """Largest staged upload, without a wait."""
 
 USUAL_BYTES = 64 << 10
-"""Initial buffer size; growing one delays transfers in flight."""
+"""Initial buffer size; growing delays transfers in flight."""
 
 NUM_PIECES = 8
 """Buffers per direction: more than a step's transfers."""
@@ -56,7 +56,7 @@ class Transfers:
         self._arriving, self._leaving = _Ring(self._up), _Ring(self._down)
 
     def upload(self, host: np.ndarray, array: cupy.ndarray) -> None:
-        """Fill `array`, of the shape and dtype of `host`."""
+        """Fill `array`, of `host`'s shape and dtype."""
         if host.nbytes > STAGED_BYTES:
             array.data.copy_from_host_async(host.ctypes.data, array.nbytes, self._stream)
             self._stream.synchronize()  # the caller may free `host`

@@ -7,20 +7,20 @@ import math
 from dataclasses import dataclass, replace
 
 BLOCK_ROWS = 16
-"""Weight rows of a tile: N is a multiple."""
+"""Weight rows of a tile; divides N."""
 
 SPAN = 128
-"""Columns of a stage: K is a multiple."""
+"""Columns of a stage; divides K."""
 
 MAX_SMALL_M_ROWS = 256
 """Most rows of x of small_m_w4a16_sm90."""
 
 AHEAD_BYTES = 32 << 10
-"""Bytes of weights fetched early, as in `linear_builds`."""
+"""Bytes fetched early, as in `linear_builds`."""
 
 _SPAN_BYTES = 1024  # of 16 rows of a span
 _MIN_STAGES = 3
-_COLS = (32, 64, 96, 128, 192, 256)  # widths of small_m_w4a16_sm90's products
+_COLS = (32, 64, 96, 128, 192, 256)  # rows of x in a product
 _MAX_BLOCKS = {32: 16, 64: 16, 96: 12, 128: 12, 192: 8, 256: 8}  # sixteens of weight rows that registers allow
 _MIN_BLOCKS = 4
 _CLUSTER_SMS = 8  # GPCs hold at least 16 SMs: clusters of 4 fill a multiple of 8
@@ -59,7 +59,7 @@ class GemvW4Build:
     x_rows: int
     stages: int
     blocks_per_sm: int
-    max_blocks_per_sm: int  # limited by registers: two let the next kernel begin early
+    max_blocks_per_sm: int  # two let the next kernel begin early
 
     def defines(self, layout: Int4Layout) -> dict[str, int]:
         sizes = {"WARPS": self.warps, "ROW_TILES": self.row_tiles, "X_ROWS": self.x_rows, "STAGES": self.stages}
@@ -81,11 +81,11 @@ GEMV_W4_BUILDS = (
 )
 """Sorted by x_rows."""
 
-_MAX_LAUNCHES = 4  # per product: more take longer than unpacking the weights
+_MAX_LAUNCHES = 4  # more take longer than unpacking
 
 
 def gemv_w4_build(num_rows: int, k: int, max_shared_bytes: int) -> GemvW4Build | None:
-    """Return the build for `num_rows` rows of x, or None; one with fewer rows is launched several times."""
+    """Return a build for `num_rows` rows of x in one or more launches, or None."""
     if num_rows > GEMV_W4_BUILDS[-1].x_rows:
         return None
     fitting = [build for build in GEMV_W4_BUILDS if build.shared_bytes(k) <= max_shared_bytes]
@@ -97,7 +97,7 @@ def gemv_w4_build(num_rows: int, k: int, max_shared_bytes: int) -> GemvW4Build |
 
 @dataclass(frozen=True)
 class SmallMW4Build:
-    """Macros of small_m_w4a16_sm90.cu, for one block an SM."""
+    """Macros of small_m_w4a16_sm90.cu, one block an SM."""
 
     blocks: int
     cols: int
@@ -117,12 +117,11 @@ class SmallMW4Build:
 
     @functools.cached_property
     def shared_bytes(self) -> int:
-        """Bytes of the ring with its scales, and barriers."""
+        """Bytes of ring, scales and barriers."""
         stage = self.cols * SPAN * 2 + self.blocks * (_SPAN_BYTES + self.layout.parameter_bytes)
         return 1024 + self.stages * (stage + 16) + 16
 
     def num_blocks(self, n: int, num_sms: int) -> int:
-        """Return the blocks of a launch that get equally many tiles."""
         tiles = math.ceil(n / (BLOCK_ROWS * self.blocks))
         if self.split > 1:
             return self.split * tiles
@@ -133,9 +132,9 @@ class SmallMW4Build:
 def small_m_w4_build(
     m: int, n: int, k: int, layout: Int4Layout, num_sms: int, max_shared_bytes: int
 ) -> SmallMW4Build | None:
-    """Return the build for `m` rows of x and weights [n, k] of least estimated time, or None.
+    """Return the fastest build for `m` rows of x and weights [n, k], or None.
 
-    SPLIT, and so the order of a sum, depends on n and k alone: a row of x gives the same bits in any batch.
+    SPLIT, and so the order of a sum, depends on n and k alone: a row gives the same bits in any batch.
     """
     if m > MAX_SMALL_M_ROWS:
         return None
@@ -150,7 +149,7 @@ def small_m_w4_build(
 
 
 def _best_blocks(cols: int, split: int, sixteens: int, spans: int, num_sms: int) -> tuple[float, int]:
-    """Return the least estimated clocks, and the tile's sixteens of weight rows."""
+    """Return the least clocks, and the tile's sixteens of weight rows."""
     sizes = range(_MIN_BLOCKS, _MAX_BLOCKS[cols] + 1)
     clocks = {blocks: _clocks(blocks, cols, split, sixteens, spans, num_sms) for blocks in sizes}
     best = min(sizes, key=lambda blocks: (clocks[blocks], -blocks))

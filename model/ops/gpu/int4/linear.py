@@ -26,12 +26,12 @@ DenseLinear = Callable[[Array, Array, "Array | None", Array], None]
 """Takes x, weight [N, K], bias or None, out."""
 
 MAX_GEMV_ROWS = 8
-"""Rows of x up to which gemv_w4a16 beats small_m_w4a16_sm90: H200, weights [4096, 4096]: 6.5 us to 9.1 for 8 rows, 11.4
+"""Rows of x up to which gemv_w4a16 beats small_m_w4a16_sm90. H200, weights [4096, 4096]: 6.5 us to 9.1 for 8 rows, 11.4
 to 9.0 for 16."""
 
 MAX_FUSED_ROWS = 1024
-"""Rows of x up to which unpacking in registers beats a 16-bit product of unpacked weights: H200, a layer of
-Llama-3.1-8B: 367 us to 440 for 512 rows, equal for 2,048."""
+"""Rows of x up to which unpacking in registers beats a 16-bit product. H200, a layer of Llama-3.1-8B: 367 us to 440 for
+512 rows, equal for 2,048."""
 
 _FLOAT32 = np.dtype(np.float32)
 _UINT8 = np.dtype(np.uint8)
