@@ -69,7 +69,7 @@ def silent_handlers(modules: list[Source]) -> list[str]:
     """Handlers that catch everything and do nothing."""
     found = []
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if not isinstance(node, ast.ExceptHandler):
                 continue
             catches_all = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
@@ -87,7 +87,7 @@ def stray_keys(modules: list[Source]) -> list[str]:
     for module in modules:
         if module.name in (KEY_PAGE, METRIC_PAGE):
             continue
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Constant) and _begins_like_a_key(node.value):
                 found.append(f"{module.name}:{node.lineno} spells {node.value!r}")
     return found
@@ -107,7 +107,7 @@ def unprefixed_keys(modules: list[Source]) -> list[str]:
 
 
 def _calls(module: Source) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(module.tree) if isinstance(node, ast.Call))
+    return (node for node in module.nodes if isinstance(node, ast.Call))
 
 
 def _begins_like_a_key(value: object) -> bool:

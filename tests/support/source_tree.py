@@ -1,10 +1,11 @@
-"""Python sources as syntax trees, for the tests that hold the house to its rules."""
+"""Python sources as syntax trees, for the tests of the tree's rules."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,15 +36,27 @@ class Source:
     def package(self) -> str:
         return self.name.rpartition(".")[0]
 
-    def imports(self) -> Iterator[Import]:
-        """Every import of the module, wherever it stands, relative ones resolved."""
-        deferred = {id(inner) for outer in self.functions() for inner in ast.walk(outer)}
-        for node in ast.walk(self.tree):
-            for target in self._targets(node):
-                yield Import(target, node.lineno, id(node) in deferred)
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    def imports(self) -> list[Import]:
+        """Every import of the module, relative ones resolved."""
+        return self._imports
+
+    @cached_property
+    def _imports(self) -> list[Import]:
+        imports = [node for node in self.nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        deferred = {
+            id(inner)
+            for outer in self.functions()
+            for inner in ast.walk(outer)
+            if isinstance(inner, ast.Import | ast.ImportFrom)
+        }
+        return [Import(target, node.lineno, id(node) in deferred) for node in imports for target in self._targets(node)]
 
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-        return (node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+        return (node for node in self.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
     def _targets(self, node: ast.AST) -> list[str]:
         if isinstance(node, ast.Import):
@@ -63,8 +76,13 @@ def sources(*folders: str) -> list[Source]:
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            found.append(Source.of(name, path.read_text()))
+            found.append(_source(name, path))
     return found
+
+
+@cache
+def _source(name: str, path: Path) -> Source:
+    return Source.of(name, path.read_text())
 
 
 def is_within(name: str, room: str) -> bool:
