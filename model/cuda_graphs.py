@@ -148,7 +148,7 @@ class StepGraphs:
         return [(0, more) for more in ROWS_ALONE] + beside
 
     def _measured(self, sizes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
-        """Time sizes on padding, once for equal totals of rows: the rest (the head's product) is less than 2 %."""
+        """Time sizes on padding, once for equal totals of rows: they differ by less than 2 % (the head's product)."""
         ops, by_rows = self._model.ops, {sum(size): size for size in sizes}
         marks = {}
         self._replays[sizes[-1]]()  # measure after work

@@ -12,8 +12,8 @@ from model.config import RopeConfig
 def rope_tables(rope: RopeConfig, head_dim: int, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Return cos and sin, float32[max_model_len, head_dim / 2]; yarn's attention factor is multiplied in.
 
-    A "dynamic" rope has one table, stretched for `max_model_len`: cached rotated keys cannot follow a sequence as it
-    grows.
+    A "dynamic" rope has one table, stretched if `max_model_len` exceeds the original length: cached rotated keys cannot
+    follow a sequence as it grows.
     """
     frequencies = inverse_frequencies(rope, head_dim, max_model_len).astype(np.float32)
     # rounded to float32 as in training

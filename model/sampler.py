@@ -48,7 +48,7 @@ def is_shaped(wish: SamplingParams) -> bool:
 
 
 class SeenTokens:
-    """Counts a sequence's tokens and its output's incrementally, at a cost independent of length."""
+    """A sequence's distinct tokens and their counts in its output, updated at a cost independent of length."""
 
     def __init__(self, of: Sequence[int], num_prompt_tokens: int):
         """Take all tokens of the sequence as `of`, the shared list that grows."""

@@ -152,7 +152,7 @@ class Device(Protocol):
         """
 
     def download(self, array: Array) -> np.ndarray:
-        """Return a host copy, after the work that makes it."""
+        """Return a host copy; waits for the work that makes it."""
 
     def download_async(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
         """Start to copy `arrays` as of all work submitted; calling the result waits for the copies."""

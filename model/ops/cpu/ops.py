@@ -1,4 +1,4 @@
-"""The specification of every op, and the reference of each CUDA kernel, in float32 inside."""
+"""The specification of every op, in float32, and the reference of each CUDA kernel."""
 
 from __future__ import annotations
 
@@ -213,8 +213,8 @@ def _attention(q: Array, batch: AttentionBatch, sequences: np.ndarray) -> np.nda
 
 
 def _weighed(values: np.ndarray, weights: np.ndarray, visible: np.ndarray) -> np.ndarray:
-    """values [S, Hkv, keys, D], weights [S, Hkv, Hq / Hkv, n, keys], `visible` [S, n, keys] -> [S, Hkv, Hq / Hkv, n,
-    D].
+    """values [S, Hkv, keys, D], weights [S, Hkv, Hq / Hkv, n, keys], 0 unless `visible` [S, n, keys] -> [S, Hkv, Hq /
+    Hkv, n, D].
 
     A non-finite value is left out of the product, where 0 times it is NaN, and added to the queries that see it.
     """

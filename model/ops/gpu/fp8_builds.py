@@ -102,8 +102,8 @@ class SmallMFp8Build:
 def small_m_fp8_build(m: int, n: int, num_sms: int, max_shared_bytes: int) -> SmallMFp8Build | None:
     """Return the build for `m` rows of x and `n` of weights, or None.
 
-    All SMs get equally many tiles. If these waste much of a warpgroup's 64 rows, two blocks split K: by `n` alone, so
-    that `m` does not change the order of a sum.
+    Tiles are sized for all SMs to get equally many. If they would waste much of a warpgroup's 64 rows, two blocks split
+    K: by `n` alone, so that `m` does not change the order of a sum.
     """
     if m > MAX_SMALL_M_ROWS:
         return None

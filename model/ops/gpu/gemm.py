@@ -79,8 +79,8 @@ class Gemm:
     ) -> bool:
         """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous, not empty, of one dtype; out also float32.
 
-        Return whether the bias was added: if not, the caller must. Raises GemmError, and cuBLASLt's error if the
-        algorithm fails.
+        `algorithm` < `num_algorithms`. Return whether the bias was added: if not, the caller must. Raises GemmError,
+        and cuBLASLt's error if the algorithm fails.
         """
         pointers, plan = self._planned(x, weight, bias, out, is_exact=algorithm > 0)
         if plan.adds_bias:
@@ -101,7 +101,8 @@ class Gemm:
     def _planned(
         self, x: Array, weight: Array, bias: Array | None, out: Array, *, is_exact: bool
     ) -> tuple[tuple[int, ...], _Plan]:
-        """Return weight, x, out and bias addresses, and the plan: of `planned_rows` unless `is_exact`."""
+        """Return weight, x, out and bias addresses, and the plan, with the algorithms of `planned_rows` unless
+        `is_exact`."""
         pointers = weight.data.ptr, x.data.ptr, out.data.ptr, 0 if bias is None else bias.data.ptr
         together = pointers[0] | pointers[1] | pointers[2] | pointers[3] | BEST_ALIGNMENT_BYTES
         alignment = together & -together

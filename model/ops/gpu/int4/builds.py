@@ -132,7 +132,7 @@ class SmallMW4Build:
 def small_m_w4_build(
     m: int, n: int, k: int, layout: Int4Layout, num_sms: int, max_shared_bytes: int
 ) -> SmallMW4Build | None:
-    """Return the fastest build for `m` rows of x and weights [n, k], or None.
+    """Return the build of least estimated time for `m` rows of x and weights [n, k], or None.
 
     SPLIT, and so the order of a sum, depends on n and k alone: a row gives the same bits in any batch.
     """
@@ -149,7 +149,7 @@ def small_m_w4_build(
 
 
 def _best_blocks(cols: int, split: int, sixteens: int, spans: int, num_sms: int) -> tuple[float, int]:
-    """Return the least clocks, and the tile's sixteens of weight rows."""
+    """Return the least estimated clocks, and the tile's sixteens of weight rows."""
     sizes = range(_MIN_BLOCKS, _MAX_BLOCKS[cols] + 1)
     clocks = {blocks: _clocks(blocks, cols, split, sixteens, spans, num_sms) for blocks in sizes}
     best = min(sizes, key=lambda blocks: (clocks[blocks], -blocks))
