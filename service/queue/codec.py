@@ -1,8 +1,4 @@
-"""Messages to msgpack and back.
-
-Input is checked against limits before it is built, then against types: unknown and missing fields, other types and
-versions are refused.
-"""
+"""Input is checked against limits before it is built, then against types: unknown and missing fields are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ Message = TypeVar("Message", Job, Event, Cancel, WorkerCard, RequestRecord, Dead
 
 
 class WireError(ValueError):
-    """An invalid payload, whose values the text omits."""
+    """An invalid payload; the text omits its values."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +56,13 @@ LIMITS: dict[type, Limits] = {
 }
 MAX_BATCH_BYTES = 64 << 20
 MAX_PLAIN_BYTES = 1 << 20
-"""A longer payload is not built before its containers are counted."""
+"""A longer payload's containers are counted first."""
 MAX_BODY_DEPTH = 64
 INGRESS_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def encode(message: Message) -> bytes:
-    """Return a msgpack map without None and (). Raises WireError for other values and above the limit."""
+    """Return a msgpack map without None and (). Raises WireError for other values or above the limit."""
     try:
         plain = message if isinstance(message, msgspec.Struct) else {"v": VERSION, **_present(message)}
         payload = _ENCODER.encode(plain)
@@ -243,7 +239,7 @@ def _refuse_non_json(value: Any) -> None:
 
 
 def unpack(payload: bytes, limits: Limits) -> Any:
-    """Unpack a payload of checked size. Raises WireError."""
+    """Raises WireError; the size was checked."""
     try:
         return msgpack.unpackb(payload, **_Guard(limits).options(len(payload)))
     except WireError:

@@ -31,11 +31,11 @@ class OutcomeUnknown(QueueUnavailable):
 
 SUSPECT_AFTER_DEATHS = 2
 MAX_DEATHS = 3
-"""Crashes without progress: after 2 the job runs alone, after 3 it is dead-lettered; after 4 if engines also died
-without it, since then or NEAR_DEATHS_S before."""
+"""Crashes without progress: after 2 a job runs alone, after 3 it is dead-lettered; after 4 if engines also died without
+it, since then or up to NEAR_DEATHS_S before."""
 NEAR_DEATHS_S = 30.0
 PROGRESS_EVENTS = 3
-"""A job that crashes every decode still emits a token per attempt, from its prefill."""
+"""A job that crashes every decode still emits a token per attempt."""
 MAX_DEATHS_IN_ALL = 6
 """Crashes with progress; before the last two the job runs alone."""
 ALONE_FOR_EVENTS = {"": 0, "suspect": PROGRESS_EVENTS, "recurrent": 1 << 62}
@@ -59,8 +59,8 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimBudget:
-    """Work that a worker can start. Jobs are claimed while any budget is left: the last may exceed it, so no job is too
-    large. Then tenants within their shares (service/fair_share.py) still reclaim slots."""
+    """Work that a worker can start. Jobs are claimed while any budget is left, so the last may exceed it. Then tenants
+    within their shares (service/fair_share.py) still reclaim slots."""
 
     num_tokens: int | None = None  # prompts and histories; None: no limit
     num_reserved: int = 0  # branches, for tenants within their shares
@@ -85,8 +85,6 @@ class Lease:
 
 @dataclass(frozen=True)
 class IngressEntry:
-    """An unvalidated entry."""
-
     producer: str
     entry_id: str
     payload: bytes
@@ -94,8 +92,6 @@ class IngressEntry:
 
 
 class Standing(Enum):
-    """State of an entry's reply stream."""
-
     OURS = 1
     TAKEN = 0  # held by another gateway
     REPEATED = -1  # an earlier entry's, same message
@@ -131,8 +127,6 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True)
 class Backlog:
-    """Waiting jobs."""
-
     num_jobs: int
     num_tokens: int
     num_own_tokens: int  # of the given tenant
@@ -140,7 +134,7 @@ class Backlog:
 
 RETURNED, SUSPECT = "returned", "suspect"
 QUEUE_LANES = (*LANES, RETURNED, SUSPECT)
-"""Jobs never claimed, by lane; claimed before; suspects."""
+"""Never claimed, by lane; claimed before; suspects."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +188,7 @@ class BatchStore(Protocol):
         """Return the next `count` batches after `after`, newest first."""
 
     async def open_batches(self) -> Sequence[OpenBatch]:
-        """Return all tenants' open batches, oldest first."""
+        """Return open batches, oldest first."""
 
     async def hold_batch(self, batch_id: str, holder: str, for_s: float) -> bool:
         """Lock the batch for `for_s`, or renew; return False if another holder has it."""
@@ -267,14 +261,14 @@ class RequestStore(Protocol):
 
 
 class IngressQueue(Protocol):
-    """Foreign producers' entries and replies. A gateway renews its entries every INGRESS_KEEP_S; after INGRESS_LEFT_S
-    another gets them."""
+    """Foreign producers' entries. A gateway renews its own every INGRESS_KEEP_S; after INGRESS_LEFT_S another gets
+    them."""
 
     async def fetch_entries(self, producers: Sequence[str], max_entries: int, wait_s: float) -> Sequence[IngressEntry]:
         """Return new entries, each to one gateway."""
 
     async def renew_entries(self) -> Sequence[IngressEntry]:
-        """Renew fetched entries; return other gateways'."""
+        """Renew fetched entries; return ones that others have."""
 
     async def begin_replies(self, entry: IngressEntry, reply_id: str) -> ReplyStream:
         """Take the reply stream `reply_id` for a fetched entry."""
@@ -285,7 +279,7 @@ class IngressQueue(Protocol):
         """Append reply `number` once, none after the last; return False if another gateway has the entry."""
 
     async def settle_entry(self, entry: IngressEntry) -> None:
-        """Remove an entry after its final reply."""
+        """Remove an answered entry."""
 
     def release_entry(self, entry: IngressEntry) -> None:
         """Stop renewing the entry."""
@@ -300,8 +294,6 @@ class EventStream(Protocol):
 
 
 class GatewayQueue(Protocol):
-    """The queue as a gateway uses it."""
-
     @property
     def batches(self) -> BatchStore: ...
 
@@ -322,8 +314,8 @@ class GatewayQueue(Protocol):
         limits: StorageLimits = UNLIMITED,
     ) -> None:
         """Accept a job, once, atomically with its `record`, which is left out beyond `limits` if it ends with its
-        client. Raises QueueFull, StorageFull, QueueUnavailable, OutcomeUnknown if it may be accepted, or WireError if
-        too large."""
+        client. Raises QueueFull, StorageFull, QueueUnavailable, OutcomeUnknown if maybe accepted, or WireError if too
+        large."""
 
     async def backlog(self, tenant: str) -> Backlog: ...
 
@@ -339,10 +331,10 @@ class GatewayQueue(Protocol):
         """Return each log's last event."""
 
     async def cancel(self, cancel: Cancel) -> None:
-        """End a waiting job, send the cancel to a running one's worker, keep it for an unsubmitted one."""
+        """End a waiting job, or send the cancel to its worker; keep it for an unsubmitted one."""
 
     async def workers(self) -> Sequence[WorkerCard]:
-        """Return the cards with a fresh heartbeat."""
+        """Return fresh cards."""
 
     async def request_block_maps(self) -> None:
         """Request block maps on workers' cards for LOOKED_AT_TTL_S."""
@@ -356,15 +348,15 @@ class GatewayQueue(Protocol):
 
 
 class WorkerQueue(Protocol):
-    """The queue as a worker uses it. Jobs are its own for `lease_s` after each `renew`; then another may take them
-    over, and its writes are refused."""
+    """Jobs are the worker's for `lease_s` after each `renew`; then another may take them over, and its writes are
+    refused."""
 
     @property
     def lease_s(self) -> float: ...
 
     async def fetch(self, max_branches: int, wait_s: float, budget: ClaimBudget = UNLIMITED_BUDGET) -> Sequence[Claim]:
-        """Claim up to `max_branches` within `budget`, jobs claimed before first, waiting `wait_s` for one. A cancelled,
-        expired or deadly job, or one without its history, is ended. For one task at a time."""
+        """Claim up to `max_branches` within `budget`, jobs claimed before first, waiting `wait_s` for one. End a
+        cancelled, expired or deadly job and one without its history. For one task at a time."""
 
     async def fetch_suspect(self) -> Claim | None:
         """Claim a suspect."""
@@ -393,7 +385,7 @@ class WorkerQueue(Protocol):
         """Write our card; return whether block maps are requested."""
 
     async def workers(self) -> Sequence[WorkerCard]:
-        """Return the cards with a fresh heartbeat."""
+        """Return fresh cards."""
 
     async def retire(self, worker_id: str) -> None:
         """Drop the card and the lease."""

@@ -1,5 +1,3 @@
-"""Cost of a job, lanes, and times of `fair.lua`."""
-
 from __future__ import annotations
 
 from service.queue.messages import Job
@@ -10,7 +8,7 @@ BATCH_AGE_S = 60.0
 RECLAIM_AFTER_S = 0.025
 """Wait for another worker's free slot before reclaiming an over share."""
 EXPECTED_OUTPUT_TOKENS = 1024
-"""Bound of a branch's estimated output: most end long before `max_tokens`."""
+"""Most branches end long before `max_tokens`."""
 
 
 def cost_of(job: Job) -> int:
@@ -19,7 +17,7 @@ def cost_of(job: Job) -> int:
 
 
 def branches_of(job: Job) -> int:
-    """Return the job's number of sequences."""
+    """Return the number of sequences."""
     beam = job.sampling.beam
     return beam.width if beam is not None else job.sampling.best_of
 

@@ -1,7 +1,5 @@
-"""Every Redis key: type, content, writers > readers (GW: gateways, WK: workers), life.
-
-Stream entries have one field `m`, the message; a log's last also `end`. `{quire}` is one slot of a Redis Cluster.
-"""
+"""Every Redis key: type, content, writers > readers (GW: gateways, WK: workers), life. Stream entries have one field
+`m`, the message; a log's last also `end`. `{quire}` is a Cluster slot."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ EPOCH = "{quire}:epoch"
 CLOCK = "{quire}:epoch:clock"
 """Hash. wall: Redis' clock; queue: queue time. Scripts. For ever."""
 QUEUE = (JOBS, STATES, CLAIMS, DEADLINES, WAITING, RETURNED, SUSPECTS, LEASES, EPOCH)
-"""The first keys of every script."""
+"""First keys of every script."""
 
 ALONE = "{quire}:alone"
 """String. Worker that runs suspects. WK. A lease."""
@@ -51,7 +49,7 @@ WORKERS = "{quire}:workers"
 """Sorted set. Worker ids by heartbeat. WK > GW. CARD_TTL_S."""
 CARD_TTL_S = 10
 CARD_LATE_S = 3.5
-"""Age of a card, written every second, that is not ready."""
+"""Age of a card that is not ready."""
 
 LOOKED_AT = "{quire}:looked_at"
 """String. Block maps are requested. GW > WK. LOOKED_AT_TTL_S."""
@@ -119,7 +117,7 @@ def file_data(file_id: str) -> str:
 
 
 def files(tenant: str) -> str:
-    """Sorted set. By creation. GW. FILE_TTL_S after the last."""
+    """Sorted set. File ids by creation. GW. FILE_TTL_S after the last."""
     return f"{{quire}}:files:{_name(tenant)}"
 
 
@@ -144,7 +142,7 @@ def batch_progress(batch_id: str) -> str:
 
 
 def batch_holder(batch_id: str) -> str:
-    """String. Gateway. GW. While renewed."""
+    """String. Its gateway. GW. While renewed."""
     return f"{{quire}}:{{{_name(batch_id)}}}:holder"
 
 
@@ -154,7 +152,7 @@ def batch_cancel(batch_id: str) -> str:
 
 
 def batches(tenant: str) -> str:
-    """Sorted set. By creation. GW. FILE_TTL_S after the last."""
+    """Sorted set. Batch ids by creation. GW. FILE_TTL_S after the last."""
     return f"{{quire}}:batches:{_name(tenant)}"
 
 
@@ -204,7 +202,7 @@ def reply(producer: str, producer_job_id: str) -> str:
 
 
 def reply_of(producer: str, producer_job_id: str) -> str:
-    """Hash. entry, digest, done (last number). GW. LOG_RUNNING_TTL_S, then REPLY_TTL_S."""
+    """Hash. entry, digest, done. GW. LOG_RUNNING_TTL_S, then REPLY_TTL_S."""
     return f"{{quire}}:reply:{_name(producer)}:{_name(producer_job_id)}:of"
 
 

@@ -1,4 +1,4 @@
-"""Tenants' files, batches and responses."""
+"""Stored records of tenants. Times are queue time, Unix seconds."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class StorageLimits:
 
     @property
     def max_record_bytes(self) -> int | None:
-        """Limit for requests that outlive clients or have an idempotency key."""
+        """Limit for requests that outlive clients or are idempotent."""
         return None if self.max_bytes_per_tenant is None else self.max_bytes_per_tenant // 2
 
     @property
     def max_plain_record_bytes(self) -> int | None:
-        """Limit for others, which run without a record beyond it."""
+        """Limit for others, beyond which they have no record."""
         return None if self.max_bytes_per_tenant is None else self.max_bytes_per_tenant // 4
 
 
@@ -38,7 +38,7 @@ UNLIMITED = StorageLimits()
 
 @dataclass(eq=False)
 class StorageFull(Exception):
-    """Nothing was stored beyond the `num_bytes` of the tenant or all."""
+    """Nothing was stored: the tenant, or all, already use `num_bytes`."""
 
     of_tenant: bool
     num_bytes: int
@@ -52,7 +52,7 @@ class StoredFile:
     filename: str
     purpose: str
     num_bytes: int
-    created_s: float  # queue time, Unix seconds
+    created_s: float
 
 
 class BatchStatus(StrEnum):
@@ -84,7 +84,7 @@ class Batch:
     tenant: str
     endpoint: str
     input_file_id: str
-    created_s: float  # queue time, Unix seconds
+    created_s: float
     expires_s: float
     status: BatchStatus = BatchStatus.VALIDATING
     num_total: int = 0
@@ -103,11 +103,10 @@ class Batch:
 
 
 PIECE_BYTES = 256 << 10
-"""Piece of a file, so that no command blocks Redis for long."""
+"""Size of pieces: no command blocks Redis for long. All but an upload's last have it."""
 LINE_OVERHEAD_BYTES = 128
 """Charged per answer until its batch ends."""
 ANSWERED_WELL, ANSWERED_BADLY = b"+", b"-"
-"""Marks of answered lines."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class Move:
 class StoredResponse:
     response_id: str
     tenant: str
-    created_s: float  # queue time, Unix seconds
+    created_s: float
     answer: Json  # so far, or final
     context: list[Json] = field(default_factory=list)  # items that it continues, oldest first
     input: list[Json] = field(default_factory=list)

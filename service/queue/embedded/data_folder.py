@@ -19,7 +19,6 @@ MAX_NOTE_BYTES = 200
 
 LOCK, LOG, WRITER, SOCKETS = "lock", "redis.log", "written-by", "socket"
 DATA = ("appendonlydir", "appendonlydir/*", "*.aof", "*.rdb")
-"""Files of the server, since 7.0 and before."""
 
 
 class DataFolder:
@@ -110,7 +109,7 @@ def _restrict(path: Path) -> bool:
     """Return whether others had rights. Raises StartupError for another user's."""
     try:
         found = os.stat(path)
-    except FileNotFoundError:  # a temporary file that was renamed
+    except FileNotFoundError:  # renamed
         return False
     if os.geteuid() not in (0, found.st_uid):
         raise StartupError(f"--data-dir: {path} belongs to another user: end their Quire, or name another folder")

@@ -13,7 +13,6 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> None:
-    """Have Linux send a signal when the thread that forked us ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
@@ -21,7 +20,7 @@ def die_with_parent(number: int = signal.SIGTERM) -> None:
 def main() -> None:
     parent, program = int(sys.argv[1]), sys.argv[2]
     die_with_parent()
-    if os.getppid() != parent:  # it has ended already
+    if os.getppid() != parent:
         sys.exit(1)
     os.execv(program, sys.argv[2:])
 

@@ -1,7 +1,5 @@
-"""The embedded Redis: on a unix socket, durable, ended with this process.
-
-The bundled Valkey precedes one on the PATH, which may not read its data.
-"""
+"""A Redis on a unix socket, durable, ended with this process. The bundled Valkey goes first: another may not read its
+data."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ UNREADABLE = re.compile(r"Can't handle RDB format|Bad file format|Unknown comman
 LOG_HEAD = re.compile(r"\d+:[A-Z] .{20,30}? [.*#-] ")
 IDLE_WARNING = "Memory overcommit"
 MAX_SOCKET_PATH_BYTES = 100
-"""Limits: 108 on Linux, 104 on macOS."""
+"""Limit on macOS: 104; on Linux: 108."""
 START_WAIT_S = 10.0
 LOAD_WAIT_S = 600.0
 STOP_WAIT_S = 10.0
@@ -193,7 +191,7 @@ def _command(program: str, data_dir: Path, socket_path: Path) -> list[str]:
 
 
 def _launch(command: list[str], folder: DataFolder, lock: int) -> subprocess.Popen[bytes]:
-    """Start the server from a thread that outlives it, as Linux ends it with that thread."""
+    """Start it from a thread that outlives it: Linux ends it with that thread."""
     started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
     launch = [sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), *command]
 
@@ -223,11 +221,8 @@ def _launch(command: list[str], folder: DataFolder, lock: int) -> subprocess.Pop
 
 
 def _keep(process: subprocess.Popen[bytes], data_dir: Path) -> None:
-    """Sync the server's files every second until it ends.
-
-    With `everysec`, a Redis killed in a sync loses acknowledged writes that it still buffers. With its own sync off,
-    only the machine's death loses up to a second.
-    """
+    """Sync every second. With `everysec`, a Redis killed in a sync loses acknowledged writes that it still buffers;
+    with its own sync off, only the machine's death loses up to a second."""
     synced: dict[Path, int] = {}
     while True:
         try:
@@ -252,7 +247,6 @@ def _sync(data_dir: Path, synced: dict[Path, int]) -> None:
 
 
 def _ping(socket_path: Path) -> bytes:
-    """Return nothing without a listener."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(1.0)
         try:

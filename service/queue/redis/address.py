@@ -1,5 +1,3 @@
-"""Redis' address."""
-
 from __future__ import annotations
 
 import asyncio
@@ -36,8 +34,8 @@ CLUSTER_PORT = 6379
 MAX_NODES = 64
 MAX_PASSWORD_BYTES = 4096
 PLAIN = {"protocol": 2, "driver_info": None, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
-"""No retries: the queue knows which commands may be repeated. No driver_info: unknown to Redis 7.0. No socket_timeout:
-redis-py then writes in a task whose cancel Python before 3.12 may lose."""
+"""No retries: the queue knows which commands may be repeated. Redis 7.0 refuses driver_info. A socket_timeout has
+redis-py write in a task whose cancel Python before 3.12 may lose."""
 URL_OPTIONS = {
     "db",
     "ssl_ca_certs",
@@ -50,7 +48,6 @@ URL_OPTIONS = {
 }
 SENTINEL_OPTIONS = {"sentinel_username": "username", "sentinel_password": "password"}
 ASKED_IN_TIME = 4
-"""Unreachable nodes per command timeout."""
 
 Asked = TypeVar("Asked")
 HostAndPort = tuple[str, int]
@@ -201,7 +198,7 @@ def _by_sentinels(url: str, timeout_s: float) -> Address:
     options = _checked(parse_url(stand_in))
     tls = {key: value for key, value in options.items() if key.startswith("ssl_")}
     sentinel_kwargs = {**PLAIN, **sentinel_options, **({"ssl": True, **tls} if scheme == "rediss" else {})}
-    make: Any = Sentinel  # redis-py has no types for it
+    make: Any = Sentinel
     sentinels = [make([_host(host, SENTINEL_PORT)], sentinel_kwargs=sentinel_kwargs) for host in hosts.split(",")]
     search = _Search(list(sentinels), lambda sentinel: sentinel.discover_master(unquote(name)), timeout_s)
     return Address(options, search, sentinels)
@@ -226,13 +223,13 @@ class _Cluster:
         return _text(owner[0]) or host, owner[1]
 
     def _learn(self, host: str, ranges: list[Any]) -> None:
-        """Add nodes of CLUSTER SLOTS: (first, last, primary, *replicas)."""
+        """Add nodes of CLUSTER SLOTS."""
         found = [(_text(node[0]) or host, node[1]) for _, _, *nodes in ranges for node in nodes]
         self.nodes[:] = list(dict.fromkeys([*self.nodes, *found]))[:MAX_NODES]
 
 
 def _text(host: bytes | str | None) -> str:
-    """Return '' if a node does not know its name."""
+    """Return '' for an unknown name."""
     found = host.decode() if isinstance(host, bytes) else host or ""
     return "" if found == "?" else found
 

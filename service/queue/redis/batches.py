@@ -1,5 +1,3 @@
-"""Files and batches on Redis."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -23,7 +21,7 @@ from service.queue.redis.link import RedisLink
 from service.queue.redis.script_args import charge_args, checked, life_ms, stored_keys
 
 BATCH_BYTES = 4096
-"""Charged for the growth of a batch's record."""
+"""Charged for a record's growth."""
 
 
 class RedisBatchStore:
@@ -113,7 +111,7 @@ class RedisBatchStore:
                 return True
             if await redis.get(key) != holder.encode():
                 return False
-            # If another gateway takes it in between, both work for a while, and each line keeps one answer.
+            # If another gateway takes it in between, each line still keeps one answer.
             await redis.set(key, holder, px=life_ms)
         return True
 

@@ -1,8 +1,5 @@
-"""A worker's claimed jobs.
-
-Redis may come back without its last second of writes, or empty. So events are kept until shortly after their job's
-end: after an outage the claims are asserted and logs completed.
-"""
+"""Redis may come back without its last second of writes, or empty. So a worker keeps a job's events until shortly after
+its end; after an outage it asserts its claims and completes the logs."""
 
 from __future__ import annotations
 
@@ -30,8 +27,7 @@ SETTLED_KEPT_S = 3.0
 """Life of an ended job here, longer than `appendfsync everysec` may lose."""
 REPLAY_EVENTS = 512
 MAX_CALL_BYTES = 4 << 20
-"""Messages per call; a longer one goes alone. Redis takes 16 MB (`proto-max-bulk-len`), and a refused call would repeat
-for ever."""
+"""Bytes per call. Redis takes 16 MB (`proto-max-bulk-len`), and a refused call would repeat for ever."""
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
@@ -57,8 +53,6 @@ class ClaimedJob:
 
 
 class ClaimedJobs:
-    """One worker's claims; `observe` notes outages."""
-
     def __init__(self, link: RedisLink, owner: str, lease_s: float) -> None:
         self._link = link
         self._owner = owner
@@ -82,7 +76,7 @@ class ClaimedJobs:
         self._lost.discard(held.job_id)
 
     def contact_s(self) -> float:
-        """Return the seconds since Redis' last failure."""
+        """Return for how many seconds Redis has answered."""
         return 0.0 if self._contact_since_s is None else time.monotonic() - self._contact_since_s
 
     async def observe(self, call: Awaitable[Answer]) -> Answer:
@@ -175,7 +169,6 @@ class ClaimedJobs:
         return lost
 
     async def assert_claims(self) -> None:
-        """Find, after an outage, which claims hold, and complete their logs."""
         if self._num_overcome == self._num_failures:
             return
         async with self._asserting:
@@ -192,7 +185,7 @@ class ClaimedJobs:
             answer, *not_ours = await self.run("restore", [], args)
             lost |= {job_id.decode() for job_id in not_ours}
             if epoch and answer.decode() != epoch:
-                self.doubt()  # data lost again meanwhile
+                self.doubt()  # lost again
                 return
             epoch = answer.decode()
         if self._epoch and epoch != self._epoch:
@@ -224,7 +217,7 @@ class ClaimedJobs:
 
 
 def in_calls(items: Sequence[Item], num_bytes: Callable[[Item], int], max_items: int | None = None) -> list[list[Item]]:
-    """Split items, in order, into calls of at most MAX_CALL_BYTES."""
+    """Split items into calls of MAX_CALL_BYTES."""
     calls: list[list[Item]] = []
     num_free_bytes = 0
     for item in items:
@@ -240,7 +233,7 @@ def in_calls(items: Sequence[Item], num_bytes: Callable[[Item], int], max_items:
 def _packed(
     items: Sequence[tuple[ClaimedJob, int, bytes, str]], events: Sequence[Event] = ()
 ) -> tuple[list[str], list[Any]]:
-    """Return keys and arguments of `publish.lua`; decoded `events` replace estimated costs by their usage."""
+    """Return keys and arguments of `publish.lua`; decoded `events` give actual costs."""
     feeds = {feed: number for number, feed in enumerate(dict.fromkeys(job.feed for job, *_ in items), 1)}
     packed: list[int | str | bytes] = []
     for job, number, payload, end in items:

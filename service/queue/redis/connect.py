@@ -1,5 +1,3 @@
-"""Opens the queue on a Redis 6.2 or newer."""
-
 from __future__ import annotations
 
 import os
@@ -15,9 +13,8 @@ LEASE_S = 10.0
 
 
 async def open_gateway_queue(url: str, name: str | None = None, timeout_s: float = TIMEOUT_S) -> RedisGatewayQueue:
-    """Connect as gateway `name`, unique among live processes; a successor of that name gets its ingress entries.
-    Commands fail after `timeout_s`. Raises StartupError for an unusable URL or server, QueueUnavailable if none
-    answers."""
+    """Connect as gateway `name`, unique among live processes; a successor gets its ingress entries. Commands fail after
+    `timeout_s`. Raises StartupError for an unusable URL or server, QueueUnavailable if none answers."""
     return RedisGatewayQueue(await open_link(url, timeout_s), name or own_name())
 
 

@@ -1,5 +1,3 @@
-"""Dead letters on Redis."""
-
 from __future__ import annotations
 
 import secrets

@@ -1,5 +1,3 @@
-"""One reader of a gateway's feeds, one of other gateways' jobs' logs."""
-
 from __future__ import annotations
 
 import asyncio
@@ -124,7 +122,7 @@ class FeedReader:
         return any([await self._link.begins_after(key, self._positions[key]) for key in full])
 
     async def _rewind_feeds(self) -> bool:
-        """Rewind feeds whose ids, after lost data or a failover, are below our position; return whether any are."""
+        """Rewind feeds whose ids are below our position, after lost data or a failover; return whether any are."""
         behind = [key for key, position in self._positions.items() if await self._link.is_past_end(key, position)]
         self._positions |= dict.fromkeys(behind, STREAM_START)
         return bool(behind)

@@ -1,7 +1,5 @@
-"""One job's events in order, each once.
-
-A gap, a full buffer, a silence or an outage makes a follower read the log, so that a slow one needs no memory.
-"""
+"""Events of one job in order, each once. After a gap, full buffer, silence or outage they come from the log, so that a
+slow follower needs no memory."""
 
 from __future__ import annotations
 
@@ -144,7 +142,7 @@ class Follower:
         # The preceding event may have ended the job.
         events = await self._logs.read(self.job_id, max(1, self._expected - 1))
         for event in events:
-            if self._has_ended:  # by the feed, or closed
+            if self._has_ended:
                 return
             if event.number == self._expected:
                 self._append(event)
@@ -160,7 +158,7 @@ class Follower:
             await self._handle_loss()
 
     async def _handle_loss(self) -> None:
-        """Submit a lost job without events again; else wait for its worker, then end it."""
+        """Submit a lost job without events again; else await its worker, then end it."""
         if self._lost_since_s is None:
             self._lost_since_s = _time_s()
         job = self._accepted()

@@ -1,5 +1,3 @@
-"""The queue as gateways use it, on Redis."""
-
 from __future__ import annotations
 
 import secrets

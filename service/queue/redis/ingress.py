@@ -1,5 +1,3 @@
-"""Ingress and reply streams on Redis."""
-
 from __future__ import annotations
 
 import time
@@ -22,7 +20,7 @@ class RedisIngress:
         self._link = link
         self._name = name
         self._reader = GroupReader(link, keys.INGRESS_GROUP, name)
-        self._producers: dict[str, str] = {}  # by stream
+        self._producers: dict[str, str] = {}
         self._take_left_at_s = 0.0
 
     async def fetch_entries(self, producers: Sequence[str], max_entries: int, wait_s: float) -> Sequence[IngressEntry]:
@@ -83,12 +81,12 @@ class GroupEntry:
 
     stream: str
     entry_id: str
-    payload: bytes  # empty if the entry has no payload field
+    payload: bytes  # empty without a field `m`
     attempt: int
 
 
 class GroupReader:
-    """A group's consumer. Pending entries that it does not hold come first, left over by a lost read or a namesake."""
+    """A group's consumer. Pending entries that it does not hold are left over and come first."""
 
     def __init__(self, link: RedisLink, group: str, consumer: str) -> None:
         self._link = link

@@ -1,5 +1,3 @@
-"""Connections to Redis."""
-
 from __future__ import annotations
 
 import asyncio
@@ -45,7 +43,7 @@ log = logging.getLogger("quire.redis")
 MAX_CONNECTIONS = 32
 MAX_BLOCKING_CONNECTIONS = 16
 BLOCK_MARGIN_S = 3.0
-"""A blocking read that is later than this lost its connection."""
+"""A blocking read this late has lost its connection."""
 Client = Any
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 CLOCK_REFRESH_S = 10.0
@@ -59,7 +57,7 @@ BOUNDS = (
 REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
 NOT_PRIMARY = (ReadOnlyError, MovedError, ClusterDownError, MasterDownError)
 NOT_PRIMARY_WORDS = ("READONLY", "NOREPLICAS", "UNBLOCKED")
-"""Errors without a class in redis-py, or in a script on Redis 6.2."""
+"""Errors without a class, or in scripts on Redis 6.2."""
 
 
 class GroupMissing(QueueUnavailable):
@@ -146,7 +144,7 @@ class RedisLink:
             await client.connection_pool.disconnect(inuse_connections=False)
 
     async def is_past_end(self, stream: str, entry_id: str) -> bool:
-        """Return whether the stream was replaced, so that new ids may be smaller than a reader's position."""
+        """Return whether the stream was replaced, so that new ids may be smaller."""
         if entry_id == STREAM_START:
             return False
         async with self.commands() as redis:
@@ -154,13 +152,12 @@ class RedisLink:
         return not last or order(last[0][0].decode()) < order(entry_id)
 
     async def begins_after(self, stream: str, entry_id: str) -> bool:
-        """Return whether the stream was trimmed past that entry."""
+        """Return whether that entry was trimmed."""
         async with self.commands() as redis:
             first = await redis.xrange(stream, count=1)
         return not first or order(first[0][0].decode()) > order(entry_id)
 
     async def make_group(self, stream: str, group: str) -> None:
-        """Create a group that reads from the first entry."""
         async with self.commands() as redis:
             try:
                 await redis.xgroup_create(stream, group, id="0", mkstream=True)
@@ -169,7 +166,7 @@ class RedisLink:
                     raise
 
     async def script(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """Run `scripts/<name>.lua` after COMMON_SCRIPTS. Raises QueueUnavailable, or DataLost for another epoch."""
+        """Run `<name>.lua` after COMMON_SCRIPTS. Raises QueueUnavailable, or DataLost for another epoch."""
         source, digest = script_of(name)
         sent_s = time.monotonic()
         elapsed = "" if self._spoke_at_s is None else sent_s - self._spoke_at_s

@@ -1,5 +1,3 @@
-"""Scripts' arguments and answers."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -18,7 +16,7 @@ ScriptArg = str | bytes | int | float
 
 
 def new_state(job: Job, attempts: int = 0, deaths: int = 0) -> bytes:
-    """Return a state (common.lua). Raises ValueError for an invalid job or feed name."""
+    """Raises ValueError for an invalid job or feed name."""
     state: dict[str, Any] = {"feed": keys.feed(job.feed), "log": keys.events(job.job_id)}
     state |= {"attempts": attempts, "told": 0, "deaths": deaths, "deaths_in_all": deaths}
     state |= {"tenant": job.tenant, "cost": cost_of(job), "lane": lane_of(job), "priority": job.priority}

@@ -1,5 +1,3 @@
-"""Responses and records of requests, on Redis."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""The queue as workers use it, on Redis."""
-
 from __future__ import annotations
 
 import logging
@@ -26,8 +24,7 @@ MAX_CANCELS_READ = 1024
 
 
 class RedisWorkerQueue:
-    """Implements WorkerQueue. `name` is unique among live workers; a successor has its predecessor's. `cancels_from`:
-    last cancel read."""
+    """Implements WorkerQueue. `name` is unique among live workers; a successor has its predecessor's."""
 
     def __init__(self, link: RedisLink, name: str, cancels_from: str, lease_s: float) -> None:
         self.lease_s = lease_s
@@ -125,7 +122,7 @@ class RedisWorkerQueue:
         return [claim for claim, _ in pairs]
 
     async def _open(self, answer: Sequence[Any]) -> tuple[Claim, ClaimedJob] | None:
-        """Return None for a job that no worker can continue, which ends here."""
+        """Return None for a job that ends here."""
         job_id, message, attempt, standing, deaths, cause, stops = answer
         job_id, cause = job_id.decode(), cause.decode(errors="replace")
         fence = f"{attempt} {self._owner}"
@@ -134,7 +131,7 @@ class RedisWorkerQueue:
             return None
         try:
             job = decode(Job, message)
-            claimed = ClaimedJob(job, attempt, self._owner, message)  # checks names before the log is read
+            claimed = ClaimedJob(job, attempt, self._owner, message)  # checks names first
         except ValueError as error:
             log.error("unreadable job %s", fields(job=job_id, error=error))
             await self._end(job_id, fence, EndReason.INVALID)

@@ -1,5 +1,3 @@
-"""Workers' cards on Redis."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,7 +1,5 @@
--- Append a piece to a file.
---
--- ARGV[9..13] charge (ledger.lua), bytes 0 if reserved
--- Returns {number of pieces}, or charge_tenant's refusal.
+-- Append a piece to a file. ARGV[9..13] charge (ledger.lua), bytes 0 if reserved
+-- Returns {number of pieces}, or a refusal.
 
 local ledger, sizes, contents = unpack(KEYS, 10, 12)
 local name, bytes, life_ms, quota, queue_share, data = unpack(ARGV, 9, 14)

@@ -3,8 +3,7 @@
 -- KEYS[10..] queues, in order
 -- ARGV[9] epoch  ARGV[12] lease (s), if it has none
 -- ARGV[13] '1': after a lost answer, first return its claims not in ARGV[14] (msgpack list)
--- ARGV[15..20] ClaimBudget: tokens or '', reserved, slots (0: reclaim nothing), msgpack map tenant -> slots in use,
---   tenants, reclaimable tokens
+-- ARGV[15..20] ClaimBudget, see worker.py
 -- ARGV[21] wait (s) for a free slot elsewhere before reclaiming
 -- Returns per job: id, message, attempt, standing ('', 'suspect', 'recurrent', 'deadly'), total deaths, cause,
 -- stops (msgpack list or '').

@@ -11,7 +11,6 @@
 --   cancel, cause          reason of a cancel while claimed; of the last death
 --   tenant, cost           tokens, estimated
 --   prompt, branches       tokens; sequences
---   lane, priority         see fair.lua
 --   stops                  list of "<branch> <reason>"
 -- ARGV[1..8] BOUNDS of link.py
 -- last ARGV  monotonic seconds since the caller's last answered script; '' for a new caller
@@ -52,7 +51,6 @@ local function write_state(job, state)
   redis.call('HSET', STATES, job, cmsgpack.pack(state))
 end
 
--- One msgpack list per entry: decoded at once.
 local function send(feed, messages)
   local count = #messages
   local high, low = math.floor(count / 256), count % 256
@@ -99,7 +97,6 @@ local function is_deadly(state)
   return state.deaths >= enough or state.deaths_in_all >= MAX_DEATHS_IN_ALL
 end
 
--- Engines died despite its progress: it runs alone to its end.
 local function is_recurrent(state)
   return state.deaths_in_all >= MAX_DEATHS_IN_ALL - 2
 end
@@ -131,7 +128,6 @@ local function count_death(key, near_s)
   return {number = number, near = now - last_s < near_s and 1 or 0}
 end
 
--- `cause`, `death` (from count_death): of its engine, or nil.
 local function put_back(job, state, cause, death)
   redis.call('HDEL', CLAIMS, job)
   if not state then return drop_job(job) end

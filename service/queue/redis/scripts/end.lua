@@ -2,7 +2,7 @@
 --
 -- KEYS[10] {quire}:dead, optional, with ARGV[12] max entries  ARGV[13] letter
 -- ARGV[9] job  ARGV[10] fence  ARGV[11] reason
--- Returns 1, or 0 if the job is not ours.
+-- Returns 1, or 0 if it is not ours.
 
 local job = ARGV[9]
 if redis.call('HGET', CLAIMS, job) ~= ARGV[10] then return 0 end

@@ -1,7 +1,7 @@
 -- The order of waiting jobs. Part of every script, before common.lua.
 --
--- The tenant with the least virtual time, the tokens served so far, is next. An absent tenant is set to the clock: it
--- saves no turns. A job costs its estimate when claimed, its actual tokens from its end. A tenant's jobs go by rank:
+-- The tenant with the least virtual time, the tokens served so far, is next. An absent tenant is set to the clock,
+-- saving no turns. A job costs its estimate when claimed, its actual tokens from its end. A tenant's jobs go by rank:
 -- arrival (s), AGE_S later or earlier per priority step, so none starves. Lane `batch` runs when no other job waits, or
 -- by turns once its next job is BATCH_AGE_S old.
 --
@@ -30,7 +30,7 @@ local function count_tokens(tenant, tokens)
 end
 
 local function add_waiting(job, state, now)
-  -- Older versions' scripts do not maintain arrivals.
+  -- Older versions do not maintain arrivals.
   if redis.call('EXISTS', LANE .. state.lane) == 0 then redis.call('DEL', SINCE .. state.lane) end
   redis.call('ZADD', lane_jobs(state), string.format('%.6f', now + state.priority * AGE_S), job)
   redis.call('ZADD', SINCE .. state.lane, string.format('%.6f', now), job)

@@ -3,7 +3,8 @@
 -- ledger  sorted set: name by expiry (queue time, Unix seconds)
 -- sizes   hash: name -> bytes; '' -> total
 -- charge  ARGV[9] name  ARGV[10] bytes  ARGV[11] TTL (ms)  ARGV[12] quota or ''  ARGV[13] queue's share or ''
--- Scripts that charge take ledger and sizes as KEYS[10..11]. A charge first drops expired names.
+-- Scripts that charge have ledger and sizes as KEYS[10..11], may return charge_tenant's refusal, and first drop expired
+-- names.
 
 local TRIM_AT_ONCE, TRIM_ROUNDS = 256, 16
 

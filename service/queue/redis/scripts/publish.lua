@@ -43,7 +43,6 @@ for event = 1, num_events do
     if not failed then
       local batch = batches[feed]
       batch[#batch + 1] = message
-      -- Number 1 creates the log.
       if reason == '' and number % 64 == 1 then redis.call('EXPIRE', log, RUNNING_LIFE_S) end
     end
     if reason ~= '' then

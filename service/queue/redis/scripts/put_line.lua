@@ -1,8 +1,7 @@
--- Store a line's first answer.
+-- Store a line's first answer, with a charge (ledger.lua).
 --
 -- KEYS[13] string: '+', '-' or 0 per line  KEYS[14] hash: moved (first line not in files)
--- ARGV[9..13] charge (ledger.lua)
--- Returns {1}; {0} if answered; or charge_tenant's refusal.
+-- Returns {1}; {0} if answered; or a refusal.
 
 local ledger, sizes, lines, marks, progress = unpack(KEYS, 10, 14)
 local name, bytes, life_ms, quota, queue_share, number, answer, mark = unpack(ARGV, 9, 16)

@@ -1,7 +1,7 @@
--- Store a request's record, unless another has its idempotency key.
+-- Store a request's record, with a charge (ledger.lua), unless another has its idempotency key.
 --
--- KEYS[13] optional  ARGV[9..13] charge (ledger.lua)  ARGV[15..16] prefix and suffix of a record's key
--- Returns {1, id of the key's request}, or charge_tenant's refusal.
+-- KEYS[13] optional  ARGV[15..16] prefix and suffix of a record's key
+-- Returns {1, id of the key's request}, or a refusal.
 
 local ledger, sizes = KEYS[10], KEYS[11]
 local id, bytes, life_ms, quota, queue_share, record, before, behind = unpack(ARGV, 9, 16)

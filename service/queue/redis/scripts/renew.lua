@@ -1,7 +1,6 @@
 -- Renew a worker's lease.
 --
--- KEYS[10] {quire}:alone
--- ARGV[9] epoch  ARGV[10] worker  ARGV[11] lease (s)  ARGV[12] msgpack list: job, fence, ...
+-- KEYS[10] {quire}:alone  ARGV[11] lease (s)  ARGV[12] msgpack list: job, fence, ...
 -- Returns {1 if it runs suspects else 0, lost jobs...}.
 
 if redis.call('GET', EPOCH) ~= ARGV[9] then return redis.error_reply('EPOCH Redis has lost what it knew') end

@@ -10,7 +10,7 @@ if known[1] and known[1] ~= entry then return 0 end
 if not known[2] then
   local pending = redis.pcall('XPENDING', ingress, 'doors', entry, entry, '1')
   if pending.err then
-    -- The stream was lost: no gateway has the entry.
+    -- The stream was lost.
     if not string.find(pending.err, 'NOGROUP', 1, true) then return pending end
   elseif #pending > 0 and pending[1][2] ~= consumer then
     return 0

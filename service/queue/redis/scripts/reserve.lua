@@ -1,6 +1,4 @@
--- Charge (ledger.lua) at least ARGV[10] bytes for a name.
---
--- Returns {1}, or charge_tenant's refusal.
+-- Charge (ledger.lua) at least ARGV[10] bytes for a name. Returns {1}, or a refusal.
 
 local name, bytes, life_ms, quota, queue_share = unpack(ARGV, 9, 13)
 trim_ledger(KEYS[10], KEYS[11])

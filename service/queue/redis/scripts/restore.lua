@@ -1,9 +1,8 @@
 -- Assert a worker's claims after an outage, in which Redis may have lost data.
 --
--- ARGV[9] known epoch  ARGV[10] new epoch, if there is none  ARGV[11] worker  ARGV[12] lease (s)
+-- ARGV[9] known epoch  ARGV[10] new epoch, if there is none  ARGV[12] lease (s)
 -- ARGV[13] msgpack list, per job: job, attempt, message, state, deadline or ''
--- Returns {epoch, lost jobs...}. A claim is restored unless a later attempt exists, a missing job only if all was
--- lost: else it has ended.
+-- Returns {epoch, lost jobs...}. A claim is restored unless a later attempt exists, a missing job only if all was lost.
 
 redis.call('SET', EPOCH, ARGV[10], 'NX')
 local epoch = redis.call('GET', EPOCH)

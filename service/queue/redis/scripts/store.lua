@@ -1,7 +1,7 @@
--- Store or replace a record.
+-- Store or replace a record, with a charge (ledger.lua).
 --
--- KEYS[13..] keys with its TTL  ARGV[9..13] charge (ledger.lua)  ARGV[15] '1': only replace
--- Returns {1}; {0} if there is none to replace; or charge_tenant's refusal.
+-- KEYS[13..] keys with its TTL  ARGV[15] '1': only replace
+-- Returns {1}; {0} if there is none to replace; or a refusal.
 
 local ledger, sizes, record = unpack(KEYS, 10, 12)
 local name, bytes, life_ms, quota, queue_share, payload, replaces = unpack(ARGV, 9, 15)
