@@ -9,7 +9,6 @@ from typing import Any
 from model.errors import ModelError
 
 MAX_TOKEN_ID = (1 << 31) - 1
-"""Token ids travel as int32."""
 
 REQUIRED = object()
 

@@ -1,4 +1,4 @@
-"""Untrusted JSON: bounded, without duplicate names or NaN, an object at the top."""
+"""Untrusted JSON objects: bounded, without duplicate names or NaN."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from model.errors import ModelError
 
 
 def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
-    """Return the object in `path`. Raises ModelError if it is missing, too large or invalid."""
+    """Read an object. Raises ModelError if missing, too large or invalid."""
     return parse_json_object(read_bytes(path, max_bytes), str(path))
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """Return a regular file's content. Raises ModelError."""
+    """Read a regular file. Raises ModelError."""
     try:
         with open(open_regular(path), "rb") as file:
             data = file.read(max_bytes + 1)

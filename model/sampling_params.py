@@ -34,7 +34,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # K alternatives, and the sampled token
-    prompt_logprobs: int | None = None  # the same for each prompt token but the first
+    prompt_logprobs: int | None = None  # the same for prompt tokens but the first
     pooling: Literal["mean", "last"] | None = None  # return one vector of the prompt's hidden states
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added)
     grammar: str | None = None  # a text of model.text.grammar
@@ -44,12 +44,12 @@ class SamplingParams:
 
     @property
     def num_branches(self) -> int:
-        """Number of sequences that the request runs at once."""
+        """Sequences run at once."""
         return self.beam.width if self.beam is not None else max(self.n, self.best_of)
 
     @property
     def ranks_branches(self) -> bool:
-        """True if all sampled tokens' log-probabilities are needed."""
+        """True if every token's log-probability is needed."""
         return self.beam is None and self.best_of > self.n
 
     @property

@@ -1,4 +1,4 @@
-"""Renders messages to prompt token ids with the model's chat template, byte for byte as Hugging Face does."""
+"""Renders messages to prompt token ids with the model's chat template, byte for byte as Hugging Face."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Json = Mapping[str, Any]
 
 
 class TemplateError(ValueError):
-    """The chat template cannot render a conversation. Its text may be shown to the client."""
+    """Conversation that cannot be rendered; the text may be shown to the client."""
 
 
 class ChatTemplate:
@@ -53,7 +53,7 @@ class ChatTemplate:
         except (RecursionError, MemoryError) as error:
             raise ModelError(f"the chat template of {directory} is nested too deeply") from error
         except (SyntaxError, ValueError, OverflowError) as error:
-            # Jinja's generated code: too many nested blocks, too long a number
+            # Jinja's generated code, such as too long a number
             raise ModelError(f"the chat template of {directory} cannot be compiled: {_first_line(error)}") from error
 
     def __init__(

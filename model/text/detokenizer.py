@@ -35,7 +35,7 @@ class ByteDetokenizer(Detokenizer):
     """Decodes vocabularies of fixed bytes per token; holds back only an incomplete UTF-8 tail."""
 
     def __init__(self, pieces: Sequence[bytes], num_spaces_to_strip: int) -> None:
-        """Take each id's bytes as `pieces`; up to `num_spaces_to_strip` leading spaces are dropped from the text."""
+        """`pieces` are the bytes by id; up to `num_spaces_to_strip` leading spaces are dropped."""
         self._pieces = pieces
         self._num_spaces_to_strip = num_spaces_to_strip
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
@@ -71,7 +71,7 @@ class ByteDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """Decodes the last few tokens again with each new one and emits the difference; fits any decoder."""
+    """Fits any decoder: decodes the last few tokens again with each new one and emits the difference."""
 
     def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int], text_ids: Container[int]) -> None:
         """Continue the text of `context`; only `text_ids` have text."""

@@ -25,7 +25,7 @@ MAX_CHOICES = 1024
 MAX_WHITESPACE_CHARS = 64
 
 WHITESPACE = r"( |\n {0,24})"
-"""Between JSON tokens: at most one blank, or a line break with its indent. More could go on for ever."""
+"""Allows one blank or indented line break between JSON tokens: more could go on for ever."""
 COMPACT = ""
 
 ESCAPES = 'nrbtf\\"'
@@ -49,7 +49,7 @@ def json_rule(schema: Any, *, whitespace: str = WHITESPACE, lenient: bool = Fals
 
 
 def enforced_rule(schema: Mapping[str, Any], whitespace: str) -> str:
-    """Return the expression for a schema rewritten by `model.text.json_schema`. Raises GrammarError."""
+    """Return the expression of a rewritten schema. Raises GrammarError."""
     check_intersections(schema)
     options: dict[str, Any] = {"json_allowed_escapes": ESCAPES}
     if whitespace == COMPACT:
@@ -61,13 +61,13 @@ def enforced_rule(schema: Mapping[str, Any], whitespace: str) -> str:
 
 
 def regex_grammar(pattern: str) -> str:
-    """Return the grammar of text that `pattern` matches as a whole. Raises GrammarError."""
+    """Return the grammar of texts that `pattern` matches whole. Raises GrammarError."""
     _check_regex(pattern, MAX_REGEX_CHARS, "regular expression")
     return f"{HEADER}start: {_regex_rule(pattern)}"
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """Return the grammar of one of `choices`. Raises GrammarError."""
+    """Return the grammar of `choices`. Raises GrammarError."""
     if not 0 < len(choices) <= MAX_CHOICES or not all(choices):
         raise GrammarError(f"There must be 1 to {MAX_CHOICES} choices, none of them empty.")
     text = f"{HEADER}start: CHOICE\nCHOICE: {' | '.join(map(literal, choices))}"
@@ -77,7 +77,7 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 
 def lark_grammar(text: str) -> str:
-    """Return a grammar given in llguidance's Lark or llama.cpp's GBNF. Raises GrammarError."""
+    """Convert llguidance's Lark or llama.cpp's GBNF. Raises GrammarError."""
     _check_lark(text)
     try:
         lark = any_to_lark(text).removeprefix(CONVERTED)

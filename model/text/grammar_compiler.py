@@ -33,7 +33,7 @@ class NamedTokens(Tokens, Protocol):
 
 @dataclass(frozen=True)
 class TokenTable:
-    """A model's tokens as plain values, for another process."""
+    """Plain values of a model's tokens, for another process."""
 
     pieces: list[bytes]  # by id, vocab_size long; empty for an id without a token
     id_by_special: dict[str, int]
@@ -64,7 +64,7 @@ class TextCompiler:
     """Compiles the grammars of `model.text.grammar`. Thread-safe."""
 
     def __init__(self, tokens: Tokens, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Take the width of the logits as `vocab_size`; ids without a token are never allowed."""
+        """`vocab_size` is the width of the logits; ids without a token are never allowed."""
         vocabulary = _Vocabulary(tokens, vocab_size, eos_token_ids)
         self.pieces: Sequence[bytes] = vocabulary.tokens
         self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=vocab_size, eos_token=list(eos_token_ids))

@@ -14,8 +14,7 @@ from model.text.grammar_compiler import TextCompiler, Tokens
 MAX_CACHED_GRAMMARS = 64
 MAX_CACHED_CHARS = 1 << 20
 """Compiled grammars take about a hundred times as much."""
-JSON = "%json"
-"""Occurs in every grammar of JSON."""
+JSON = "%json"  # in every grammar of JSON
 ALL = np.uint32(0xFFFFFFFF)
 MAX_DIGITS = 32
 """Consecutive digits where JSON allows something else: a model that repeats a digit may never stop."""
@@ -25,7 +24,7 @@ class GrammarCompiler:
     """Cache of compiled grammars over one model's tokens. Thread-safe."""
 
     def __init__(self, tokenizer: Tokens, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Take the width of the logits as `vocab_size`; ids without a token are never allowed."""
+        """`vocab_size` is the width of the logits; ids without a token are never allowed."""
         self.num_words = num_mask_words(vocab_size)
         self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
         self._compiler = TextCompiler(tokenizer, vocab_size, self._eos_token_ids)
@@ -77,12 +76,10 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """True if the text may end here."""
         return self._inner.is_accepting()
 
     @property
     def is_finished(self) -> bool:
-        """True if nothing may follow."""
         return self._inner.is_stopped()
 
     def advance(self, token_ids: Sequence[int]) -> bool:

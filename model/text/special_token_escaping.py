@@ -83,7 +83,7 @@ class SpecialTokenEscaper:
         return {i for i in range(first, end) if text[i:end] in self._starts}
 
     def _continuation_start(self, text: str) -> set[int]:
-        """Return the index of the first non-blank character if it may continue a literal's special token."""
+        """Return the first non-blank index if it may continue a literal's special token."""
         start = len(text) - len(text.lstrip())
         body = text[start:]
         continues = body and any(body.startswith(rest) or rest.startswith(body) for rest in self._rests)
@@ -91,7 +91,6 @@ class SpecialTokenEscaper:
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a JSON value with every string and key changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

@@ -59,7 +59,6 @@ class Meter:
         self._deadline_s = time.thread_time() + limits.max_s
 
     def check_time(self) -> None:
-        """Raise SecurityError if the time is up."""
         if time.thread_time() > self._deadline_s:
             raise SecurityError("the template takes too long")
 
@@ -77,10 +76,8 @@ class Meter:
         self.charge(ITEM_CHARS * num_items)
 
     def measure(self, value: Any) -> int:
-        """Return the characters of a value, nested ones included; each occurrence counts.
-
-        Raises SecurityError if it is too large, has too many parts or contains itself.
-        """
+        """Return the characters of a value, each nested occurrence counted. Raises SecurityError if too large or
+        cyclic."""
         if isinstance(value, str):
             return len(value)
         num_chars, num_nodes, rest = 0, 0, [value]
@@ -139,7 +136,7 @@ def _parts(value: Any) -> Any:
 
 
 Check = Callable[..., Any]
-"""Takes a Meter and the arguments. Raises SecurityError. A filter's check returns the value to filter."""
+"""Takes a Meter and the arguments; a filter's returns the value. Raises SecurityError."""
 
 
 def _size(meter: Meter, value: Any) -> int:

@@ -1,7 +1,7 @@
 """The Jinja environment of chat templates: Hugging Face's, with limits on time and size.
 
-Every operation that makes a value and every loop iteration is charged in advance. What cannot be bounded is missing:
-`lipsum`, and what `template_bounds` does not list. Nothing is computed while a template compiles.
+Every operation that makes a value and every loop iteration is charged in advance. Unbounded functions are missing:
+`lipsum`, and all that `template_bounds` does not list. Nothing is computed during compilation.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class GenerationTag(Extension):
 
 
 class MeteredGenerator(CodeGenerator):
-    """Generates calls to the environment where Jinja computes by itself."""
+    """Generates environment calls where Jinja computes by itself."""
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
         timed_iter = nodes.EnvironmentAttribute("timed_iter")

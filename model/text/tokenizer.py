@@ -29,7 +29,7 @@ class Tokenizer:
 
     @classmethod
     def read(cls, directory: Path) -> Tokenizer:
-        """Load `tokenizer.json` and its companion files. Raises ModelError if missing or malformed."""
+        """Load `tokenizer.json` and its companions. Raises ModelError."""
         path = directory / TOKENIZER_FILE
         text = read_text(path, MAX_TOKENIZER_BYTES)
         if text is None:
@@ -39,7 +39,7 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_str(text)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # the library raises nothing narrower, and its panics are not Exceptions
+        except BaseException as error:  # the library raises nothing narrower; its panics are not Exceptions
             raise ModelError(f"{path}: not a tokenizer: {_first_line(error)}") from error
         return cls(backend, TokenizerConfig.read(directory), growth)
 
@@ -101,7 +101,7 @@ class Tokenizer:
         return self._special_id_by_text.get(text)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a text; empty for an unknown id."""
+        """Return a token's bytes; empty for an unknown id."""
         return self._vocabulary.pieces[token_id] if 0 <= token_id < self.vocab_size else b""
 
     def token_text(self, token_id: int) -> str:
@@ -141,7 +141,7 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
 def _mark_specials(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> dict[str, int]:
     """Mark the configuration's special tokens in `backend`; return all special ids by text.
 
-    Ordinary tokens (a pad token "!") except BOS and EOS stay ordinary, or they would vanish from answers.
+    An ordinary pad token ("!") stays ordinary, or it would vanish from answers.
     """
     added = backend.get_added_tokens_decoder()
     own = {token.content for token in added.values()}
@@ -177,7 +177,7 @@ def _model_ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
 
 
 def _read_frame(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> tuple[list[int], list[int]] | None:
-    """Return the framing ids if the configuration overrides the post-processor."""
+    """Return framing ids that override the post-processor."""
     if config.framing is None:
         return None
     ends = [config.named_tokens.get(name) for name in ("bos_token", "eos_token")]

@@ -75,14 +75,14 @@ def _read_tokens(backend: tokenizers.Tokenizer) -> list[str | None]:
 
 
 def _ids_outside_model(backend: tokenizers.Tokenizer) -> set[int]:
-    """Return added tokens that the model lacks: plain text, not in its alphabet."""
+    """Return added tokens that the model lacks; these are plain text."""
     own = backend.get_vocab(with_added_tokens=False)
     return {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.content not in own}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenDecoding:
-    """A decoder that maps every token to fixed bytes."""
+    """Decoder that maps each token to fixed bytes."""
 
     byte_level: bool = False  # GPT-2's alphabet
     byte_fallback: bool = False  # tokens named <0xXX> are single bytes
@@ -119,7 +119,6 @@ class TokenDecoding:
         return cls(byte_fallback=True, num_spaces_to_strip=sum(strip["start"] for strip in strips))
 
     def token_bytes(self, token: str, alphabet: Mapping[str, int]) -> bytes:
-        """Return the bytes of a model token; `alphabet` is `byte_alphabet()`."""
         if self.byte_level:
             try:
                 return bytes(map(alphabet.__getitem__, token))
@@ -136,7 +135,7 @@ def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's character for each byte: printable Latin-1 as itself, the rest from U+0100 up."""
+    """Return GPT-2's characters of bytes: printable Latin-1 as itself, the rest from U+0100 up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(0x100)) - set(printable))
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -24,7 +24,7 @@ from model.weights.safetensors_file import DTYPE_WORDS, FLOAT_DTYPES, StoredTens
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 INDEX_BYTES = 64 << 20
-"""Limit of the index; 400 billion parameters have a tenth of a megabyte."""
+"""Index limit; 400 billion parameters take 0.1 MB."""
 
 LM_HEAD = "lm_head.weight"
 HEAD = "lm_head"
@@ -55,17 +55,17 @@ def stores_quantised(directory: Path) -> bool:
 
 
 class Checkpoint:
-    """Tensors of a folder, checked except for their values."""
+    """Tensors of a folder, checked except their values."""
 
     def __init__(self, tensors: dict[str, StoredTensor], matrices: dict[str, StoredMatrix], label: str):
-        """Take quantised `matrices` by the names of their plain tensors; `label` names the format."""
+        """Take quantised `matrices` by the names of their plain tensors."""
         self.label = label
         self._tensors = tensors
         self._matrices = matrices
 
     @staticmethod
     def open(directory: Path, config: ModelConfig) -> Checkpoint:
-        """Read the files' headers and check them against `config`. Raises ModelError with the file and the tensor."""
+        """Read headers and check them against `config`. Raises ModelError with the file and the tensor."""
         directory = Path(directory)
         if (directory / SINGLE_FILE).exists():
             tensors = read_safetensors(directory / SINGLE_FILE)
@@ -88,7 +88,7 @@ class Checkpoint:
 
     @property
     def keeps_formats(self) -> bool:
-        """True if a matrix stays quantised in memory."""
+        """True if a matrix stays quantised."""
         return any(self.matrix(name) is not None for name in self._matrices)
 
     def num_bytes(self, config: ModelConfig, dtype: np.dtype) -> int:
@@ -104,7 +104,7 @@ class Checkpoint:
         return None if matrix is None or matrix.form.format is WeightFormat.DENSE else matrix
 
     def dtype(self, name: str) -> np.dtype:
-        """Return the stored dtype of a dense tensor."""
+        """Stored dtype of a dense tensor."""
         return self._tensors[name].dtype
 
     def read_into(self, name: str, start: int, out: np.ndarray) -> None:
@@ -185,7 +185,7 @@ def is_projection(name: str) -> bool:
 
 
 def _module_of(name: str, modules: Container[str]) -> tuple[str | None, str]:
-    """Return (module, rest of the name) of a tensor of one of `modules`."""
+    """Split a tensor's name into (one of `modules`, rest)."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         if (module := ".".join(parts[:end])) in modules:
@@ -217,7 +217,7 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _read_shards(directory: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of all files in the index; each must be in the file that the index names."""
+    """Return all tensors; each must be in the file that the index names."""
     index = directory / INDEX_FILE
     file_of = read_json_object(index, INDEX_BYTES).get("weight_map")
     if not isinstance(file_of, dict) or not file_of:

@@ -1,4 +1,4 @@
-"""Builds a model on its device: allocates the stacked weights, then fills all at once."""
+"""Builds a model: allocates the stacked weights, then fills all at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BYTE_STDS = {WeightFormat.FP8: 97.0, WeightFormat.FP8_BLOCK: 97.0, WeightFormat.
 
 
 class TensorSource(Protocol):
-    """Source of tensors, by their names in the files."""
+    """Tensors by their names in the files."""
 
     def read_into(self, name: str, start: int, out: np.ndarray) -> None:
         """Fill `out` [n], in its dtype, from element `start` on. Raises ModelError."""
@@ -48,7 +48,7 @@ class DummyWeights:
     """Random weights; every norm is 1."""
 
     def __init__(self, config: ModelConfig, dtype: np.dtype, checkpoint: Checkpoint | None = None):
-        """Copy the forms of `checkpoint`'s quantised matrices."""
+        """Copy the forms of a quantised `checkpoint`."""
         random = np.random.default_rng(0)
         self._std = config.hidden_size**-0.5
         self._tile = (random.standard_normal(RANDOM_TILE, np.float32) * np.float32(self._std)).astype(dtype)
@@ -116,7 +116,6 @@ def plan_weights(
 
 
 def _open_quantised(directory: Path | None, config: ModelConfig) -> Checkpoint | None:
-    """Open a folder if it is quantised: dummy weights and plans need no other files."""
     if directory is None or not stores_quantised(directory):
         return None
     return Checkpoint.open(directory, config)
@@ -167,7 +166,7 @@ def load_model(
 
 @dataclass(frozen=True)
 class _Target:
-    """Tensor, or one array of a quantised matrix, to fill."""
+    """Tensor, or array of a quantised matrix, to fill."""
 
     name: str
     array: Array
@@ -187,7 +186,7 @@ class _Plan:
         return self.stacked([name])
 
     def stacked(self, names: Sequence[str]) -> Array:
-        """Allocate one array for tensors stacked along the first axis."""
+        """Allocate tensors stacked along the first axis."""
         ends = np.cumsum([self._shapes[name][0] for name in names]).tolist()
         array = self._ops.empty((ends[-1], *self._shapes[names[0]][1:]), self._ops.dtype)
         for name, (begin, end) in zip(names, pairwise([0, *ends]), strict=True):
@@ -196,7 +195,7 @@ class _Plan:
         return array
 
     def matrix(self, names: Sequence[str]) -> Weight:
-        """Return matrices that share an input as one `Weight`, in e4m3 if quantised online. Raises ModelError."""
+        """Return matrices with one input as a `Weight`, in e4m3 if quantised online. Raises ModelError."""
         parts = [self._source.matrix(name) for name in names]
         quantised = [part for part in parts if part is not None]
         shapes = [self._shapes[name] for name in names]
@@ -210,7 +209,6 @@ class _Plan:
         return self._quantised(quantised)
 
     def optional(self, names: Sequence[str]) -> Array | None:
-        """Return `stacked`, or None if the model has no such tensors."""
         return self.stacked(names) if names[0] in self._shapes else None
 
     def fill(self, progress: bool) -> None:
@@ -246,7 +244,6 @@ class _Plan:
             raise self._source.nonfinite(dense[index].name, self._ops.dtype)
 
     def _quantised(self, parts: list[StoredMatrix]) -> Weight:
-        """Stack matrices in one form; each row keeps its scales."""
         check_stackable(parts)
         form, order = parts[0].form, parts[0].input_order
         if form.format not in self._ops.weight_formats:

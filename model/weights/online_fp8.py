@@ -16,14 +16,14 @@ from model.ops.weight import Weight
 from model.weights.checkpoint import expected_shapes
 
 STAGING_BYTES = 1 << 30
-"""Device memory for unrounded matrices; one larger matrix may exceed it."""
+"""Device memory for unrounded matrices, unless one is larger."""
 
 ReadInto = Callable[[str, int, np.ndarray], None]
 """Type of `TensorSource.read_into`."""
 
 
 def loaded_bytes(config: ModelConfig, dtype: np.dtype, quantization: str) -> int:
-    """Return the bytes of all weights in `dtype`; "fp8" stores layers' matrices in e4m3 with row scales."""
+    """Return the bytes of all weights, layers' matrices in e4m3 with row scales if "fp8"."""
     total = 0
     for name, shape in expected_shapes(config).items():
         if quantization == "fp8" and is_layer_matrix(name, shape):
@@ -50,8 +50,6 @@ class _Matrix:
 
 
 class OnlineFp8:
-    """Matrices quantised during loading."""
-
     def __init__(self, ops: Ops):
         self._ops = ops
         self._matrices: list[_Matrix] = []
@@ -106,7 +104,7 @@ class OnlineFp8:
 
 
 def _groups(matrices: Sequence[_Matrix], max_size: int) -> Iterator[list[_Matrix]]:
-    """Yield consecutive matrices of at most `max_size` elements in total, or one larger matrix."""
+    """Yield runs of at most `max_size` elements in total, or one larger matrix."""
     group: list[_Matrix] = []
     for matrix in matrices:
         if group and sum(each.size for each in group) + matrix.size > max_size:

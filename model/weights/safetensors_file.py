@@ -17,7 +17,7 @@ from model.errors import ModelError
 from model.json_files import open_regular, parse_json_object
 
 HEADER_BYTES = 100_000_000
-"""Largest header, the limit of the format's own reader."""
+"""Limit of the format's own reader."""
 
 FLOAT_DTYPES = {
     "F32": NUMPY_DTYPES["float32"],
@@ -104,7 +104,7 @@ class StoredTensor:
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of the file by name. Raises ModelError with the file and the tensor.
+    """Return every tensor by name. Raises ModelError with the file and the tensor.
 
     Checks the header's size and JSON, dtypes, shapes, and that the byte ranges fill the file without overlap or gap.
     """

@@ -1,7 +1,7 @@
 """Speed of decode attention on a running engine's cache.
 
-A captured step cannot be timed in parts, so attention over all layers runs again on the same cache, block tables and
-lengths, planned once as in a step. Its result is discarded.
+A captured step cannot be timed in parts, so attention over all layers runs again on the same cache and lengths,
+planned once.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class BranchFigures:
 
 
 def measure_branches(built: BuiltEngine, work: BranchWork) -> BranchFigures:
-    """Measure one workload. Raises StartupError if the engine refuses its requests."""
+    """Measure one workload. Raises StartupError if the engine refuses it."""
     rounds = [_round(built, work, seed) for seed in range(1 + ROUNDS)][1:]  # the first round warms up
     return sorted(rounds, key=lambda figures: figures.total_s)[ROUNDS // 2]
 

@@ -41,7 +41,7 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(settings: Settings, flags: argparse.Namespace) -> int:
-    """Return the exit status; raises StartupError."""
+    """Return the exit status. Raises StartupError."""
     check_report_flags(flags)
     _, run, _ = BENCHES[flags.what]
     return run(settings, flags)

@@ -20,7 +20,6 @@ ROUNDS = 8
 """Rounds of each pace; even."""
 
 IDLE_S = 0.3
-"""Duration of copies without steps."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,6 @@ class _OneWayCopies:
         self.num_done = 0
 
     def poll(self) -> None:
-        """Count finished transfers and start new ones."""
         self.count_done()
         for _ in range(min(self._at_once, MAX_IN_FLIGHT - len(self._in_flight)) if self._count else 0):
             self._in_flight.append(self._ask(self._count))
@@ -190,7 +188,6 @@ class _Copies:
         return time.perf_counter() - self._begin_s
 
     def poll(self) -> None:
-        """Count finished transfers and start new ones."""
         self._out.poll()
         self._in.poll()
 

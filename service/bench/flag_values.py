@@ -21,7 +21,7 @@ def whole_number(flag: str, text: str, low: int = 1, high: int = MOST) -> int:
 
 
 def positive_number(flag: str, text: str, high: float = 1e6) -> float:
-    """Parse a number above 0 and at most `high`. Raises StartupError."""
+    """Parse a number in (0, high]. Raises StartupError."""
     try:
         value = float(text)
     except ValueError:

@@ -63,12 +63,11 @@ class QueueFigures:
         return 1e6 * cpu_s / self.num_events
 
     def per_core(self, cpu_s: float) -> float:
-        """Return events/s per core."""
         return self.num_events / cpu_s
 
 
 def run_queue_bench(settings: Settings, flags: argparse.Namespace) -> int:
-    """Return 0; raises StartupError."""
+    """Return 0. Raises StartupError."""
     names = ("jobs", "tokens", "workers", "doors", "batch")
     work = QueueWork(*(whole_number(f"--{name}", getattr(flags, name)) for name in names))
     with tempfile.TemporaryDirectory() as folder:

@@ -98,7 +98,7 @@ def _innermost_first(root: Any, written: Mapping[str, Any]) -> list[str]:
 
 
 def _check_depth(order: Sequence[str], own: Any, written: Mapping[str, Any]) -> None:
-    """Check the depth at which llguidance reads each definition, at its first reference."""
+    """Check the depth at which llguidance reads each definition."""
     seen: set[str] = set()
     for first in order:
         stack: list[tuple[str, int]] = [(first, 0)]

@@ -1,7 +1,6 @@
 """The complement of a schema as core schemas, for `not`, `else` and `oneOf`.
 
-Some complements have no grammar, such as that of a pattern. `exactly` refuses these; `nearly` leaves them out and so
-returns less than what is forbidden.
+Some complements have no grammar, such as a pattern's. `exactly` refuses these; `nearly` leaves them out.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from model.text.json_schema.document import Document, Place, count, mapping, nam
 MAX_PAIRS = 64
 """Pairs of schemas in a forbidden `oneOf`."""
 MAX_VALUES = 64
-"""Values in a forbidden `enum` that need a schema each."""
+"""Values of a forbidden `enum`."""
 
 
 class Schemas(ProofContext, Protocol):
-    """The part of `rewriter.Rewriter` used here; it uses this module in turn."""
+    """Part of `rewriter.Rewriter`, which uses this module."""
 
     document: Document
 
@@ -95,15 +94,11 @@ class Complement:
         }
 
     def exactly(self, place: Place, kinds: Kinds) -> Core:
-        """Return everything that `place` forbids of values of `kinds`. Raises GrammarError if no grammar can express
-        it."""
+        """Return everything of `kinds` that `place` forbids. Raises GrammarError without a grammar."""
         return self._forbidden(_Task(place, kinds | NUMBERS if "fraction" in kinds else kinds, True, frozenset()))
 
     def nearly(self, place: Place, kinds: Kinds, names: frozenset[str] = frozenset()) -> tuple[Core, bool]:
-        """Return what `place` forbids, and whether that is all of it.
-
-        `names` are properties that the values in question may have.
-        """
+        """Return what `place` forbids of values that may have properties `names`, and whether that is all."""
         task = _Task(place, kinds | NUMBERS if "fraction" in kinds else kinds, False, names)
         core = self._forbidden(task)
         return core, not task.missed
@@ -365,7 +360,7 @@ def _between(core: dict[str, Any], values: Sequence[int | float]) -> list[Core]:
 
 
 def _other_value(value: Any) -> Core:
-    """Return anything but `value`; of objects, only those lacking a property of it."""
+    """Return anything but `value`; objects only if they lack one of its properties."""
     kind = kind_of(value)
     kinds = NUMBERS if kind in NUMBERS else frozenset({kind})
     rest = of_kinds(frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"}) - kinds)

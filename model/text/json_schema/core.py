@@ -71,7 +71,7 @@ def any_of(parts: Iterable[Core]) -> Core:
 
 
 def of_kinds(kinds: Collection[str]) -> Core:
-    """Return a schema of all values of these kinds; `fraction` requires `integer`."""
+    """Return a schema of these kinds; `fraction` requires `integer`."""
     if set(kinds) >= ALL:
         return True
     types = [kind for kind in ("null", "boolean", "integer", "string", "array", "object") if kind in kinds]
@@ -99,7 +99,7 @@ def kind_of(value: Any) -> str:
 
 
 def canonical_key(value: Any) -> str:
-    """Return a key that is equal for equal JSON values: 1 and 1.0, not 1 and true."""
+    """Return a key equal for equal JSON values: 1 and 1.0, not 1 and true."""
     if isinstance(value, float) and value.is_integer() and math.isfinite(value):
         return json.dumps(int(value))
     if isinstance(value, list):
@@ -152,12 +152,12 @@ def values_of(core: Core, known: ProofContext, depth: int = 0) -> list[Any] | No
 
 
 def plain_values(core: Core) -> list[Any]:
-    """Return the values of a schema that only lists them, otherwise []."""
+    """Return the values of a schema that only lists them, else []."""
     return core["enum"] if isinstance(core, dict) and "enum" in core and set(core) <= {"enum", "type"} else []
 
 
 def are_disjoint(one: Core, other: Core, known: ProofContext, depth: int = 0) -> bool:
-    """Return whether provably no value is allowed by both."""
+    """Return whether provably no value matches both."""
     if one is False or other is False:
         return True
     if depth > MAX_DEPTH:
@@ -190,7 +190,7 @@ class Exclusions:
         self._parts: list[dict[str, Any]] = []  # keeps ids unique
 
     def any_between(self, ones: Iterable[dict[str, Any]], others: Sequence[dict[str, Any]]) -> bool:
-        """Return whether certainly no value matches all of both."""
+        """Return whether certainly no value matches all of `ones` and `others`."""
         return any(self._exclude(one, other) for one in ones for other in others)
 
     def _exclude(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -214,7 +214,6 @@ def item_of(core: dict[str, Any], index: int) -> Core:
 
 
 def names_in(core: Core, known: ProofContext, depth: int = 0) -> set[str]:
-    """Return the property names in a schema."""
     if isinstance(core, bool) or depth > MAX_DEPTH:
         return set()
     if "$ref" in core:
@@ -238,7 +237,7 @@ def requiring(core: Core, names: Sequence[str], known: ProofContext, depth: int 
 
 
 def other_texts(texts: Sequence[str]) -> str:
-    """Return a regular expression of every text outside `texts`."""
+    """Return a regular expression of all other texts."""
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree
@@ -324,7 +323,6 @@ def _is_empty(one: dict[str, Any], other: dict[str, Any], least: str, most: str)
 
 
 def has_no_number(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether no number is within the bounds of both."""
     bounds = [(key, core[key]) for core in (one, other) for key in (*LOW, *HIGH) if key in core]
     low = max((value for key, value in bounds if key in LOW), default=-math.inf)
     high = min((value for key, value in bounds if key in HIGH), default=math.inf)

@@ -1,4 +1,4 @@
-"""A JSON schema as a document: keywords read with their types checked, and references resolved.
+"""A JSON schema as a document: keywords checked, references resolved.
 
 Drafts 4 to 2020-12 are read alike, except where two differ on a keyword.
 """
@@ -15,7 +15,7 @@ from model.errors import GrammarError
 
 MAX_SHOWN_CHARS = 120
 MAX_EXACT = 2**53
-"""Integers up to here are exact as doubles, which the grammar's numbers are."""
+"""Integers up to here are exact as doubles, the grammar's numbers."""
 
 _CONTROL = (
     r"(?:[\x00-\x07\x0b\x0e-\x1f\x7f]"
@@ -25,7 +25,7 @@ _SINGLE_CONTROL = re.compile(
     rf"(?P<control>{_CONTROL}|\[(?:{_CONTROL}(?:-{_CONTROL})?)\])|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL
 )
 CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-"""Characters that no grammar of a JSON string here can spell."""
+"""Characters that our JSON grammars cannot spell."""
 
 LARGEST_ROUNDED = 2**65
 """Bounds up to here may be rounded: the range of 64-bit integers."""
@@ -185,7 +185,7 @@ def count(place: Place, keyword: str) -> int | None:
 
 
 def number(place: Place, keyword: str, *, rounds: bool = False) -> int | float | None:
-    """Return a keyword's number, if present. Refuses a bound that is no exact double, unless `rounds` inwards."""
+    """Return a keyword's number, if present. Refuses an inexact double, unless it `rounds` inwards."""
     if keyword not in place.schema:
         return None
     value = place.schema[keyword]
@@ -217,7 +217,7 @@ def is_exact(value: int | float) -> bool:
 
 
 def pattern(text: Any, keyword: str, at: str) -> str:
-    """Check a regular expression. A control character is refused: llguidance reads a single one as the empty text."""
+    """Check a pattern. Refuses control characters: llguidance reads a single one as empty text."""
     if not isinstance(text, str):
         raise schema_error(keyword, at, "must be a string")
     if any(token["control"] for token in _SINGLE_CONTROL.finditer(text)):
@@ -226,7 +226,6 @@ def pattern(text: Any, keyword: str, at: str) -> str:
 
 
 def names(place: Place, keyword: str) -> list[str]:
-    """Return a keyword's property names, without duplicates."""
     return _names(place.schema.get(keyword, []), keyword, place.at)
 
 
@@ -255,7 +254,6 @@ def _names(value: Any, keyword: str, at: str) -> list[str]:
 
 
 def _joined(base: str, ref: str) -> tuple[str, str]:
-    """Return an absolute URI and the fragment."""
     try:
         uri, fragment = urldefrag(ref)
         if not uri:

@@ -1,4 +1,4 @@
-"""`unevaluatedProperties` and `unevaluatedItems`: what is evaluated in each way that a schema can hold."""
+"""`unevaluatedProperties` and `unevaluatedItems`, for each alternative of a schema."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 class Schemas(ProofContext, Protocol):
-    """The part of `rewriter.Rewriter` used here; it uses this module in turn."""
+    """Part of `rewriter.Rewriter`, which uses this module."""
 
     document: Document
     complement: Complement
@@ -31,7 +31,7 @@ class Schemas(ProofContext, Protocol):
 
 @dataclass(frozen=True)
 class Alternative:
-    """A alternative in which a schema holds, with the properties and items then evaluated."""
+    """Alternative of a schema, with the properties and items that it evaluates."""
 
     core: Core = True
     names: frozenset[str] = frozenset()
@@ -58,7 +58,7 @@ class Evaluation:
         self._depth = 0
 
     def allowed(self, place: Place, kinds: Kinds) -> Core:
-        """Return what a schema with `unevaluatedProperties` or `unevaluatedItems` allows."""
+        """Rewrite a schema with `unevaluatedProperties` or `unevaluatedItems`."""
         return any_of(alternative.core for alternative in self._alternatives(place, kinds))
 
     def _alternatives(self, place: Place, kinds: Kinds) -> list[Alternative]:

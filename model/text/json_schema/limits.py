@@ -21,7 +21,7 @@ MAX_REGEX_CHARS = 4096
 MAX_PATTERN_CHARS = 16 << 10
 """Sum over a schema's regular expressions."""
 MAX_MULTIPLE = 100_000
-"""Bound of the least common multiple and the sum of all `multipleOf`: an automaton has a state per remainder."""
+"""Bounds the least common multiple and sum of all `multipleOf`: an automaton has a state per remainder."""
 MAX_PLACES = 5
 MAX_INTERSECTING_PATTERNS = 12
 MAX_PATTERN_KEYS = 64
@@ -60,7 +60,7 @@ def check_intersections(schema: Mapping[str, Any]) -> None:
 
 
 def _check_multiples(values: Sequence[Any]) -> None:
-    """Bound the decimals scaled to integers together, as llguidance scales them."""
+    """Bound the decimals, scaled to integers together as in llguidance."""
     numbers = [
         value for value in values if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
     ]
@@ -162,7 +162,6 @@ class _Places:
         return flat, choices
 
     def _target(self, ref: str) -> Any:
-        """Return the target of a reference within the schema; None if unknown."""
         found = self._root
         if not ref.startswith("#"):
             return None

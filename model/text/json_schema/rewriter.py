@@ -1,4 +1,4 @@
-"""Rewrites any JSON schema to core schemas that never allow more, or refuses it by the keyword's name."""
+"""Rewrites a JSON schema to core schemas that never allow more, or refuses it by keyword."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from model.text.json_schema.document import (
 from model.text.json_schema.evaluation import Evaluation
 
 MAX_NODES = 100_000
-"""Core schemas made of one schema: bounds its cost."""
+"""Core schemas made of one schema."""
 MAX_PRODUCED_AHEAD = 8
-"""Nested references that a proof resolves ahead of their turn."""
+"""Nested references resolved early by a proof."""
 MAX_OPTIONS = 24
-"""Ways in which the schemas of a `oneOf` differ, multiplied."""
+"""Product of the ways in which schemas of a `oneOf` differ."""
 MAX_QUESTIONS = 200
-"""Questions to llguidance about text, each about a millisecond."""
+"""Questions to llguidance, about a millisecond each."""
 
 FORMATS = frozenset({
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
@@ -66,7 +66,7 @@ ASSERTIONS = frozenset({
 
 class Rewriter:
     def __init__(self, document: Document, *, lenient: bool, formats: Collection[str] = FORMATS) -> None:
-        """`formats` are the known formats; unless `lenient`, others are refused."""
+        """Refuse formats outside `formats`, unless `lenient`."""
         self.document = document
         self._formats = formats
         self.is_lenient = lenient
@@ -103,13 +103,13 @@ class Rewriter:
         return root, {key: body for key, body in self._bodies.items() if body is not None}
 
     def spend(self, num_nodes: int = 1) -> None:
-        """Count core schemas. Raises GrammarError beyond MAX_NODES."""
+        """Raise GrammarError beyond MAX_NODES core schemas."""
         self._num_nodes += num_nodes
         if self._num_nodes > MAX_NODES:
             raise GrammarError("The JSON schema is too complex: its keywords multiply each other.")
 
     def allowed(self, place: Place, kinds: Kinds = ALL) -> Core:
-        """Return what `place` allows; only values of `kinds` matter."""
+        """Return the core schema of `place` for values of `kinds`."""
         schema = place.schema
         if isinstance(schema, bool):
             return schema
@@ -124,7 +124,7 @@ class Rewriter:
         return all_of((part for _, part in self.parts(place, kinds)), self)
 
     def parts(self, place: Place, kinds: Kinds) -> list[tuple[str, Core]]:
-        """Return what each keyword allows, in order; all assertions are one part."""
+        """Return the parts of the keywords, in order; all assertions are one part."""
         found: list[tuple[str, Core]] = []
         for key in place.schema:
             if key in ASSERTIONS:

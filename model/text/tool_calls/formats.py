@@ -87,7 +87,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
 """Formats by vLLM's --tool-call-parser names; `_anywhere`: bare calls may follow prose."""
 
 SHOWN_PYTHONIC = re.compile(r"\[\s*\w+\(\w+\s*=|<function_calls>|<\|tool_call_start\|>")
-"""Pattern in the template of a model that writes calls as Python."""
+"""Pattern in templates with Python calls."""
 
 
 class SpecialTokens(Protocol):
@@ -157,7 +157,7 @@ def _reply_rules(spec: CallSpec, tokens: SpecialTokens, or_grammar: str | None) 
 
 
 def _bare_text_rules(syntax: CallSyntax, tokens: SpecialTokens, calls: str, rest: str) -> list[str]:
-    """Return rules of text or bare calls: text may contain nothing that can be read as a call."""
+    """Return rules of text or bare calls: no text may be read as a call."""
     bare = re.escape(syntax.bare)
     spelt = [re.escape(text) for text in syntax.openings if tokens.special_id(text) is None]
     if syntax.at_start_only:
@@ -169,7 +169,7 @@ def _bare_text_rules(syntax: CallSyntax, tokens: SpecialTokens, calls: str, rest
 
 
 def _text_rules(syntax: CallSyntax, opening: str, closing: str, calls: str) -> list[str]:
-    """Return rules of text with calls anywhere, each after an opening, which text may not contain."""
+    """Return rules of text with calls, each after an opening, which text may not contain."""
     is_token = opening.startswith("<[")
     if not syntax.in_xml:
         head = f"head: TEXT {opening}" if is_token else f"head[lazy]: TEXT {opening}"
@@ -201,10 +201,10 @@ def _call_start(function: Function, spec: CallSpec) -> str:
 
 
 NOT_IN_TEXT = {"{": '"', "[": "A-Za-z_"}
-"""Characters that, like blanks, may not follow the first character of a bare run in text."""
+"""Characters that, like blanks, may not follow a bare run's first one in text."""
 
 SPACED = " ?"
-"""Whitespace between the tokens of arguments, as models write them."""
+"""Whitespace in arguments, as models write them."""
 
 
 def _marker(text: str, tokens: SpecialTokens) -> str:

@@ -17,11 +17,11 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class JsonCallReader(CallReader):
-    """Control characters in strings, which JSON forbids but models write, are escaped in the arguments. Unknown keys
-    are skipped; of duplicate keys the first counts."""
+    """Control characters in strings, which models write, are escaped. Unknown keys are skipped; of duplicate keys the
+    first counts."""
 
     def __init__(self, names: Collection[str], name: str | None = None) -> None:
-        """Given a `name`, only the arguments are read."""
+        """Read only arguments if `name` is given."""
         super().__init__(name, self._before_object if name is None else self._before_value)
         self._names = names
         self._top_depth = 1 if name is None else 0  # nesting depth of name and arguments
@@ -31,7 +31,7 @@ class JsonCallReader(CallReader):
         self._is_escaped = self._is_key = False
         self._num_hex = 0  # digits of \uXXXX still to come
         self._is_emitting = False
-        self._held_bracket = ""  # last bracket of the arguments, held until the whole call is well-formed
+        self._held_bracket = ""  # last bracket of the arguments, until the call is well-formed
 
     @property
     def _is_top(self) -> bool:

@@ -1,4 +1,4 @@
-"""Function calls in Python syntax, as Llama 3.2 and 4, OLMo and LFM2 write them: reading and grammar.
+"""Function calls in Python syntax (Llama 3.2 and 4, OLMo, LFM2): reading and grammar.
 
     [get_weather(city="Oslo", days=3), stop()]
 
@@ -152,7 +152,7 @@ class PythonCallReader(CallReader):
             self._close_container()
 
     def _begin_tuple(self) -> None:
-        """Mark the open parenthesis as a tuple: it holds a comma, or nothing."""
+        """Mark the open parenthesis as a tuple: it has a comma, or is empty."""
         inner = self._outputs.pop()
         self._emit("[" + "".join(inner))
         self._stack[-1] = TUPLE
@@ -182,7 +182,7 @@ class PythonCallReader(CallReader):
         self._string, self._quotes, self._state = char, char, self._in_string_start
 
     def _in_string_start(self, char: str) -> None:
-        """After one quote or two: an empty string, or triple quotes."""
+        """Read after one or two quotes: an empty string, or triple quotes."""
         if char == self._string and len(self._quotes) == 1:
             self._quotes += char
             return
@@ -268,7 +268,6 @@ def _json(text: str) -> str:
 
 
 def _scalar_json(word: str) -> str | None:
-    """Return a number or constant as JSON; None for anything else."""
     if word in WORDS:
         return WORDS[word]
     try:
@@ -285,7 +284,7 @@ def _scalar_json(word: str) -> str | None:
 
 
 MAX_PROPERTIES = 128
-"""Rules nest as deep as there are properties."""
+"""Bound on the nesting of rules."""
 ANY_STRING = r"""/"([^"\\\n]|\\["\\nrt])*"|'([^'\\\n]|\\['\\nrt])*'/"""
 ANY_KEYWORD = "/[A-Za-z_][A-Za-z0-9_]{0,63}=/"
 
@@ -293,8 +292,8 @@ ANY_KEYWORD = "/[A-Za-z_][A-Za-z0-9_]{0,63}=/"
 def argument_rules(number: int, function: Function, *, enforce_schema: bool) -> list[str]:
     """Return the Lark rules of a call after its opening parenthesis, `rest_<number>` first.
 
-    Arguments come in the schema's order; values are JSON, but for True, False and None. Without `enforce_schema` any
-    arguments are allowed. Raises GrammarError.
+    Arguments are in the schema's order; values are JSON, but True, False and None. Without `enforce_schema` any are
+    allowed. Raises GrammarError.
     """
     own = f"rest_{number}"
     if not enforce_schema:
@@ -316,7 +315,7 @@ def argument_rules(number: int, function: Function, *, enforce_schema: bool) -> 
 
 
 def _argument_rules(own: str, found: Sequence[Parameter]) -> list[str]:
-    """`first_<i>`: arguments from the i-th on, none precedes; `more_<i>`: after another argument."""
+    """Write `first_<i>`: the first argument is the i-th or later; `more_<i>`: after another argument."""
     rules = []
     for place, each in enumerate(found):
         this, after = f"{own}_{place}", f"{own}_more_{place + 1}"

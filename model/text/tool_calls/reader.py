@@ -17,11 +17,11 @@ class Function:
 
 
 class CallReader:
-    """State machine: `_state` reads the next character. `is_done` without `is_call`: no call of a known function."""
+    """State machine; `is_done` without `is_call` means no call of a known function."""
 
     def __init__(self, name: str | None, state: Callable[[str], None]) -> None:
         self.name = name  # None until a known function's is read
-        self.has_opened = False  # the parenthesis of a Python call was read
+        self.has_opened = False  # read a Python call's parenthesis
         self.is_done = False
         self.is_bad = False  # malformed
         self._state = state

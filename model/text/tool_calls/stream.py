@@ -19,13 +19,13 @@ from model.text.tool_calls.xml_call import BEGIN, XmlCallReader
 BARE_NAME = re.compile(r"([A-Za-z0-9_.-]+)\s{0,8}(?:\[CALL_ID\]\w{1,40})?(?:\[ARGS\])?\s{0,8}(?=\{)")
 MAX_BARE_NAME_CHARS = 160
 MAX_UNPROVEN_CHARS = 64 << 10
-"""Most characters held back before a call's name and first arguments are read."""
+"""Most characters held back before a call's name and arguments."""
 MAX_HELD_BLANKS = 256
 LOOKBACK_CHARS = 256
 RESYNC_CHARS = 4 << 10
-"""Part of a malformed, partly emitted call, from its end, that is searched for an opening."""
+"""End of a malformed, partly emitted call that is searched for an opening."""
 MAX_RESCANS = 4
-"""Most characters of malformed text reread, in multiples of the reply's length."""
+"""Most malformed text reread, in reply lengths."""
 
 
 @dataclass(frozen=True)
@@ -92,17 +92,17 @@ class ToolCallStream:
         self._longest_opening = max(map(len, _markers(syntax)))
         self._mode = self._at_start if syntax.at_start_only else self._in_text
         self._buffer = ""
-        self._waiting: list[str] = []  # to be appended to the buffer
+        self._waiting: list[str] = []  # not yet in the buffer
         self._num_waiting = 0
-        self._num_dropped = 0  # characters dropped before the buffer
+        self._num_dropped = 0  # characters before the buffer
         self._pos = 0  # next to read
         self._emitted = 0  # the buffer is emitted up to here
         self._is_ended = False
         self._reader: Reader | None = None
-        self._begin = 0  # start of a possible call, with its opening
-        self._resume = 0  # where to continue if it is not a call
+        self._begin = 0  # of a possible call, with its opening
+        self._resume = 0  # continue here if it is no call
         self._is_started = False
-        self._follows_call = False  # only syntax separates it from the previous call
+        self._follows_call = False  # only syntax precedes
         self._run_has_calls = False
         self._is_closed = False  # the last call's run has ended
         self._has_bare_run = False
@@ -126,7 +126,7 @@ class ToolCallStream:
         return events
 
     def flush(self) -> list[ToolCallEvent]:
-        """End the reply and return what was held back."""
+        """End the reply and return the held events."""
         self._is_ended = True
         events = self.push("")
         rest = self._buffer[self._emitted :]
@@ -266,7 +266,7 @@ class ToolCallStream:
         return not self._is_ended and any(len(rest) < len(m) and m.startswith(rest) for m in markers)
 
     def _opening_at(self, pos: int) -> int | None:
-        """Return the length of the opening at `pos`; 0 if the call itself begins there."""
+        """Return the opening's length at `pos`; 0 if the call begins there."""
         syntax = self._syntax
         opening = next((m for m in syntax.openings if self._buffer.startswith(m, pos)), None)
         if opening is not None:
@@ -339,7 +339,7 @@ class ToolCallStream:
     # Text
 
     def _find_opening(self) -> tuple[int, int] | None:
-        """Return the next opening from `_pos` on; a bare one has no length."""
+        """Return (begin, end) of the next opening."""
         bare, pos = self._syntax.bare, self._pos
         while found := self._opening.search(self._buffer, pos):
             begin, pos = found.span()
@@ -405,7 +405,7 @@ def _markers(syntax: CallSyntax) -> tuple[str, ...]:
 
 
 def _overlap(text: str, start: int, markers: tuple[str, ...]) -> int:
-    """Return the length of the longest end of `text[start:]` that begins a marker."""
+    """Return the length of the end of `text[start:]` that may begin a marker."""
     longest = min(len(text) - start, max(map(len, markers)) - 1)
     tails = (text[len(text) - n :] for n in range(longest, 0, -1))
     return next((len(tail) for tail in tails if any(marker.startswith(tail) for marker in markers)), 0)

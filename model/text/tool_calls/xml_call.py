@@ -6,7 +6,7 @@
     </parameter>
     </function>
 
-A value is plain text without one line break around it; the function's schema decides its meaning as JSON.
+A value is plain text between two line breaks; the function's schema decides its JSON type.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ VALUE_END_STARTS = frozenset(
 
 
 class XmlCallReader(CallReader):
-    """A value ends at its end tag, the next parameter or the function's end; another function within it means that the
-    call was cut off."""
+    """A value ends at its end tag, the next parameter or the function's end; another function cuts the call off."""
 
     def __init__(self, schemas: Mapping[str, Any]) -> None:
         super().__init__(None, self._in_begin)
@@ -149,7 +148,7 @@ class XmlCallReader(CallReader):
 
 
 def types_of(schema: Any, parameter: str) -> frozenset[str]:
-    """Return the JSON types that a function's schema allows a parameter; only text if unspecified."""
+    """Return a parameter's JSON types; only text if unspecified."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     own = properties.get(parameter) if isinstance(properties, Mapping) else None
     return frozenset(_types(own, schema, depth=8)) or frozenset({"string"})
@@ -185,7 +184,7 @@ def _type_of(value: Any) -> str:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """Return a value of one of these types as JSON, as a string if it has none of them."""
+    """Return a value as JSON, a string if it has none of `types`."""
     plain = text.strip()
     try:
         value = TRUTHS[plain.lower()] if plain.lower() in TRUTHS else json.loads(plain)
@@ -229,7 +228,7 @@ def function_rules(number: int, function: Function, *, enforce_schema: bool) -> 
 
 
 def _value_rules(rule: str, parameter: Parameter, types: frozenset[str]) -> list[str]:
-    """`types` are the JSON types that a value is read as."""
+    """Return the rules of a value read as `types`."""
     end = literal(f"\n{PARAMETER_END}\n")
     if parameter.choices is not None:
         texts = [text for choice in parameter.choices if (text := _text_of(choice, types)) is not None]
@@ -257,7 +256,7 @@ ENDS = re.compile("|".join(map(re.escape, (*VALUE_ENDS, BEGIN))))
 
 
 def _text_of(choice: Any, types: frozenset[str]) -> str | None:
-    """Return a value as text that is read back as the same value, if possible."""
+    """Return text that is read back as the same value, if any."""
     text = choice if isinstance(choice, str) else json.dumps(choice, ensure_ascii=False)
     encoded = json.dumps(text) if types == {"string"} else _as_json(text, types)
     is_same = not ENDS.search(text) and canonical_key(json.loads(encoded)) == canonical_key(choice)
@@ -265,7 +264,7 @@ def _text_of(choice: Any, types: frozenset[str]) -> str | None:
 
 
 def _whole(pattern: str, at: str) -> str:
-    """Return a pattern that may match anywhere as one that matches the whole text."""
+    """Return a pattern that matches the whole text."""
     inner = pattern.removeprefix("^")
     num_backslashes = len(inner[:-1]) - len(inner[:-1].rstrip("\\"))
     ends = inner.endswith("$") and num_backslashes % 2 == 0

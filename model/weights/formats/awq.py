@@ -15,12 +15,12 @@ from model.weights.safetensors_file import StoredTensor
 
 PER_WORD = 8
 SHIFTS = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.int32)
-"""Bit of each of a word's eight outputs: nibbles 0, 4, 1, 5, 2, 6, 3, 7."""
+"""Bit of each output of a word: nibbles 0, 4, 1, 5, 2, 6, 3, 7."""
 
 
 @dataclass(frozen=True)
 class AwqScheme:
-    """`version: "gemm"`; the scaling of activations is folded into other weights."""
+    """`version: "gemm"`; activation scaling is folded into other weights."""
 
     group_size: int  # 0: the whole row
     has_zero_point: bool
@@ -77,7 +77,7 @@ def read_awq(fields: Fields) -> Quantisation:
 
 
 def _outputs(tensor: StoredTensor, first: int, last: int) -> np.ndarray:
-    """Return codes of outputs first..last - 1 of words [R, N / 8], uint8[R, last - first]."""
+    """Return outputs first..last - 1 of words [R, N / 8], uint8[R, last - first]."""
     begin = first // PER_WORD
     words = tensor.columns(begin, -(-last // PER_WORD))
     codes = ((words[:, :, None] >> SHIFTS) & 15).astype(np.uint8).reshape(len(words), -1)

@@ -58,7 +58,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Int8Scheme:
-    """int8 weights with a scale for the matrix or for each row."""
+    """int8 weights with a scale for the matrix or each row."""
 
     quantised_input: bool
 
@@ -77,7 +77,7 @@ class Int8Scheme:
 
 @dataclass(frozen=True)
 class PackedScheme:
-    """Codes in words of 32 bits along the inputs, low bits first; zero points in words along the outputs."""
+    """Codes in 32-bit words along the inputs, low bits first; zero points in words along the outputs."""
 
     bits: int
     group_size: int  # 0: the whole row
@@ -119,7 +119,7 @@ class PackedScheme:
 
 
 def read_compressed_tensors(fields: Fields) -> Quantisation:
-    """Read the whole config. Raises ModelError."""
+    """Read a config. Raises ModelError."""
     status = fields.text("quantization_status", "compressed")
     if status != "compressed":
         raise fields.error("quantization_status", f"{status!r} is not supported (compressed)")
@@ -146,7 +146,7 @@ def read_compressed_tensors(fields: Fields) -> Quantisation:
 
 
 def _groups(fields: Fields) -> list[tuple[Callable[[str], bool], bool, Scheme]]:
-    """[(names that a group targets, whether it targets every linear module, its scheme)]."""
+    """Return [(a group's target names, whether it targets every linear module, its scheme)]."""
     default_format = fields.text("format", MIXED)
     if default_format not in (*FORMATS, MIXED):
         raise fields.error("format", f"{default_format!r} is not supported ({', '.join((*FORMATS, MIXED))})")
@@ -216,7 +216,7 @@ def _packed_scheme(group: Fields, weights: Arguments, inputs: Arguments | None) 
 
 
 def _fp4_scheme(weights: Arguments, format: str) -> Scheme:
-    """The input's own rounding to 4 bits is left out: no unit before Blackwell has it, and it only loses."""
+    """Return the scheme, without rounding of inputs to 4 bits, which needs Blackwell and loses accuracy."""
     size = 16 if FP4_FORMATS[format] == "tensor_group" else 32
     if (weights.num_bits, weights.kind, weights.group_size) != (4, "float", size):
         raise weights.fields.error("group_size", f"{format} has 4-bit floats in groups of {size}")
@@ -253,7 +253,7 @@ def _checked(tensor: StoredTensor, first: int, last: int) -> np.ndarray:
 
 
 def _take_zeros(tensors: ModuleTensors, suffix: str) -> None:
-    """Accept the zero points of a symmetric scheme, which older files carry, if all are 0."""
+    """Accept a symmetric scheme's zero points (in older files) if all are 0."""
     if suffix in tensors:
         tensor = tensors.take(suffix, INT8 + INT32 + INT64, tensors.shape(suffix) or ())
         if tensor.values().any():

@@ -1,4 +1,4 @@
-"""NVFP4 and MXFP4: e2m1 values, two to a byte, with block scales; dequantised while they are read."""
+"""NVFP4 and MXFP4: e2m1 values, two to a byte, with block scales; dequantised during reading."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6],
 
 @dataclass(frozen=True)
 class Nvfp4Scheme:
-    """Blocks of 16 inputs with e4m3 scales, and a scale of the matrix in one of two reciprocal spellings."""
+    """Blocks of 16 inputs with e4m3 scales, and a matrix scale: a multiplier or a divisor."""
 
     def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> StoredMatrix:
         for name in ("input_global_scale", "input_scale"):

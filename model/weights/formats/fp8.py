@@ -35,7 +35,7 @@ INPUT_SCALE_NAMES = ("input_scale", "activation_scale", "act_scale")
 
 @dataclass(frozen=True)
 class Fp8Scheme:
-    """One scale for the matrix or each row. Static input scales are unused: each row of x gets its own scale."""
+    """One scale for the matrix or each row. Static input scales are unused: each row of x gets its own."""
 
     quantised_input: bool
 

@@ -33,7 +33,7 @@ LAYER_NAMES = {
 }
 IGNORED = "rope_freqs.weight"
 INTERLEAVED = ("llama",)
-"""Architectures whose rows of q and k are in pairs for interleaved rotation."""
+"""Architectures with q and k rows paired for interleaved rotation."""
 
 _LAYER = re.compile(r"blk\.([0-9]{1,4})\.([a-z_]+)\.(weight|bias)")
 
@@ -166,7 +166,6 @@ def _model_name(header: GgufHeader, tensor: GgufTensor) -> str:
 
 
 def _stored(header: GgufHeader, file: StoredFile, tensor: GgufTensor) -> StoredTensor:
-    """Return the tensor as stored: plain numbers, or rows of bytes."""
     where = f"{header.path}: tensor {tensor.name[:200]!r}"
     if tensor.kind in PLAIN_TYPES:
         dtype, shape = PLAIN_TYPES[tensor.kind], tensor.shape

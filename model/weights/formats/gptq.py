@@ -149,7 +149,7 @@ def _group_size(fields: Fields) -> int:
 
 
 def _overrides(fields: Fields, scheme: GptqScheme) -> list[tuple[Callable[[str], Any], GptqScheme | None]]:
-    """Read `dynamic`: "-:" and an expression skips modules, "+:" or none changes bits and group size."""
+    """Read `dynamic`: prefix "-:" skips modules, "+:" or none changes bits and group size."""
     section = fields.section("dynamic")
     if section is None:
         return []

@@ -1,4 +1,4 @@
-"""4- and 8-bit codes with group scales as INT4, INT8 or, if neither is exact, DENSE."""
+"""Codes with group scales as INT4 (equal groups), INT8 (row scales) or DENSE."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
 
 
 def word_codes(words: np.ndarray, bits: int) -> np.ndarray:
-    """Unpack int32[n, w] to uint8[n, w * 32 / bits], low bits first; 4 or 8 bits."""
+    """Unpack int32[n, w] to uint8[n, w * 32 / bits], low bits first."""
     packed = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
     return packed if bits == 8 else unpack_nibbles(packed)
 
 
 @dataclass(frozen=True)
 class GroupedIntegers:
-    """Matrix (codes - zeros) * scales, with a scale and zero for each row and `group_size` inputs."""
+    """Matrix (codes - zeros) * scales, one each per row and `group_size` inputs."""
 
     module: str
     shape: tuple[int, int]
@@ -53,7 +53,6 @@ class GroupedIntegers:
     group_of: np.ndarray | None = None  # int32[K], each input's group; None: k // group_size
 
     def stored_matrix(self) -> StoredMatrix:
-        """Return INT4 for equal groups of 4 bits, INT8 for symmetric 8 bits with row scales, else DENSE."""
         num_inputs = self.shape[1]
         if self.bits == 4 and num_inputs % 8 == 0 and num_inputs % self.group_size == 0 and self.group_size % 2 == 0:
             return self._int4()

@@ -1,4 +1,4 @@
-"""bitsandbytes nf4: 4-bit indices into a table, with a scale for each block; dequantised while it is read."""
+"""bitsandbytes nf4: 4-bit indices into a table, with block scales; dequantised during reading."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _state(tensors: ModuleTensors, shape: tuple[int, int]) -> Fields:
 
 
 def _scales(tensors: ModuleTensors, num_blocks: int, state: Fields) -> np.ndarray:
-    """float32[num_blocks]."""
+    """Return float32[num_blocks]."""
     if "weight.nested_absmax" not in tensors:
         tensor = tensors.take("weight.absmax", F32, (num_blocks,))
         values = tensor.values()

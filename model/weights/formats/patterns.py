@@ -14,7 +14,7 @@ Matches = Callable[[str], bool]
 MAX_ENTRIES = 20_000
 MAX_ENTRY_LENGTH = 500
 MAX_REPEATS = 4
-"""Repeats of one pattern: without repeated groups, matching takes at most len(name) ** MAX_REPEATS steps."""
+"""Matching takes at most len(name) ** MAX_REPEATS steps, as no group may repeat."""
 
 _ESCAPED = re.compile(r"\\.|\[[^\]]*\]")
 _REPEATED_GROUP = re.compile(r"\)[*+?{]")
@@ -22,7 +22,7 @@ _REPEAT = re.compile(r"[*+{]")
 
 
 def entries(fields: Fields, name: str) -> list[str]:
-    """Return a list of strings; [] if the field is missing. Raises ModelError."""
+    """Return a list of strings, [] if missing. Raises ModelError."""
     value: Any = fields.get(name)
     value = [] if value is None else value
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
@@ -44,14 +44,14 @@ def compile_regex(fields: Fields, name: str, pattern: str) -> re.Pattern[str]:
 
 
 def exact_or_regex(fields: Fields, name: str, values: list[str]) -> Matches:
-    """Match compressed-tensors' names: whole, or "re:" and an expression matched from the start."""
+    """Match compressed-tensors' names: whole, or "re:" and a prefix expression."""
     names = {value for value in values if not value.startswith("re:")}
     patterns = [compile_regex(fields, name, value[3:]) for value in values if value.startswith("re:")]
     return lambda module: module in names or any(pattern.match(module) for pattern in patterns)
 
 
 def wildcards(values: list[str]) -> Matches:
-    """Match ModelOpt's names: whole or with `*`; a whole name also matches its submodules."""
+    """Match ModelOpt's names: whole (submodules included) or with `*`."""
     plain = {value for value in values if not set(value) & set("*?[")}
     patterns = [value for value in values if value not in plain]
     return lambda module: (

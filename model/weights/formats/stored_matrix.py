@@ -1,4 +1,4 @@
-"""A stored matrix, read row by row in one of the forms of `Weight`."""
+"""A stored matrix, read row by row in a form of `Weight`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCK = 128
 """Rows and columns of a WeightFormat.FP8_BLOCK block."""
 
 ReadRows = Callable[[int, int], np.ndarray]
-"""Reader of rows first..last - 1."""
+"""Reads rows first..last - 1."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,6 @@ class WeightForm:
 
 
 class Rows(Protocol):
-    """Rows of one array of a `Weight`."""
-
     def read_into(self, start: int, out: np.ndarray) -> None:
         """Fill contiguous `out` with the flattened array from element `start` on. Thread-safe. Raises ModelError."""
 
@@ -98,7 +96,7 @@ class ConvertedRows:
 class StoredMatrix:
     """Projection [N, K]; `arrays` holds data, and scale and zero_point if the form has them."""
 
-    name: str  # of the module, as in the files
+    name: str  # the module's, as in the files
     shape: tuple[int, int]
     form: WeightForm
     arrays: dict[str, Rows]
@@ -106,10 +104,7 @@ class StoredMatrix:
 
 
 def check_stackable(parts: Sequence[StoredMatrix]) -> None:
-    """Raise ModelError unless matrices with one input can share a `Weight`.
-
-    GPTQ orders inputs by their Hessian, so matrices quantised from one input share one order.
-    """
+    """Raise ModelError unless matrices with one input, so one GPTQ order, can share a `Weight`."""
     first = parts[0]
     for part in parts[1:]:
         if part.form != first.form:
@@ -131,7 +126,7 @@ class Scheme(Protocol):
 
 
 class ModuleTensors:
-    """One module's tensors by suffix, each returned once, checked."""
+    """One module's tensors by suffix, each returned once."""
 
     def __init__(self, module: str, where: str, tensors: dict[str, StoredTensor]):
         self.module = module
@@ -142,7 +137,6 @@ class ModuleTensors:
         return suffix in self._tensors
 
     def shape(self, suffix: str) -> tuple[int, ...] | None:
-        """Return the shape of a tensor not yet taken, if any."""
         tensor = self._tensors.get(suffix)
         return None if tensor is None else tensor.shape
 
@@ -166,13 +160,13 @@ class ModuleTensors:
         return np.float32(values[0])
 
     def finish(self) -> None:
-        """Raise ModelError for a tensor that is left."""
+        """Raise ModelError for a tensor left over."""
         for suffix, tensor in sorted(self._tensors.items()):
             raise tensor.error(f"{suffix} is no part of this format")
 
 
 def check_scales(tensor: StoredTensor, values: np.ndarray, *, zero_allowed: bool = False) -> None:
-    """Raise ModelError unless all are finite and positive (or zero, if allowed)."""
+    """Raise ModelError unless finite and positive (or zero, if allowed)."""
     if not np.isfinite(values).all():
         raise tensor.error("holds NaN or infinity")
     if values.size and not (values.min() >= 0 if zero_allowed else values.min() > 0):
@@ -186,22 +180,21 @@ def check_e4m3(tensor: StoredTensor, bits: np.ndarray) -> None:
 
 
 def read_scales(tensor: StoredTensor, first: int, last: int) -> np.ndarray:
-    """Return rows as float32, checked."""
     values = tensor.rows(first, last).astype(FLOAT32)
     check_scales(tensor, values)
     return values
 
 
 def row_scales(tensor: StoredTensor) -> ConvertedRows:
-    """Read [N] or [N, 1] as float32[N]."""
+    """Read [N] or [N, 1] as float32."""
     return ConvertedRows(1, lambda first, last: read_scales(tensor, first, last))
 
 
 def constant_scale(value: np.float32) -> ConvertedRows:
-    """Repeat a matrix's scale for each row, so that stacking needs no requantising."""
+    """Repeat a matrix's scale per row, so that stacking needs no requantising."""
     return ConvertedRows(1, lambda first, last: np.full(last - first, value, FLOAT32))
 
 
 def dense_matrix(module: str, shape: tuple[int, int], convert: ReadRows) -> StoredMatrix:
-    """Dequantise a matrix during reading; `convert` returns float32 rows [n, K]."""
+    """Dequantise while reading; `convert` returns float32 rows [n, K]."""
     return StoredMatrix(module, shape, WeightForm(), {"data": ConvertedRows(shape[1], convert)})

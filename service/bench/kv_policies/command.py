@@ -99,7 +99,7 @@ def _add_rate_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_memory_bench(settings: Settings, flags: argparse.Namespace) -> int:
-    """Return 0; raises StartupError for flags that do not fit together or work that does not fit."""
+    """Return 0. Raises StartupError for conflicting flags or work that does not fit."""
     _check(flags)
     policies = [] if flags.sharing else read_policies(DEFAULT_POLICIES if flags.policies is None else flags.policies)
     sweep = Sweep(
@@ -137,7 +137,7 @@ def run_memory_bench(settings: Settings, flags: argparse.Namespace) -> int:
 
 
 def _check(flags: argparse.Namespace) -> None:
-    """Raises StartupError for flags that do not fit together."""
+    """Raise StartupError for conflicting flags."""
     for name in ("policies", "rates", "seconds", "only_rates", "latency_limit"):
         if flags.sharing and getattr(flags, name):
             raise StartupError(f"--{name.replace('_', '-')} does not go with --sharing")

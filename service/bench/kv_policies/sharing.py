@@ -19,7 +19,6 @@ from service.engine.request import EngineRequest
 from service.errors import StartupError
 
 WIDTHS = (2, 4, 6)
-"""Widths of the paper."""
 
 METHODS = ("parallel", "beam")
 
