@@ -144,7 +144,7 @@ class RedisLink:
             await client.connection_pool.disconnect(inuse_connections=False)
 
     async def is_past_end(self, stream: str, entry_id: str) -> bool:
-        """Return whether the stream was replaced, so that new ids may be smaller."""
+        """Return whether the stream ends before that entry: it was replaced."""
         if entry_id == STREAM_START:
             return False
         async with self.commands() as redis:
@@ -152,7 +152,7 @@ class RedisLink:
         return not last or order(last[0][0].decode()) < order(entry_id)
 
     async def begins_after(self, stream: str, entry_id: str) -> bool:
-        """Return whether that entry was trimmed."""
+        """Return whether the stream was trimmed past that entry."""
         async with self.commands() as redis:
             first = await redis.xrange(stream, count=1)
         return not first or order(first[0][0].decode()) > order(entry_id)

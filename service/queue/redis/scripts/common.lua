@@ -7,7 +7,8 @@
 --   attempts, told         claims; last event at the last claim
 --   deaths, deaths_in_all  engine deaths in flight since its last progress; in total
 --   first_death            number of the first of `deaths` among all
---   near, others           deaths shortly before, without it; and since
+--   near                   1: an engine died shortly before that, without it
+--   others                 deaths without it since, and `near`
 --   cancel, cause          reason of a cancel while claimed; of the last death
 --   tenant, cost           tokens, estimated
 --   prompt, branches       tokens; sequences
