@@ -97,7 +97,7 @@ async def test_stopped_past_its_lease_and_woken_it_adds_nothing(fleet, goldens):
     check_stories(stories, goldens)
     await finish(fleet, door, teller, goldens)
     assert sleeper.is_alive
-    assert "jobs were taken from us" in sleeper.output
+    assert "jobs were lost to other workers" in sleeper.output
 
 
 async def test_told_to_leave_it_hands_over_at_once(fleet, goldens):

@@ -117,4 +117,4 @@ async def test_no_request_fails_and_no_worker_counts_as_dead(set_redis, fleet, b
         assert await is_ready()
     await queue.close()
     assert "jobs of dead workers" not in fleet.output
-    assert "taken from us" not in fleet.output
+    assert "lost to other workers" not in fleet.output

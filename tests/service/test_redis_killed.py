@@ -54,7 +54,7 @@ def test_a_killed_redis_costs_nobody_a_token(tmp_path):
         assert texts == [undisturbed] * NUM_AT_ONCE, served.output
         assert redis_pid(served) != first
         assert complete(served.url) == undisturbed
-        assert "starts again" in served.output
+        assert "restarting" in served.output
         assert served.terminate() == 0, served.output
     finally:
         served.kill()

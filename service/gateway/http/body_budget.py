@@ -10,7 +10,7 @@ from service.errors import RequestError
 
 SMALL_BYTES = 64 << 10
 LARGE_SHARE = 0.75
-"""For larger bodies, so that uploads leave room for chats."""
+"""Share for larger bodies, so that uploads leave room for chats."""
 CLIENT_SHARE = 0.5
 WAIT_S = 2.0
 RETRY_AFTER_S = 2

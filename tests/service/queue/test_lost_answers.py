@@ -109,7 +109,7 @@ async def test_events_are_written_once_and_their_worker_loses_nothing(queue, pro
         assert await persist(lambda told=told: queue.publish(told)) == frozenset()
     assert await outcome(events) == Ended([1, 2, 3, 4, 5, 6], EndReason.STOP)
     assert redis.xlen(keys.events("JOB1")) == 6
-    assert "taken from us" not in caplog.text
+    assert "lost to other workers" not in caplog.text
     assert redis.hlen(keys.JOBS) == redis.hlen(keys.CLAIMS) == 0
 
 

@@ -255,4 +255,4 @@ async def test_a_job_that_ends_while_the_heart_beats_is_not_lost(open_queue, cap
     assert await queue.renew() == Lease(frozenset(), False)
     has_beaten.set()
     assert await publishing == frozenset()
-    assert "taken from us" not in caplog.text
+    assert "lost to other workers" not in caplog.text
