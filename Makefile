@@ -53,7 +53,7 @@ test-chaos: install $(VENV)/requirements-test.stamp ## kill, stop, starve and po
 lint: install $(VENV)/requirements-test.stamp ## ruff check, ruff format --check, mypy --strict on service and model
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
-	@$(VENV)/bin/mypy
+	@$(VENV)/bin/python -m mypy
 
 lock: ## resolve the newest allowed versions again and write the requirements files (needs uv)
 	@all=$$(mktemp); trap 'rm -f "$$all"' EXIT; \

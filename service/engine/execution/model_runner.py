@@ -210,10 +210,6 @@ class ModelRunner:
         )
 
 
-def _arrays_of(part: Penalties | Bias | TokenMask | None) -> list[Array]:
-    return [] if part is None else list(vars(part).values())
-
-
 def padded_rows(rows: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
     """Pad int32[R] with zeros to the next of `sizes`; unchanged if empty or longer than all. For other sizes of
     the LM head cuBLASLt may load a kernel, 15 to 70 ms under load."""
