@@ -268,7 +268,7 @@ class IngressQueue(Protocol):
         """Return new entries, each to one gateway."""
 
     async def renew_entries(self) -> Sequence[IngressEntry]:
-        """Renew fetched entries; return ones that others have."""
+        """Renew fetched entries; return the ids that another gateway has taken."""
 
     async def begin_replies(self, entry: IngressEntry, reply_id: str) -> ReplyStream:
         """Take the reply stream `reply_id` for a fetched entry."""

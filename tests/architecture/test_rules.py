@@ -201,7 +201,7 @@ def test_no_folder_is_crowded():
     folders += [path for folder in folders for path in folder.rglob("*") if path.is_dir()]
     counts = {
         folder.relative_to(ROOT).as_posix(): sum(
-            path.is_file() and path.name != "__init__.py" and path.suffix != ".lua" for path in folder.iterdir()
+            path.is_file() and path.name != "__init__.py" for path in folder.iterdir()
         )
         for folder in folders
     }

@@ -9,12 +9,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from enum import Enum
 from hashlib import sha1
-from importlib.resources import files
 from urllib.parse import unquote, urlsplit
 
 import hiredis
 
-from service.queue.redis.link import COMMON_SCRIPTS, script_of
+from service.queue.redis.link import COMMON_SCRIPTS, script_of, script_paths
 
 BLOCKING = frozenset({"XREAD", "XREADGROUP"})
 HANDSHAKE = frozenset({"HELLO", "AUTH", "CLIENT", "SELECT", "INFO", "ROLE", "PING"})
@@ -62,9 +61,7 @@ def once(*names: str, fate: Fate = Fate.SWALLOWED) -> Choose:
 
 def script_names() -> dict[bytes, str]:
     """Every script of the queue by its digest: `submit`, `publish`, ..."""
-    scripts = files("service.queue.redis").joinpath("scripts")
-    names = [path.name.removesuffix(".lua") for path in scripts.iterdir() if path.name.endswith(".lua")]
-    return {script_of(name)[1].encode(): name for name in names if name not in COMMON_SCRIPTS}
+    return {script_of(name)[1].encode(): name for name in script_paths() if name not in COMMON_SCRIPTS}
 
 
 class SwallowingProxy:

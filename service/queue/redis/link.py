@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from functools import cache
 from hashlib import sha1
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
@@ -246,9 +247,17 @@ class Outage:
 
 
 @cache
+def script_paths() -> dict[str, Traversable]:
+    """Return every script by its name, which no two folders share."""
+    folders = (files(__package__) / "scripts").iterdir()
+    return {path.name.removesuffix(".lua"): path for folder in folders if folder.is_dir() for path in folder.iterdir()}
+
+
+@cache
 def script_of(name: str) -> tuple[str, str]:
-    folder = files(__package__) / "scripts"
-    source = "".join(folder.joinpath(f"{part}.lua").read_text() for part in (*COMMON_SCRIPTS, name))
+    """Return the source of scripts/*/<name>.lua after COMMON_SCRIPTS, and its SHA-1."""
+    paths = script_paths()
+    source = "".join(paths[part].read_text() for part in (*COMMON_SCRIPTS, name))
     return source, sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
