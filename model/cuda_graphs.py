@@ -25,7 +25,7 @@ ROWS_BESIDE = tuple(range(64, 513, 64))
 """Captured rows for chunks in addition to decodes. Larger steps hide their launches."""
 
 ROWS_BESIDE_FEW = (16, 48, *ROWS_BESIDE)
-"""The same for the fewest decodes, which the uncached end of a cached prompt waits for."""
+"""The same for the fewest decodes: the uncached tail of a prompt waits for this step."""
 
 ROWS_ALONE = (32, 48, 64, 128)
 """Captured sizes of chunks without decodes: one launch less a layer."""

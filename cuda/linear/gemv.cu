@@ -1,4 +1,4 @@
-// gemv: out[m] = x[m] @ weight.T + bias for so few rows that the time is that of reading the weights once.
+// gemv: out[m] = x[m] @ weight.T + bias for a few rows; bound by reading the weights once.
 //
 //   x [M, K], weight [N, K], bias [N] or null, out [M, N]; M <= 8 COL_TILES
 //   A build defines WARPS (a block), ROW_TILES (weight rows of a tile, in sixteens), COL_TILES (rows of x, in eights),

@@ -1,5 +1,5 @@
-// gemv_fp8: out[m] = (x[m] @ weight.T) * x_scale[m] * weight_scale + bias, weight in e4m3, for so few rows that the
-// time is that of reading the weights once.
+// gemv_fp8: out[m] = (x[m] @ weight.T) * x_scale[m] * weight_scale + bias, weight in e4m3, for a few
+// rows; bound by reading the weights once.
 //
 //   x [M, K], of the build's type with x_scale null (X_FP8 0) or e4m3 with x_scale float32 [M] (X_FP8 1);
 //   weight e4m3 [N, K] without NaN, weight_scale float32 [N], bias [N] or null, out [M, N]; M <= 8 COL_TILES

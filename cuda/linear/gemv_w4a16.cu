@@ -1,5 +1,5 @@
-// gemv_w4a16: out[m] = x[m] @ weight.T + bias with 4-bit weights, for so few rows that the time is that of reading the
-// weights once.
+// gemv_w4a16: out[m] = x[m] @ weight.T + bias with 4-bit weights, for a few rows; bound by reading
+// the weights once.
 //
 //   x [M, K]; tiles, scale and zero (or null) as in int4.cuh; bias [N] or null, out [M, N]; M <= X_ROWS; group_spans are
 //   the spans of 128 columns in a group (1 with GROUPS > 1)
@@ -66,7 +66,7 @@ struct Weights {
     const u8* zero;
     int num_blocks, num_spans, group_spans;  // sixteens of rows, then along K
 
-    // Loads what there is at a position. The last sixteen stands for those past it.
+    // Loads the weights at a position; past the end, those of the last sixteen rows.
     __device__ __forceinline__ void load(Stage& stage, Position at) const {
         const int lane = threadIdx.x % WARP_SIZE, first = at.tile * ROW_TILES;
         if (at.span >= num_spans || first >= num_blocks) return;

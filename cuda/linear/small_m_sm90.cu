@@ -1,5 +1,5 @@
-// small_m_sm90: out[m] = x[m] @ weight.T + bias on Hopper (sm_90a), for more rows than gemv takes, but so few that the
-// time is that of reading the weights once.
+// small_m_sm90: out[m] = x[m] @ weight.T + bias on Hopper (sm_90a), for more rows than gemv takes; bound by reading the
+// weights once.
 //
 //   x [M, K], weight [N, K], bias [N] or null, out [M, N]; M <= COLS. `weight_map` is weight as a 2-D tensor map with
 //   boxes of 64 elements x ROWS rows, `x_map` is x with boxes of 64 elements x COLS rows; both with the 128-byte

@@ -175,7 +175,7 @@ def steady_decode(
 
 @contextmanager
 def _no_prompts(built: BuiltEngine) -> Iterator[None]:
-    """Replace prefill steps by ones that compute nothing and prefer no token."""
+    """Make the forward pass return equal logits without computing."""
     model, ops = built.executor.model, built.ops
     even = ops.upload(np.zeros((built.limits.max_num_seqs, model.config.vocab_size), np.float32))
 

@@ -304,7 +304,7 @@ class Rewriter:
         other = True if most is None else self._other_items(child)
         core = arrays.containing(self.shared(child), other, least, most, count(place, "maxItems"))
         if core is None:
-            raise schema_error("contains", place.at, "cannot be enforced with so many items")
+            raise schema_error("contains", place.at, "cannot be enforced with this many items")
         self.spend(4)
         return arrays.unless_array(kinds, core)
 

@@ -248,7 +248,7 @@ class ContiguousKV(KVManager):
         self.regions.check_invariants()
         sequences = set(sequences)
         if sequences != set(self._regions):
-            raise AssertionError("those that run and those that have regions are not the same")
+            raise AssertionError("running sequences and region owners differ")
         for sequence, region in self._regions.items():
             if list(sequence.block_table) != list(region[: len(sequence.block_table)]):
                 raise AssertionError(f"{sequence.request_id}: its blocks are not its region's")

@@ -333,8 +333,9 @@ def rate_at(curve: Sequence[ReplayFigures], latency_limit_s: float) -> float | N
             low, high, limit = (
                 math.log(each) for each in (below.normalized_latency_s, above.normalized_latency_s, latency_limit_s)
             )
-            low_rate, high_rate = below.rate or 0.0, above.rate or 0.0
-            return low_rate + (high_rate - low_rate) * (limit - low) / (high - low)
+            if below.rate is None or above.rate is None:
+                raise AssertionError("a curve is made of runs at a rate")
+            return below.rate + (above.rate - below.rate) * (limit - low) / (high - low)
     return curve[-1].rate
 
 

@@ -95,9 +95,13 @@ class ModelRunner:
     def transfer(self, inputs: StepInputs) -> None:
         if len(inputs.copies):
             self._copy(inputs.copies)
-        if self.host is not None and len(inputs.swap_outs):
+        if not len(inputs.swap_outs) and not len(inputs.swap_ins):
+            return
+        if self.host is None:
+            raise ValueError("transfer: there are no host blocks to swap with")
+        if len(inputs.swap_outs):
             self._swap_outs.append((len(inputs.swap_outs), self.host.copy_out(*inputs.swap_outs.T.tolist())))
-        if self.host is not None and len(inputs.swap_ins):
+        if len(inputs.swap_ins):
             self._swap_ins.append((len(inputs.swap_ins), self.host.copy_in(*inputs.swap_ins.T.tolist())))
 
     def sample(self, step: RunningStep, samples: Sequence[SampleInputs]) -> None:

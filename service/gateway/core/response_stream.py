@@ -323,7 +323,7 @@ class ResponseStream:
             await job.close()
 
     def reasons(self, reason: EndReason) -> list[EndReason]:
-        """Return each job's end reason; `reason` for one that has not ended."""
+        """Return each job's end reason, `reason` if it has not ended."""
         return [job.assembler.reason or reason for job in self._jobs]
 
     @property

@@ -128,7 +128,7 @@ def _check_tools(tools: Sequence[Tool]) -> None:
         if not _NAME.fullmatch(name):
             raise refusal(f"tools[{i}].function.name", "must be 1 to 64 letters, digits, '_' or '-'")
         if name in seen:
-            raise refusal(f"tools[{i}].function.name", "stands twice among the tools")
+            raise refusal(f"tools[{i}].function.name", "is used by two tools")
         seen.add(name)
 
 

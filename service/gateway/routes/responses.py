@@ -83,7 +83,7 @@ class Responses:
     async def get(self, http: web.Request) -> web.StreamResponse:
         record = await self._found(http)
         if http.query.getall("include", []) or http.query.getall("include[]", []):
-            raise refusal("include", "cannot be given here: everything there is stands in the answer")
+            raise refusal("include", "is not supported here: the response already includes everything")
         if wants_stream(http):
             accepted = await self._store.accepted(record)
             if accepted is None:
