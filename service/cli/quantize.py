@@ -12,7 +12,7 @@ from service.errors import StartupError
 
 MIB = 1 << 20
 DESCRIPTION = (
-    "Write a compressed-tensors folder, which vLLM reads too: fp8 (e4m3, a scale for each row; inputs are rounded to "
+    "Write a compressed-tensors folder (vLLM, transformers): fp8 (e4m3, a scale for each row; inputs are rounded to "
     "e4m3 too) or int4-gN (a scale for N inputs). Weights are rounded to nearest, without calibration data: for int4, "
     "calibrated tools (llm-compressor, GPTQModel) lose less."
 )
