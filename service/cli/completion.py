@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import shtab
 
 SHELLS = ("bash", "zsh", "fish")
-_PATHS = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY}
+_PATHS = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "MODEL": shtab.DIRECTORY}
 """Completion by metavar."""
 
 

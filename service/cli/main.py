@@ -8,9 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
-from pathlib import Path
 from typing import NoReturn
 
 from service.bench.command import add_bench_flags, run_bench
@@ -20,6 +18,7 @@ from service.cli.client.top import add_top_flags, run_top
 from service.cli.completion import add_completion_flags, completion_script
 from service.cli.dead_letters import add_dead_flags, run_dead
 from service.cli.keys import add_key_flags, run_key
+from service.cli.models import add_model_argument, take_model_argument, with_model
 from service.cli.quantize import add_quantize_flags, run_quantize
 from service.cli.roles import gateway_command, worker_command
 from service.cli.secret_flags import hide_secrets
@@ -30,8 +29,6 @@ from service.errors import StartupError
 from service.observability.logs import setup_logs
 
 log = logging.getLogger("quire.cli")
-
-DEMO_MODEL = Path(__file__).resolve().parents[2] / "model" / "demo"
 
 HELP = {
     "serve": "run everything: embedded Redis, one gateway, one worker",
@@ -90,6 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
         if verb in extra:
             extra[verb](verb_parser)
         if verb != BENCH:  # each bench adds the settings it reads
+            add_model_argument(verb_parser)
             add_flags(verb_parser, verb)
     for verb, (help, add_verb_flags, _) in OTHER_VERBS.items():
         add_verb_flags(verbs.add_parser(verb, help=help, description=help, allow_abbrev=False))
@@ -124,14 +122,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings = hide_secrets(flags)
         if flags.verb in OTHER_VERBS:
             return OTHER_VERBS[flags.verb][2](flags)
+        take_model_argument(flags)
         settings = read_settings(flags.verb, flags, os.environ)
-        model = settings.model or DEMO_MODEL
-        settings = replace(settings, model=model)
-        if flags.verb != BENCH and not model.is_dir():
-            raise StartupError(f"--model: {model}: no such folder (models are not downloaded)")
         setup_logs(settings.log_level)
         for warning in warnings:
             log.warning("%s", warning)
+        settings = with_model(settings)
         return COMMANDS[flags.verb](settings, flags)
     except BrokenPipeError:  # the reader of our stdout has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

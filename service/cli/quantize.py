@@ -8,6 +8,8 @@ from pathlib import Path
 
 from model.errors import ModelError
 from model.weights.writer import FORMAT_NAMES, write_quantised
+from service.cli.models import located
+from service.config.values import parse_model
 from service.errors import StartupError
 
 MIB = 1 << 20
@@ -20,16 +22,17 @@ DESCRIPTION = (
 
 def add_quantize_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
-    parser.add_argument("--model", metavar="DIR", required=True, help="model folder with 16- or 32-bit weights")
+    parser.add_argument(
+        "--model", metavar="MODEL", required=True, help="folder or org/name of a model with 16- or 32-bit weights"
+    )
     parser.add_argument("--format", metavar="NAME", required=True, help=f"one of {', '.join(FORMAT_NAMES)}")
     parser.add_argument("--out", metavar="DIR", required=True, help="new or empty folder to write")
 
 
 def run_quantize(flags: argparse.Namespace) -> int:
     """Return 0. Raises StartupError with one line."""
-    directory, out = Path(flags.model), Path(flags.out)
-    if not directory.is_dir():
-        raise StartupError(f"--model: {directory} is not a folder")
+    out = Path(flags.out)
+    directory = located(parse_model(flags.model)).folder
     shows_progress = sys.stderr.isatty()
 
     def on_bytes(num_bytes: int) -> None:

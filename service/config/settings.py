@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from service.config.values import parse_hosts, parse_keys, parse_name, parse_names, parse_switch
+from service.config.values import parse_hosts, parse_keys, parse_model, parse_name, parse_names, parse_switch
 
 SERVE, GATEWAY, WORKER, CHECK, BENCH = VERBS = ("serve", "gateway", "worker", "check", "bench")
 _MODEL_VERBS = VERBS
@@ -51,11 +51,23 @@ class Settings:
     """Settings of one process, checked and frozen. Durations are in seconds."""
 
     # Model
-    model: Path | None = _path(
-        None, "folder of a Hugging Face model (default: the shipped demo model)", verbs=_MODEL_VERBS
+    model: Path | None = _setting(
+        None,
+        "a folder, or org/name of a Hugging Face model, read from its cache or downloaded (default: the shipped demo "
+        "model)",
+        verbs=_MODEL_VERBS,
+        parse=parse_model,
+    )
+    revision: str | None = _setting(
+        None, "branch, tag or commit of a model given as org/name (default: main)", verbs=_MODEL_VERBS
+    )
+    download_dir: Path | None = _path(
+        None,
+        "folder of the cache of models given as org/name (default: $HF_HUB_CACHE, else $HF_HOME/hub)",
+        verbs=_MODEL_VERBS,
     )
     served_model_name: str | None = _setting(
-        None, "the model's name in the API (default: the folder's name)", verbs=(*_GATEWAY_VERBS, WORKER)
+        None, "the model's name in the API (default: org/name, or the folder's name)", verbs=(*_GATEWAY_VERBS, WORKER)
     )
     tool_call_parser: str | None = _one_of(
         None,

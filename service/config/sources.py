@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from service.config.settings import Settings
-from service.config.values import parse_switch
+from service.config.values import parse_model, parse_switch
 from service.errors import StartupError
 
 CONFIG = "config"
@@ -120,6 +120,8 @@ def _variable(name: str) -> str:
 
 
 def _metavar(field: dataclasses.Field[Any]) -> str:
+    if field.metadata["parse"] is parse_model:
+        return "MODEL"
     if field.metadata["parse"] is Path:
         return "FILE" if field.name.endswith("file") else "DIR"
     return {int: "N", float: "X"}.get(field.metadata["parse"], "TEXT")
@@ -131,7 +133,7 @@ def _as_text(value: Any) -> str:
 
 def _checked(field: dataclasses.Field[Any], text: str, source: str) -> Any:
     metadata = field.metadata
-    if not text and metadata["parse"] in (str, Path):
+    if not text and metadata["parse"] in (str, Path, parse_model):
         raise StartupError(f"{source}: empty value")
     try:
         value = metadata["parse"](text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 
 def parse_name(text: str) -> str:
@@ -30,6 +31,11 @@ def parse_keys(text: str) -> tuple[str, ...]:
     if not found:
         raise ValueError("at least one key; leave the setting out to require none")
     return found
+
+
+def parse_model(text: str) -> Path:
+    """Keep "./org/name" apart from the repository org/name, which Path would not."""
+    return Path(text).absolute() if text.startswith(".") else Path(text)
 
 
 def parse_switch(text: str) -> bool:

@@ -48,14 +48,18 @@ TEXT = ("text",)
 ARRAYS = ("weights", "families", "ops", "cuda_graphs", "rope", "kv_cache", "batch", "sampler", "step_inputs")
 COMMON = (
     "config", "config_fields", "gguf_config", "gguf_file",
-    "presets", "sampling_params", "dtypes", "json_files", "errors",
+    "presets", "sampling_params", "dtypes", "json_files", "errors", "hub",
     "ops.host_blocks", "ops.interface", "ops.packing", "ops.weight",
 )  # fmt: skip
 TRAINING = "demo"
 """Makes the demo model. It may use all of `model`, and nothing of the service or the model uses it."""
 
-GATES = {"model.ops.backend": "model.ops.gpu.ops", "service.observability.tracing": "service.observability.otel"}
-"""The only imports inside functions: optional dependencies, loaded by these modules on demand."""
+GATES = {
+    "model.ops.backend": "model.ops.gpu.ops",
+    "model.hub.locate": "model.hub.download",
+    "service.observability.tracing": "service.observability.otel",
+}
+"""The only imports inside functions: optional or slow dependencies, loaded by these modules on demand."""
 GPU_PACKAGES = ("cupy", "cupyx", "cupy_backends", "cuda", "nvmath", "nvidia")
 GPU_FOLDER = "model.ops.gpu"
 RANK = "service.engine.execution.model_runner"

@@ -64,7 +64,7 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.Captur
         "--model", golden, "--format", "int3", "--out", out
     )
     assert "has 96 inputs, no multiple of 128" in refusal("--model", golden, "--format", "int4-g128", "--out", out)
-    assert "is not a folder" in refusal("--model", out + "/no", "--format", "fp8", "--out", out)
+    assert "no such folder" in refusal("--model", out + "/no", "--format", "fp8", "--out", out)
     assert main(["quantize", "--model", golden, "--format", "fp8", "--out", out]) == 0
     assert "is not empty" in refusal("--model", golden, "--format", "fp8", "--out", out)
     assert "is quantised already" in refusal("--model", out, "--format", "fp8", "--out", str(tmp_path / "again"))

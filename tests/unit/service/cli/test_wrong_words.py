@@ -13,11 +13,19 @@ from service.cli.main import COMMANDS, main
             ["worker", "--max-num-seq=3"],
             "quire worker: --max-num-seq=3: unknown argument (did you mean --max-num-seqs?)",
         ),
-        (["gateway", "zzz"], "quire gateway: zzz: unknown argument"),
+        (
+            ["gateway", "zzz"],
+            "quire gateway: --model: zzz: no such folder (a folder, or org/name of a Hugging Face model)",
+        ),
+        (["serve", "a", "--model", "b"], "quire serve: --model: b and the argument a differ (give one)"),
         (["serve", "--port", "abc"], "quire serve: --port: 'abc' is not supported (a whole number)"),
         (["serve", "--port", "70000"], "quire serve: --port: 70000 is out of range (0..65535)"),
         (["serve", "--tensor-parallel-size", "2"], "quire serve: --tensor-parallel-size: must be 1"),
-        (["check", "--model", "a/b"], "quire check: --model: a/b: no such folder (models are not downloaded)"),
+        (
+            ["check", "a/b", "--download-dir", "c"],
+            "quire check: --model: a/b: no such folder, and its copy in c is not there (HF_HUB_OFFLINE forbids a "
+            "download)",
+        ),
         (["check", "--length", "0"], "quire check: --length: 0 is out of range (1..1048576)"),
         (["key", "bob", "--nam", "x"], "quire key: --nam: unknown argument (did you mean --tenant?)"),
         (["serve", "--ver"], "quire serve: --ver: unknown argument"),
@@ -26,7 +34,8 @@ from service.cli.main import COMMANDS, main
         (["worker"], "quire worker: --redis-url: missing (quire serve starts an embedded Redis)"),
     ],
 )
-def test_one_line_names_the_wrong_word(words, line, capsys):
+def test_one_line_names_the_wrong_word(words, line, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(words) == 2
     assert capsys.readouterr().err.splitlines()[-1] == line
 

@@ -1,0 +1,84 @@
+"""The Hugging Face cache on disk, read without a network: models--ORG--NAME/{refs,snapshots,blobs}."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.errors import ModelError
+from model.hub.files import INDEX_FILE, small_files, weight_files
+from model.json_files import read_json_object
+
+DEFAULT_REVISION = "main"
+UNVERIFIED = ".quire-unverified"
+"""Marker of a download that is not complete and checked."""
+
+INDEX_BYTES = 64 << 20
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_REVISION = re.compile(r"[\w.][\w./-]{0,254}", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_TRUE = ("1", "ON", "YES", "TRUE")
+
+
+def is_repository(name: str) -> bool:
+    return bool(_REPOSITORY.fullmatch(name)) and "--" not in name and ".." not in name
+
+
+def check_revision(revision: str) -> None:
+    """Raises ModelError unless `revision` can be a branch, a tag or a commit."""
+    if not _REVISION.fullmatch(revision) or ".." in revision:
+        raise ModelError(f"{revision!r} is not a revision (a branch, a tag or a commit)")
+
+
+def is_offline(environ: Mapping[str, str]) -> bool:
+    return (environ.get("HF_HUB_OFFLINE") or environ.get("TRANSFORMERS_OFFLINE") or "").upper() in _TRUE
+
+
+def cache_dir(environ: Mapping[str, str]) -> Path:
+    """Choose the folder as huggingface_hub does."""
+    base = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = environ.get("HF_HOME") or os.path.join(base, "huggingface")
+    folder = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    return Path(os.path.expandvars(os.path.expanduser(folder)))
+
+
+@dataclass(frozen=True)
+class CachedRepository:
+    folder: Path
+
+    @classmethod
+    def of(cls, cache: Path, name: str) -> CachedRepository:
+        return cls(cache / f"models--{name.replace('/', '--')}")
+
+    @property
+    def unverified(self) -> Path:
+        return self.folder / UNVERIFIED
+
+    def snapshot(self, revision: str) -> Path | None:
+        """Return the folder of a branch's, tag's or commit's files, complete or not; None: not in the cache."""
+        commit = revision
+        if not _COMMIT.fullmatch(revision):
+            try:
+                commit = (self.folder / "refs" / revision).read_text().strip()
+            except (OSError, UnicodeDecodeError):
+                return None
+        if not _COMMIT.fullmatch(commit):
+            return None
+        snapshot = self.folder / "snapshots" / commit
+        return snapshot if snapshot.is_dir() else None
+
+    def complete_snapshot(self, revision: str) -> Path:
+        """Return the folder if all served files are there. Raises ModelError with what is missing."""
+        snapshot = self.snapshot(revision)
+        if snapshot is None:
+            raise ModelError("is not there")
+        if self.unverified.exists():
+            raise ModelError("is an interrupted download")
+        available = {path.name for path in snapshot.iterdir() if path.exists()}  # a blob may be missing
+        nested = {str(path.relative_to(snapshot)) for path in snapshot.glob("*/*") if path.exists()}
+        small_files(available)
+        weight_files(available | nested, lambda: read_json_object(snapshot / INDEX_FILE, INDEX_BYTES))
+        return snapshot

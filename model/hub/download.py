@@ -1,0 +1,149 @@
+"""Download of a model's served files by huggingface_hub into its cache, with every file's hash checked."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from shutil import disk_usage
+
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils.tqdm import disable_progress_bars
+
+from model.config import ModelConfig
+from model.errors import ModelError
+from model.hub.cache import INDEX_BYTES, CachedRepository
+from model.hub.files import CONFIG, INDEX_FILE, small_files, weight_files
+from model.json_files import read_json_object
+
+log = logging.getLogger("quire.hub")
+
+GIB = 1 << 30
+CHUNK_BYTES = 1 << 20
+HASH_THREADS = 4
+_GIT_SHA1 = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def download_model(name: str, revision: str, cache: Path) -> Path:
+    """Download what is served of `name` and return its snapshot folder. Raises ModelError with one line.
+
+    The config is read before the weights are fetched. Until all hashes are checked, a marker keeps the snapshot from
+    being served; a later start completes it.
+    """
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    for library in ("huggingface_hub", "httpx", "httpx2"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    try:
+        return _download(name, revision, cache)
+    except ModelError as error:
+        raise ModelError(f"{name}: {error}") from None
+    except Exception as error:  # the client raises errors of many libraries
+        raise ModelError(f"{name}: {_reason(error, name, revision, cache)}") from error
+
+
+def _download(name: str, revision: str, cache: Path) -> Path:
+    info = HfApi(library_name="quire").model_info(name, revision=revision, files_metadata=True)
+    sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
+    repository = CachedRepository.of(cache, name)
+    repository.folder.mkdir(parents=True, exist_ok=True)
+    repository.unverified.touch()
+    small = small_files(sizes)
+    snapshot = _fetch(name, revision, cache, [*small, INDEX_FILE])
+    if CONFIG in small:
+        ModelConfig.read(snapshot)
+    weights = weight_files(sizes, lambda: read_json_object(snapshot / INDEX_FILE, INDEX_BYTES))
+    missing = sum(sizes[each] for each in weights if not (snapshot / each).exists())
+    free = disk_usage(repository.folder).free
+    if missing > free:
+        raise ModelError(f"needs {missing / GIB:.2f} GiB, but {cache} has {free / GIB:.2f} GiB free")
+    log.info("downloading %s, %.2f GiB, to %s", name, missing / GIB, cache)
+    _fetch(name, revision, cache, weights)
+    _verify(snapshot / each for each in (*small, *weights))
+    repository.unverified.unlink(missing_ok=True)
+    return snapshot
+
+
+def _fetch(name: str, revision: str, cache: Path, files: list[str]) -> Path:
+    return Path(snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=files))
+
+
+def _verify(pointers: Iterable[Path]) -> None:
+    """Check files against their blobs' names, which are hashes. Drops a wrong file and raises ModelError."""
+    paths = list(pointers)
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        wrong = [path for path, is_right in zip(paths, pool.map(_matches, paths), strict=True) if not is_right]
+    for path in wrong:
+        path.resolve().unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+    if wrong:
+        raise ModelError(f"{wrong[0].name}: its hash is wrong; it was removed (start again to fetch it again)")
+
+
+def _matches(pointer: Path) -> bool:
+    """Compare contents with the blob's name: sha256 of a large file, git's sha1 of a small one."""
+    blob = pointer.resolve()
+    if _SHA256.fullmatch(blob.name):
+        return _digest(blob, hashlib.sha256()) == blob.name
+    if _GIT_SHA1.fullmatch(blob.name):
+        header = b"blob %d\0" % blob.stat().st_size
+        return _digest(blob, hashlib.sha1(header, usedforsecurity=False)) == blob.name
+    return True  # a cache without links, or a mirror with tags of its own
+
+
+def _digest(path: Path, state: hashlib._Hash) -> str:
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            state.update(chunk)
+    return state.hexdigest()
+
+
+def _reason(error: BaseException, name: str, revision: str, cache: Path) -> str:
+    """Return one line for an error of the client; the first cause that explains it counts."""
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    for each in chain:
+        if isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"no space left in {cache}"
+        if isinstance(each, PermissionError):
+            return f"{cache} cannot be written: {each.strerror}"
+    for each in chain:
+        if isinstance(each, HfHubHTTPError):
+            return _http_reason(each, name, revision)
+    detail = next(iter(str(chain[-1]).strip().splitlines()), type(chain[-1]).__name__)
+    return f"the download from {constants.ENDPOINT} failed: {detail} (start again to continue)"
+
+
+def _http_reason(error: HfHubHTTPError, name: str, revision: str) -> str:
+    page = f"{constants.ENDPOINT}/{name}"
+    has_token = any(os.environ.get(each) for each in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"))
+    if isinstance(error, GatedRepoError):
+        return f"gated: accept its terms at {page}, then set HF_TOKEN to a token of that account"
+    if isinstance(error, RevisionNotFoundError):
+        return f"has no revision {revision}"
+    status = error.response.status_code
+    if status == 401 and not isinstance(error, RepositoryNotFoundError):
+        return f"{constants.ENDPOINT} does not accept the token (HF_TOKEN)"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"no such model at {constants.ENDPOINT}" + (
+            ", or the token may not see it" if has_token else "; if it is private, set HF_TOKEN"
+        )
+    if status == 403:
+        return f"{constants.ENDPOINT} forbids it (403); HF_TOKEN needs the right to read it"
+    if status == 429:
+        return f"{constants.ENDPOINT} limits requests (429); wait, or set HF_TOKEN"
+    return f"{constants.ENDPOINT} answers {status}"

@@ -1,0 +1,55 @@
+"""Choice of the files that are served: weights that hold no code, configs, tokenizer, chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from model.errors import ModelError
+
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SMALL_FILES = (
+    CONFIG, TOKENIZER, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja", "quantize_config.json", "quant_config.json", "hf_quant_config.json",
+)  # fmt: skip
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+ReadIndex = Callable[[], dict[str, Any]]
+
+
+def small_files(available: Collection[str]) -> list[str]:
+    """Return the served files besides weights. Raises ModelError without a config or tokenizer."""
+    if TOKENIZER not in available:
+        raise ModelError(f"has no {TOKENIZER}")
+    if CONFIG not in available and not any(name.endswith(".gguf") for name in available):
+        raise ModelError(f"has no {CONFIG}")
+    return [name for name in SMALL_FILES if name in available]
+
+
+def weight_files(available: Collection[str], read_index: ReadIndex) -> list[str]:
+    """Return the files that `Checkpoint` would read. Raises ModelError if there are none, or shards are missing."""
+    if SINGLE_FILE in available:
+        return [SINGLE_FILE]
+    if INDEX_FILE in available:
+        return [INDEX_FILE, *_shards(available, read_index())]
+    ggufs = sorted(name for name in available if name.endswith(".gguf") and "/" not in name)
+    if len(ggufs) > 1:
+        raise ModelError(f"has {len(ggufs)} .gguf files: download the one to serve, and give its folder")
+    if not ggufs:
+        pickled = any(name.endswith(PICKLES) for name in available)
+        raise ModelError(f"has no {SINGLE_FILE}" + (" (pickled weights are never loaded)" if pickled else ""))
+    return ggufs
+
+
+def _shards(available: Collection[str], index: dict[str, Any]) -> list[str]:
+    weight_map = index.get("weight_map")
+    names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"{INDEX_FILE}: no weight_map")
+    missing = sorted(names - set(available))
+    if missing:
+        raise ModelError(f"has no {missing[0]}, which {INDEX_FILE} names")
+    return sorted(names)

@@ -1,0 +1,46 @@
+"""The model that a command line names."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from model.errors import ModelError
+from model.hub.locate import LocatedModel, locate_model
+from service.config.settings import Settings
+from service.errors import StartupError
+
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "model" / "demo"
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
+
+
+def take_model_argument(flags: argparse.Namespace) -> None:
+    """Set `flags.model` from the positional argument. Raises StartupError if the two differ."""
+    word = getattr(flags, "model_argument", None)
+    if word is None:
+        return
+    if flags.model not in (None, word):
+        raise StartupError(f"--model: {flags.model} and the argument {word} differ (give one)")
+    flags.model = word
+
+
+def with_model(settings: Settings) -> Settings:
+    """Return the settings with the model's folder and name; a download happens here. Raises StartupError."""
+    if settings.model_config is not None and settings.model is None:
+        return replace(settings, model=DEMO_MODEL)
+    found = located(settings.model or DEMO_MODEL, settings.revision, settings.download_dir)
+    name = settings.served_model_name or found.name
+    return replace(settings, model=found.folder, served_model_name=name, revision=None, download_dir=None)
+
+
+def located(model: Path, revision: str | None = None, download_dir: Path | None = None) -> LocatedModel:
+    """Return the folder of a model, a download included. Raises StartupError."""
+    try:
+        return locate_model(str(model), os.environ, revision, download_dir)
+    except ModelError as error:
+        raise StartupError(f"--model: {error}") from None
