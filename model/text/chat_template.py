@@ -68,8 +68,10 @@ class ChatTemplate:
         self._sandbox = TemplateSandbox(limits or RenderLimits(), now)
         self._templates = {name: self._sandbox.from_string(source) for name, source in sources.items()}
         self._escaper = self._build_escaper(sources.values())
-        self.tool_source = sources.get("tool_use", sources["default"])
-        self.knows_tools = "tools" in meta.find_undeclared_variables(self._sandbox.parse(self.tool_source))
+        self.source = sources["default"]
+        self.tool_source = sources.get("tool_use", self.source)
+        self.variables = frozenset(meta.find_undeclared_variables(self._sandbox.parse(self.tool_source)))
+        self.knows_tools = "tools" in self.variables
 
     def render(
         self,

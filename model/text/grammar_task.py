@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from model.errors import GrammarError
-from model.text.grammar import WHITESPACE, choice_grammar, json_grammar, lark_grammar, regex_grammar
-from model.text.tool_calls.formats import CallSpec, SpecialTokens, calls_grammar
+from model.text.grammar import HEADER, WHITESPACE, choice_grammar, json_grammar, lark_grammar, regex_grammar
+from model.text.tool_calls.formats import CallSpec, SpecialTokens, calls_grammar, marker
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,19 @@ class GrammarSpec:
 
 
 @dataclass(frozen=True)
+class ReasoningRule:
+    """Free text that precedes a constrained answer."""
+
+    start: str
+    end: str
+    is_open: bool  # the prompt has `start`, or the model leaves it out; else the reasoning is optional
+
+
+@dataclass(frozen=True)
 class GrammarTask:
     spec: GrammarSpec | None
     calls: CallSpec | None = None
+    reasoning: ReasoningRule | None = None
 
 
 _WRITERS: Mapping[str, Callable[[GrammarSpec], str]] = {
@@ -38,7 +48,22 @@ def write_grammar(task: GrammarTask, tokens: SpecialTokens) -> str:
     """Return the grammar of `task`; a hostile one may take long. Raises GrammarError."""
     text = None if task.spec is None else _WRITERS[task.spec.kind](task.spec)
     if task.calls is not None:
-        return calls_grammar(task.calls, tokens, text if task.calls.or_spec else None)
+        text = calls_grammar(task.calls, tokens, text if task.calls.or_spec else None)
     if text is None:
         raise GrammarError("The grammar asks for nothing.")
-    return text
+    return text if task.reasoning is None else _after_reasoning(task.reasoning, text, tokens)
+
+
+def _after_reasoning(rule: ReasoningRule, grammar: str, tokens: SpecialTokens) -> str:
+    """Return the grammar of reasoning followed by an answer of `grammar`."""
+    start, end = marker(rule.start, tokens), marker(rule.end, tokens)
+    is_token = end.startswith("<[")
+    return HEADER + "\n".join(
+        (
+            f"start: {start}? thought gap answer" if rule.is_open else f"start: ({start} thought gap)? answer",
+            f"thought: FREE {end}" if is_token else f"thought[lazy]: FREE {end}",
+            "FREE: /(?s:.*)/",
+            r"gap: /[ \t\r\n]{0,8}/",
+            f"answer: %lark {{\n{grammar.removeprefix(HEADER)}\n}}",
+        )
+    )

@@ -111,9 +111,14 @@ class Tokenizer:
         detokenizer = self.detokenizer(skip_special_tokens, at_start)
         return detokenizer.push(ids) + detokenizer.flush()
 
-    def detokenizer(self, skip_special_tokens: bool = True, at_start: bool = False) -> Detokenizer:
-        """Return a new stream of ids to text; `at_start` drops the tokenizer's space before the first word."""
-        return self._vocabulary.detokenizer(skip_special_tokens, at_start)
+    def detokenizer(
+        self, skip_special_tokens: bool = True, at_start: bool = False, shown_ids: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """Return a new stream of ids to text; `at_start` drops the tokenizer's space before the first word.
+
+        Special tokens among `shown_ids` are not skipped.
+        """
+        return self._vocabulary.detokenizer(skip_special_tokens, at_start, shown_ids)
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if len(text) > self._max_text_chars:

@@ -31,18 +31,28 @@ class Vocabulary:
         self._text_ids_without_specials = ids - special_ids
         self._anchor = [i for i in sorted(ids - special_ids) if (tokens[i] or "").isalpha()][:1]
         self.pieces = self._read_pieces(tokens, special_ids)
-        self._pieces_without_specials = [b"" if i in special_ids else piece for i, piece in enumerate(self.pieces)]
+        self._special_ids = special_ids
+        self._pieces_by_shown: dict[frozenset[int], list[bytes]] = {}
 
     @property
     def size(self) -> int:
         return len(self.pieces)
 
-    def detokenizer(self, skip_special_tokens: bool, at_start: bool) -> Detokenizer:
+    def detokenizer(
+        self, skip_special_tokens: bool, at_start: bool, shown_ids: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """`shown_ids` are never skipped."""
         if self._decoding is None:
-            text_ids = self._text_ids_without_specials if skip_special_tokens else self._text_ids
+            text_ids = self._text_ids_without_specials | shown_ids if skip_special_tokens else self._text_ids
             return WindowDetokenizer(self._decode, [] if at_start else self._anchor, text_ids)
-        pieces = self._pieces_without_specials if skip_special_tokens else self.pieces
+        pieces = self._pieces_showing(shown_ids) if skip_special_tokens else self.pieces
         return ByteDetokenizer(pieces, self._decoding.num_spaces_to_strip if at_start else 0)
+
+    def _pieces_showing(self, shown_ids: frozenset[int]) -> list[bytes]:
+        if shown_ids not in self._pieces_by_shown:
+            hidden = self._special_ids - shown_ids
+            self._pieces_by_shown[shown_ids] = [b"" if i in hidden else piece for i, piece in enumerate(self.pieces)]
+        return self._pieces_by_shown[shown_ids]
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode(ids, skip_special_tokens=False)

@@ -83,6 +83,12 @@ class Settings:
         ),
         verbs=_GATEWAY_VERBS,
     )
+    reasoning_parser: str | None = _one_of(
+        None,
+        "parser of the model's reasoning; none: leave it in the text (default: chosen by the chat template)",
+        ("deepseek_r1", "mistral", "none", "qwen3"),
+        verbs=_GATEWAY_VERBS,
+    )
     dtype: str = _one_of(
         "auto",
         "type of weights, activations and KV cache; auto: as stored on a GPU, float32 on a CPU",

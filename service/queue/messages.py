@@ -29,6 +29,7 @@ class Job:
     is_batch: bool = False
     traceparent: str | None = None
     model: str | None = None
+    cache_salt: str = ""  # prefixes are shared only with the tenant's jobs of the same
 
 
 class TokenLogprobs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
@@ -94,6 +95,7 @@ class RequestRecord:
     prompt_texts: tuple[str, ...] = ()
     first_ids: bytes = b""  # uint32[num_jobs]
     stays: bool = False
+    reasoning: str = ""  # what the prompt leaves to the answer: a ReasoningState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +136,7 @@ class Reply:
     number: int  # 1, 2, 3, ... within the job
     index: int = 0  # choice, below n
     text: str = ""
+    reasoning: str = ""
     finish_reason: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     usage: Usage | None = None

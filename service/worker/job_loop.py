@@ -208,7 +208,7 @@ class JobLoop:
             prompt=prompt,
             sampling=job.sampling,
             tenant=job.tenant,
-            cache_salt=job.tenant,
+            cache_salt=f"{job.tenant}\0{job.cache_salt}" if job.cache_salt else job.tenant,
             num_scored_tokens=num_scored_tokens(claim.history),
             history=branch_histories(claim.history),
             times=None if spans is None else spans.times,

@@ -138,7 +138,7 @@ def calls_grammar(spec: CallSpec, tokens: SpecialTokens, or_grammar: str | None 
 
 def _reply_rules(spec: CallSpec, tokens: SpecialTokens, or_grammar: str | None) -> list[str]:
     call_format, syntax = spec.format, spec.format.syntax
-    opening, closing = (_marker(texts[0] if texts else "", tokens) for texts in (syntax.openings, syntax.closings))
+    opening, closing = (marker(texts[0] if texts else "", tokens) for texts in (syntax.openings, syntax.closings))
     call = f"{_text(call_format.before)} function {_text(call_format.after)}"
     call += f" {closing}" if call_format.wraps_each else " "
     more = ""
@@ -207,7 +207,7 @@ SPACED = " ?"
 """Whitespace in arguments, as models write them."""
 
 
-def _marker(text: str, tokens: SpecialTokens) -> str:
+def marker(text: str, tokens: SpecialTokens) -> str:
     """Return a marker in Lark: a literal, or the id of a special token, which text cannot spell."""
     if not text:
         return ""

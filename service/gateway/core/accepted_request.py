@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
+from model.text.reasoning import ReasoningState
 from service.gateway.core.request import GenerationRequest, OutlineReader, Source
 from service.queue.codec import pack_ids, unpack_ids
 from service.queue.messages import Job, RequestRecord
@@ -26,6 +27,7 @@ class AcceptedRequest:
     num_prompt_tokens: tuple[int, ...]  # by job
     prompt_texts: tuple[str, ...]  # by prompt, if the answer repeats them; else empty
     first_ids: tuple[int, ...] = ()  # by prompt, if the answer has prompt log-probabilities
+    reasoning: ReasoningState = ReasoningState.OFF
     jobs: tuple[Job, ...] = ()  # to submit; empty if that is done
     record: RequestRecord | None = None  # to write with the first job
     idempotency: str | None = None  # digest of the client's key
@@ -54,6 +56,7 @@ def record_of(accepted: AcceptedRequest) -> RequestRecord:
         prompt_texts=accepted.prompt_texts,
         first_ids=pack_ids(accepted.first_ids),
         stays=accepted.request.stays,
+        reasoning=accepted.reasoning.value,
     )
 
 
@@ -73,6 +76,7 @@ def accepted_from(record: RequestRecord, now_s: float, read_outline: OutlineRead
         num_prompt_tokens=tuple(unpack_ids(record.num_prompt_tokens)),
         prompt_texts=record.prompt_texts,
         first_ids=tuple(unpack_ids(record.first_ids)),
+        reasoning=ReasoningState(record.reasoning),
     )
 
 

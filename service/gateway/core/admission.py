@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from model.errors import GrammarError
 from model.sampling_params import SamplingParams
+from model.text.reasoning import ReasoningState
 from service.config.settings import Settings
 from service.errors import RequestError
 from service.gateway.core.accepted_request import AcceptedRequest, new_request_id, seed_of
@@ -23,8 +24,8 @@ from service.queue.codec import pack_ids
 from service.queue.interface import GatewayQueue, QueueUnavailable
 from service.queue.messages import Job
 
-Tokenized = tuple[list[list[int]], tuple[str, ...], PackedTask | None]
-"""Each prompt's token ids; their texts, if the answer repeats them; the grammar to compile."""
+Tokenized = tuple[list[list[int]], tuple[str, ...], ReasoningState, PackedTask | None]
+"""Each prompt's token ids; their texts, if the answer repeats them; the answer's start; the grammar to compile."""
 MAX_IDS_AT_ONCE = 4096
 
 
@@ -71,7 +72,7 @@ class Admission:
         timeout_s = self._timeout_s(request)
         self._check_ids(request)
         max_model_len = view.max_model_len(self._model.max_model_len)
-        prompts, texts, task = await self._tokenized(request, tenant, max_model_len)
+        prompts, texts, reasoning, task = await self._tokenized(request, tenant, max_model_len)
         grammar = None if task is None else await self._compiled(request, task, tenant)
         seed = request.sampling.seed
         if seed is None:
@@ -86,6 +87,7 @@ class Admission:
             timeout_s=timeout_s,
             num_prompt_tokens=tuple(map(len, prompts)),
             prompt_texts=texts,
+            reasoning=reasoning,
             first_ids=() if request.sampling.prompt_logprobs is None else tuple(prompt[0] for prompt in prompts),
         )
         with_grammar = [replace(one, grammar=grammar) for one in sampling_params]
@@ -104,6 +106,7 @@ class Admission:
                 deadline_s=accepted.created_s + accepted.timeout_s,
                 feed=self._feed,
                 priority=accepted.request.priority,
+                cache_salt=accepted.request.cache_salt,
                 is_batch=accepted.request.is_batch,
                 model=self._model.name,
             )
@@ -129,8 +132,9 @@ class Admission:
 
     def _tokenize(self, request: GenerationRequest, max_model_len: int) -> Tokenized:
         prompts = self._encode(request, max_model_len)
-        task = self._model.grammar_task(request)
-        return prompts, self._prompt_texts(request, prompts), None if task is None else PackedTask.of(task)
+        reasoning = self._model.reasoning_state(request, prompts[0])
+        task = self._model.grammar_task(request, reasoning)
+        return prompts, self._prompt_texts(request, prompts), reasoning, None if task is None else PackedTask.of(task)
 
     async def _compiled(self, request: GenerationRequest, task: PackedTask, tenant: str) -> str:
         requested = request.sampling.grammar

@@ -229,7 +229,8 @@ class RequestDispatcher:
 
     def _follow(self, accepted: AcceptedRequest, number: int, *, is_queued: bool) -> JobStream:
         job_id = accepted.job_ids[number]
-        assembler = ResponseAssembler(accepted.request, self._model, number * accepted.request.sampling.n)
+        first_index = number * accepted.request.sampling.n
+        assembler = ResponseAssembler(accepted.request, self._model, first_index, accepted.reasoning)
         return JobStream(job_id, self._queue.follow(job_id), assembler, self._cancel, is_queued)
 
     def release_kept(self) -> None:

@@ -27,7 +27,10 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] = ()  # OpenAI's objects, which templates expect
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # extends the last message, without a generation prompt
-    template_options: Mapping[str, bool] = field(default_factory=dict)
+    template_options: Mapping[str, Any] = field(default_factory=dict)  # JSON values
+    hints: Mapping[str, str] = field(
+        default_factory=dict
+    )  # `reasoning_effort`, `verbosity`: set if the template has them
 
 
 Prompt = str | tuple[int, ...] | Conversation
@@ -111,11 +114,13 @@ class GenerationRequest:
     echo: bool = False
     only_echoes: bool = False  # generated text is dropped
     tokens_as_ids: bool = False  # in log-probabilities
+    include_reasoning: bool = True  # in the answer
     has_prompt_logprobs_field: bool = False  # vLLM's field, not OpenAI's echo
     stream: bool = False
     include_usage: bool = False
     usage_in_chunks: bool = False
     timeout_s: float | None = None
+    cache_salt: str = ""  # prefixes are shared only with requests of the same
     priority: int = 0  # within the tenant; lower runs first
     is_batch: bool = False  # runs only while no other request waits
     resumable: bool = False  # outlives its client by `resume_grace` seconds

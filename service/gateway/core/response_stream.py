@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
+from model.text.reasoning import ReasoningState, ReasoningStream
 from service.errors import ENDINGS, EndReason
 from service.gateway.core.refusals import failure
 from service.gateway.core.request import GenerationRequest
 from service.gateway.core.served_model import ServedModel
-from service.gateway.core.text_stream import TextStream, without_end_token
+from service.gateway.core.text_stream import DecodedText, TextStream, without_end_token
 from service.observability.metrics import RequestTimer
 from service.queue.codec import unpack_floats, unpack_ids
 from service.queue.interface import EventStream, QueueUnavailable
@@ -29,6 +30,7 @@ class TokenLogprob:
     logprob: float
     top: tuple[tuple[int, float], ...]
     is_silent: bool = False  # ends the answer; not part of its text
+    is_reasoning: bool = False  # not part of its text either
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class ChoiceDelta:
     finish_reason: str | None = None  # OpenAI's word, in the choice's last delta
     num_tokens: int = 0  # generated since the previous delta
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # prompt tokens but the first; in the choice's first delta
+    reasoning: str = ""  # precedes `text`
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,22 @@ class Outcome:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int | None = None  # of `completion_tokens`; None: the answer is not parsed for reasoning
 
 
 class ResponseAssembler:
     """Turns one job's events, fed in order until `reason` is set, into deltas."""
 
-    def __init__(self, request: GenerationRequest, model: ServedModel, first_index: int = 0) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        model: ServedModel,
+        first_index: int = 0,
+        reasoning: ReasoningState = ReasoningState.OFF,
+    ) -> None:
         """`first_index`: index of the job's first choice in the request."""
         self._request = request
+        self._reasoning = reasoning
         self._is_ranked = request.sampling.is_ranked
         self._model = model
         self._first_index = first_index
@@ -106,12 +117,22 @@ class ResponseAssembler:
     def _branch(self, number: int) -> _Branch:
         if number not in self._branches:
             request, tokenizer = self._request, self._model.tokenizer
+            reasoning = self._model.reasoning_stream(self._reasoning)
+            shown_ids = frozenset() if reasoning is None else self._model.reasoning_ids
             # A completion continues its prompt, leading space included.
-            detokenizer = tokenizer.detokenizer(request.hides_special_tokens, at_start=request.begins_a_text)
+            detokenizer = tokenizer.detokenizer(request.hides_special_tokens, request.begins_a_text, shown_ids)
             stop, include_stop = request.stop, request.include_stop_str_in_output
             text = TextStream(detokenizer, stop, include_stop, request.sampling.min_tokens)
-            self._branches[number] = _Branch(text, request.sampling.logprobs is not None or self._is_ranked)
+            wants_logprobs = request.sampling.logprobs is not None or self._is_ranked
+            self._branches[number] = _Branch(text, wants_logprobs, reasoning, shows_reasoning=request.include_reasoning)
         return self._branches[number]
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Number over all branches; None: the answer is not parsed for reasoning."""
+        if self._reasoning is ReasoningState.OFF:
+            return None
+        return sum(branch.num_reasoning_tokens for branch in self._branches.values())
 
     def _end(self, event: Event, reason: EndReason) -> None:
         self.reason = reason
@@ -153,9 +174,15 @@ class ResponseAssembler:
 
 
 class _Branch:
-    def __init__(self, text: TextStream, wants_logprobs: bool) -> None:
+    def __init__(
+        self, text: TextStream, wants_logprobs: bool, reasoning: ReasoningStream | None, *, shows_reasoning: bool
+    ) -> None:
         self._text = text
         self._wants_logprobs = wants_logprobs
+        self._reasoning = reasoning  # None: all text is content
+        self._shows_reasoning = shows_reasoning
+        self.num_reasoning_tokens = 0
+        self._unsent_reasoning = ""
         self._unsent = ""
         self._unsent_logprobs: list[TokenLogprob] = []
         self._is_finish_sent = False
@@ -166,12 +193,11 @@ class _Branch:
         """Return whether a stop string ended the branch; its worker does not know."""
         ids = unpack_ids(part.tokens)
         visible = without_end_token(ids, silent_ids)
-        decoded = self._text.push(visible)
+        num_thought, decoded = self._decode(visible)
         num_tokens = decoded.num_tokens if decoded.stopped else len(ids)
-        self._unsent += decoded.text
         self.num_unsent += num_tokens
         if self._wants_logprobs:
-            self._unsent_logprobs += _logprobs(part, ids[:num_tokens], num_visible=len(visible))
+            self._unsent_logprobs += _logprobs(part, ids[:num_tokens], num_thought, len(visible))
         if decoded.stopped:
             self.finish_reason = _STOP
         elif part.end is not None:
@@ -182,8 +208,37 @@ class _Branch:
     def end(self, finish_reason: str | None) -> None:
         if self.finish_reason is None:
             last = self._text.end()
-            self._unsent += last.text
+            self._add(last.text, is_last=True)
             self.finish_reason = _STOP if last.stopped else finish_reason
+
+    def _decode(self, ids: Sequence[int]) -> tuple[int, DecodedText]:
+        """Decode `ids`. Return how many precede the content, one at a time to count those of the reasoning."""
+        if self._reasoning is None:
+            decoded = self._text.push(ids)
+            self._unsent += decoded.text
+            return 0, decoded
+        num_pushed = 0
+        while not self._reasoning.is_over and num_pushed < len(ids):
+            decoded = self._text.push(ids[num_pushed : num_pushed + 1])
+            was_open = self._reasoning.is_open
+            self._add(decoded.text, is_last=decoded.stopped)
+            self.num_reasoning_tokens += was_open or self._reasoning.is_open
+            num_pushed += 1
+            if decoded.stopped:
+                return num_pushed, DecodedText("", num_pushed, stopped=True)
+        num_thought = num_pushed - (num_pushed > 0 and self._reasoning.is_over)
+        decoded = self._text.push(ids[num_pushed:])
+        self._add(decoded.text, is_last=decoded.stopped)
+        return num_thought, decoded._replace(num_tokens=num_pushed + decoded.num_tokens)
+
+    def _add(self, text: str, *, is_last: bool) -> None:
+        if self._reasoning is None:
+            self._unsent += text
+            return
+        parts = [self._reasoning.push(text), *([self._reasoning.flush()] if is_last else [])]
+        for part in parts:
+            self._unsent += part.content
+            self._unsent_reasoning += part.reasoning if self._shows_reasoning else ""
 
     @property
     def mean_logprob(self) -> float:
@@ -193,12 +248,18 @@ class _Branch:
 
     def delta(self, index: int) -> ChoiceDelta | None:
         ends_now = self.finish_reason is not None and not self._is_finish_sent
-        if not (self._unsent or self._unsent_logprobs or ends_now):
+        if not (self._unsent or self._unsent_reasoning or self._unsent_logprobs or ends_now):
             return None
-        logprobs = tuple(self._unsent_logprobs)
-        delta = ChoiceDelta(index, self._unsent, logprobs, self.finish_reason if ends_now else None, self.num_unsent)
+        delta = ChoiceDelta(
+            index,
+            self._unsent,
+            tuple(self._unsent_logprobs),
+            self.finish_reason if ends_now else None,
+            self.num_unsent,
+            reasoning=self._unsent_reasoning,
+        )
         self._is_finish_sent = self._is_finish_sent or ends_now
-        self._unsent, self._unsent_logprobs, self.num_unsent = "", [], 0
+        self._unsent, self._unsent_reasoning, self._unsent_logprobs, self.num_unsent = "", "", [], 0
         return delta
 
 
@@ -212,8 +273,10 @@ def _silent_ids(request: GenerationRequest, model: ServedModel) -> frozenset[int
     return frozenset((*request.sampling.stop_token_ids, *eos))
 
 
-def _logprobs(part: Part, ids: Sequence[int], num_visible: int | None = None) -> list[TokenLogprob]:
-    """`num_visible`: ids from there on are not part of the text."""
+def _logprobs(
+    part: Part, ids: Sequence[int], num_thought: int = 0, num_visible: int | None = None
+) -> list[TokenLogprob]:
+    """The first `num_thought` ids are reasoning; those from `num_visible` on are not part of the text."""
     if part.logprobs is None:
         return []
     chosen = unpack_floats(part.logprobs.chosen)
@@ -221,7 +284,11 @@ def _logprobs(part: Part, ids: Sequence[int], num_visible: int | None = None) ->
     width = len(top) // len(chosen) if chosen else 0
     return [
         TokenLogprob(
-            token, logprob, tuple(top[i * width : (i + 1) * width]), num_visible is not None and i >= num_visible
+            token,
+            logprob,
+            tuple(top[i * width : (i + 1) * width]),
+            is_silent=num_visible is not None and i >= num_visible,
+            is_reasoning=i < num_thought,
         )
         for i, (token, logprob) in enumerate(zip(ids, chosen, strict=False))
     ]
@@ -341,6 +408,7 @@ class ResponseStream:
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=sum(one.num_tokens for one in assemblers),
             cached_tokens=sum(one.cached_tokens for one in assemblers),
+            reasoning_tokens=assemblers[0].num_reasoning_tokens,  # a chat has one job
         )
 
 

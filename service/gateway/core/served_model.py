@@ -13,7 +13,17 @@ from model.config import ModelConfig, generation_defaults
 from model.errors import ModelError
 from model.text.chat_template import ChatTemplate, TemplateError
 from model.text.grammar_compiler import TokenTable
-from model.text.grammar_task import GrammarSpec, GrammarTask
+from model.text.grammar_task import GrammarSpec, GrammarTask, ReasoningRule
+from model.text.reasoning import (
+    PROMPT_END_TOKENS,
+    REASONING_FORMATS,
+    ReasoningFormat,
+    ReasoningState,
+    ReasoningStream,
+    detect_reasoning,
+    state_after,
+    state_within,
+)
 from model.text.tokenizer import Tokenizer
 from model.text.tool_calls.formats import (
     CALL_FORMATS,
@@ -36,6 +46,11 @@ MAX_ESCAPE_BYTES = 6
 """JSON's longest escape of a one-byte character."""
 
 
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""Template variables that turn reasoning on or off."""
+NO_EFFORT = "none"
+
+
 @dataclass(frozen=True)
 class CallOptions:
     format: CallFormat
@@ -56,6 +71,8 @@ class ServedModel:
     template: ChatTemplate | None
     tokens: TokenTable  # for the grammar processes
     call_format: CallFormat | None  # None: the chat template knows no tools
+    reasoning_format: ReasoningFormat | None  # None: all text is content
+    reasoning_ids: frozenset[int]  # special tokens among its markers
     defaults: Mapping[str, float]  # the checkpoint's recommended sampling
     created_s: int  # Unix seconds
     fingerprint: str
@@ -74,6 +91,8 @@ class ServedModel:
         except ModelError as error:
             raise StartupError(str(error)) from error
         name = settings.served_model_name or directory.name
+        reasoning = _reasoning_format(settings, template)
+        markers = () if reasoning is None else (reasoning.start, reasoning.end)
         return cls(
             name=name,
             vocab_size=config.vocab_size,
@@ -82,6 +101,8 @@ class ServedModel:
             tokenizer=tokenizer,
             template=template,
             call_format=_call_format(settings, template),
+            reasoning_format=reasoning,
+            reasoning_ids=frozenset(i for text in markers if (i := tokenizer.special_id(text)) is not None),
             tokens=TokenTable.of(tokenizer, config.vocab_size, config.eos_token_ids),
             defaults=defaults,
             created_s=int(time.time()),
@@ -135,14 +156,35 @@ class ServedModel:
         if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
             raise refusal(param, "has a token id outside the vocabulary")
 
-    def grammar_task(self, request: GenerationRequest) -> GrammarTask | None:
+    def reasoning_state(self, request: GenerationRequest, prompt_ids: Sequence[int]) -> ReasoningState:
+        """Return what the prompt leaves to the answer."""
+        prompt = request.prompts[0]
+        if self.reasoning_format is None or not isinstance(prompt, Conversation):
+            return ReasoningState.OFF
+        if prompt.continue_final_message:
+            return state_within(self.reasoning_format, prompt.messages[-1]["content"])
+        end = self.tokenizer.decode(prompt_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
+        return state_after(self.reasoning_format, end)
+
+    def reasoning_stream(self, state: ReasoningState) -> ReasoningStream | None:
+        """Return a parser of one answer; None: all text is content."""
+        if self.reasoning_format is None or state is ReasoningState.OFF:
+            return None
+        return ReasoningStream(self.reasoning_format, state)
+
+    def grammar_task(
+        self, request: GenerationRequest, reasoning: ReasoningState = ReasoningState.OFF
+    ) -> GrammarTask | None:
         """Raises RequestError (400) for tools that this model cannot call."""
         grammar, tools = request.sampling.grammar, request.tools
         spec = None if grammar is None else grammar.spec
         calls = None if tools is None else self._call_spec(tools, spec)
         if spec is None and calls is None:
             return None
-        return GrammarTask(spec, calls)
+        markers = self.reasoning_format
+        if markers is None or reasoning is ReasoningState.OFF:
+            return GrammarTask(spec, calls)
+        return GrammarTask(spec, calls, ReasoningRule(markers.start, markers.end, reasoning is ReasoningState.OPEN))
 
     def check_tools(self, tools: ToolSpec | None) -> None:
         """Raises RequestError (400) for tools if the chat template knows none."""
@@ -182,8 +224,9 @@ class ServedModel:
         if self.template is None:
             raise refusal("messages", "needs a chat template, and this model has none; use /v1/completions")
         self._check_bytes(sum(len(m["content"].encode()) for m in conversation.messages), "messages")
-        calls = [m.get("tool_calls", ()) for m in conversation.messages]
-        encoded = json.dumps([calls, conversation.tools], ensure_ascii=False, separators=(",", ":")).encode()
+        other = [[m.get("tool_calls", ()), m.get("reasoning_content", "")] for m in conversation.messages]
+        options = self._template_options(conversation)
+        encoded = json.dumps([other, conversation.tools, options], ensure_ascii=False, separators=(",", ":")).encode()
         self._check_bytes(len(encoded) // MAX_ESCAPE_BYTES, "messages")
         try:
             return self.template.encode(
@@ -191,10 +234,19 @@ class ServedModel:
                 add_generation_prompt=conversation.add_generation_prompt,
                 tools=list(conversation.tools) or None,
                 continue_final_message=conversation.continue_final_message,
-                extra=dict(conversation.template_options),
+                extra=options,
             )
         except TemplateError as error:
             raise RequestError(400, str(error), param="messages") from None
+
+    def _template_options(self, conversation: Conversation) -> dict[str, Any]:
+        """Return the template's variables; a `reasoning_effort` sets its switch where it has one."""
+        wanted: dict[str, Any] = dict(conversation.hints)
+        if "reasoning_effort" in wanted:
+            wanted |= dict.fromkeys(THINKING_SWITCHES, wanted["reasoning_effort"] != NO_EFFORT)
+        known = frozenset() if self.template is None else self.template.variables
+        hints = {name: value for name, value in wanted.items() if name in known}
+        return hints | dict(conversation.template_options)
 
     def _check_bytes(self, num_bytes: int, param: str) -> None:
         if num_bytes > self.max_model_len * self.tokenizer.longest_token_bytes:
@@ -205,6 +257,12 @@ class ServedModel:
             raise refusal(param, "must not be empty")
         self.check_ids(ids, param)
         return ids
+
+
+def _reasoning_format(settings: Settings, template: ChatTemplate | None) -> ReasoningFormat | None:
+    if settings.reasoning_parser is not None:
+        return REASONING_FORMATS.get(settings.reasoning_parser)  # "none" is no format
+    return None if template is None else detect_reasoning(template.source)
 
 
 def _call_format(settings: Settings, template: ChatTemplate | None) -> CallFormat | None:

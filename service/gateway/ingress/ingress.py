@@ -166,7 +166,7 @@ class QueueIngress:
                 choice = choices[delta.index]
                 choice.push(delta)
                 if request.stream and delta.finish_reason is None:
-                    await replies.send_text(delta.index, choice.take_text())
+                    await replies.send_next(choice)
         # Fewer beams than asked for may end within a grammar.
         await replies.finish(
             [choice for choice in choices.values() if choice.finish_reason is not None], stream.outcome

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -31,11 +32,13 @@ class ChoiceReply:
     index: int
     writer: ToolCallWriter | None  # None: no calls
     text: str = ""
+    reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
 
     def push(self, delta: ChoiceDelta) -> None:
         is_last = delta.finish_reason is not None
+        self.reasoning += delta.reasoning
         if self.writer is None:
             self.text += delta.text
             self.finish_reason = delta.finish_reason
@@ -49,6 +52,10 @@ class ChoiceReply:
     def take_text(self) -> str:
         text, self.text = self.text, ""
         return text
+
+    def take_reasoning(self) -> str:
+        reasoning, self.reasoning = self.reasoning, ""
+        return reasoning
 
 
 class EntryTaken(Exception):
@@ -64,8 +71,8 @@ class ReplyWriter:
         self._entry = entry
         self._id = reply_id
         self._num_sent = 0
-        self._num_sent_chars: dict[int, int] = {}  # by choice, in all replies
-        self._num_read_chars: dict[int, int] = {}  # by choice, since `start_over`
+        self._num_sent_chars: Counter[tuple[int, str]] = Counter()  # by choice and field, in all replies
+        self._num_read_chars: Counter[tuple[int, str]] = Counter()  # likewise, since `start_over`
         self._ended: set[int] = set()  # choices whose end is sent
 
     async def begin(self) -> bool:
@@ -96,13 +103,18 @@ class ReplyWriter:
         """Expect the answer's text again from its beginning."""
         self._num_read_chars.clear()
 
-    async def send_text(self, index: int, text: str) -> None:
-        """Send a choice's next text, if it is not sent yet. Raises EntryTaken, QueueUnavailable."""
-        await self._send_text(index, self._unsent(index, text))
+    async def send_next(self, choice: ChoiceReply) -> None:
+        """Send a choice's next reasoning and text, if not sent yet. Raises EntryTaken, QueueUnavailable."""
+        await self._send_reasoning(choice)
+        await self._send_text(choice.index, self._unsent(choice.index, "text", choice.take_text()))
+
+    async def _send_reasoning(self, choice: ChoiceReply) -> None:
+        text = self._unsent(choice.index, "reasoning", choice.take_reasoning())
+        for part in _parts_of(text):
+            await self._send(Reply(id=self._id, number=self._num_sent + 1, index=choice.index, reasoning=part))
 
     async def _send_text(self, index: int, text: str) -> None:
-        for start in range(0, len(text), MAX_REPLY_CHARS):
-            part = text[start : start + MAX_REPLY_CHARS]
+        for part in _parts_of(text):
             await self._send(Reply(id=self._id, number=self._num_sent + 1, index=index, text=part))
 
     async def finish(self, choices: Sequence[ChoiceReply], outcome: Outcome) -> None:
@@ -117,7 +129,8 @@ class ReplyWriter:
         for choice in choices:
             if choice.index in self._ended:
                 continue
-            text = self._unsent(choice.index, choice.take_text())
+            await self._send_reasoning(choice)
+            text = self._unsent(choice.index, "text", choice.take_text())
             cut = len(text) - len(text) % MAX_REPLY_CHARS if len(text) > MAX_REPLY_CHARS else 0
             await self._send_text(choice.index, text[:cut])
             is_last = choice is choices[-1]
@@ -134,10 +147,10 @@ class ReplyWriter:
                 )
             )
 
-    def _unsent(self, index: int, text: str) -> str:
-        num_read = self._num_read_chars.get(index, 0)
-        self._num_read_chars[index] = num_read + len(text)
-        return text[max(0, self._num_sent_chars.get(index, 0) - num_read) :]
+    def _unsent(self, index: int, name: str, text: str) -> str:
+        num_read = self._num_read_chars[index, name]
+        self._num_read_chars[index, name] += len(text)
+        return text[max(0, self._num_sent_chars[index, name] - num_read) :]
 
     async def fail(self, error: RequestError) -> None:
         await self._send(Reply(id=self._id, number=self._num_sent + 1, error=error_object(error), done=True))
@@ -154,9 +167,14 @@ class ReplyWriter:
 
     def _count(self, reply: Reply) -> None:
         self._num_sent = reply.number
-        self._num_sent_chars[reply.index] = self._num_sent_chars.get(reply.index, 0) + len(reply.text)
+        self._num_sent_chars[reply.index, "text"] += len(reply.text)
+        self._num_sent_chars[reply.index, "reasoning"] += len(reply.reasoning)
         if reply.finish_reason is not None:
             self._ended.add(reply.index)
+
+
+def _parts_of(text: str) -> list[str]:
+    return [text[start : start + MAX_REPLY_CHARS] for start in range(0, len(text), MAX_REPLY_CHARS)]
 
 
 async def persist(attempt: Callable[[], Awaitable[Result]], give_up_after_s: float) -> Result:

@@ -87,7 +87,7 @@ def _chat_entry(words: TokenWords, entry: TokenLogprob, detokenizer: Detokenizer
     for token_id, logprob in entry.top:
         data = detokenizer.peek_bytes(token_id)
         top.append(_entry(words, token_id, logprob, words.tokenizer.token_bytes(token_id) if data is None else data))
-    data = b"" if entry.is_silent else detokenizer.push_bytes(entry.token_id)
+    data = b"" if entry.is_silent or entry.is_reasoning else detokenizer.push_bytes(entry.token_id)
     return {**_entry(words, entry.token_id, entry.logprob, data), "top_logprobs": top}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from model.text.chat_template import OWN_VARIABLES
 from model.text.tool_calls.reader import Function
 from service.gateway.core.refusals import missing, refusal
 from service.gateway.core.request import Conversation, ToolSpec
@@ -15,9 +16,9 @@ from service.gateway.openai.request_bodies import (
     IDLE_MESSAGE_FIELDS,
     ChatBody,
     Message,
-    NamedTool,
     Tool,
     ToolCall,
+    ToolChoice,
     without_idle_fields,
 )
 from service.gateway.openai.strict_json import MAX_DEPTH, depth_exceeds
@@ -29,9 +30,13 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_CALLS_IN_MESSAGE = 128
 MAX_ID_CHARS = 512
+MAX_TEMPLATE_OPTIONS = 32
+NOT_VARIABLES = frozenset(("chat_template", "continue_final_message", "tokenize"))
+"""Other arguments of Hugging Face's `apply_chat_template`."""
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 """OpenAI's default."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 
 
 def plain_messages(value: Any) -> Any:
@@ -46,7 +51,7 @@ def plain_messages(value: Any) -> Any:
     ]
 
 
-def conversation(messages: list[Message], add_generation_prompt: bool, options: Mapping[str, bool]) -> Conversation:
+def conversation(messages: list[Message], add_generation_prompt: bool, options: Mapping[str, Any]) -> Conversation:
     """Raises RequestError (400)."""
     if not messages:
         raise refusal("messages", "must not be empty")
@@ -63,8 +68,9 @@ def _message(message: Message, param: str) -> dict[str, Any]:
     content = message.content
     if message.tool_calls and message.role != "assistant":
         raise refusal(f"{param}.tool_calls", "belong to messages of the assistant")
+    reasoning = _reasoning(message, param)
     if content is None:
-        if not message.tool_calls:
+        if not message.tool_calls and reasoning is None:
             raise missing(f"{param}.content")
         content = ""
     if not isinstance(content, str):
@@ -77,9 +83,36 @@ def _message(message: Message, param: str) -> dict[str, Any]:
         if value is not None:
             check_length(f"{param}.{name}", value, MAX_LABEL_CHARS)
             plain[name] = value
+    if reasoning is not None:
+        plain |= {"reasoning": reasoning, "reasoning_content": reasoning}
     if message.tool_calls:
         plain["tool_calls"] = _calls_of(message.tool_calls, f"{param}.tool_calls")
     return plain
+
+
+def _reasoning(message: Message, param: str) -> str | None:
+    names = ("reasoning", "reasoning_content")
+    given = {name: value for name in names if (value := getattr(message, name)) is not None}
+    if given and message.role != "assistant":
+        raise refusal(f"{param}.{next(iter(given))}", "belongs to messages of the assistant")
+    if len(set(given.values())) > 1:
+        raise refusal(f"{param}.reasoning_content", "contradicts 'reasoning'")
+    return next(iter(given.values()), None)
+
+
+def template_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the client's variables of the chat template. Raises RequestError (400)."""
+    param = "chat_template_kwargs"
+    if len(options) > MAX_TEMPLATE_OPTIONS:
+        raise refusal(param, f"has more than {MAX_TEMPLATE_OPTIONS} entries")
+    for name in options:
+        if not _VARIABLE.fullmatch(name):
+            raise refusal(param, "has a name that is no template variable (1 to 64 letters, digits or '_')")
+        if name in OWN_VARIABLES or name in NOT_VARIABLES:
+            raise refusal(param, f"cannot set {name}, which is a field of the request or of the model")
+    if depth_exceeds(options, MAX_DEPTH):
+        raise refusal(param, "is nested too deeply")
+    return options
 
 
 def check_length(param: str, text: str, max_chars: int) -> None:
@@ -93,25 +126,40 @@ def read_tools(body: ChatBody) -> ToolSpec | None:
     choice = body.tool_choice
     if choice is None:
         choice = "auto" if body.tools else "none"
-    names = [tool.function.name for tool in body.tools]
-    if isinstance(choice, NamedTool):
-        if choice.type != "function":
-            raise refusal("tool_choice.type", "must be function")
-        if choice.function.name not in names:
-            raise refusal("tool_choice.function.name", "is none of the tools")
-    elif choice not in ("none", "auto", "required"):
+    if isinstance(choice, ToolChoice):
+        return _chosen_tools(body, choice)
+    if choice not in ("none", "auto", "required"):
         raise refusal("tool_choice", "must be none, auto, required or a function")
-    elif choice != "none" and not body.tools:
+    if choice != "none" and not body.tools:
         raise refusal("tool_choice", "needs 'tools'")
     if choice == "none":
         return None
-    named = choice.function.name if isinstance(choice, NamedTool) else None
-    is_named = named is not None
-    chosen = [tool for tool in body.tools if named in (None, tool.function.name)]
+    return _tool_spec(body, body.tools, must_call=choice == "required")
+
+
+def _chosen_tools(body: ChatBody, choice: ToolChoice) -> ToolSpec:
+    by_name = {tool.function.name: tool for tool in body.tools}
+    if choice.type == "function" and choice.function is not None:
+        if choice.function.name not in by_name:
+            raise refusal("tool_choice.function.name", "is none of the tools")
+        return _tool_spec(body, [by_name[choice.function.name]], must_call=True, is_named=True)
+    if choice.type == "allowed_tools" and choice.allowed_tools is not None:
+        allowed, param = choice.allowed_tools, "tool_choice.allowed_tools"
+        if allowed.mode not in ("auto", "required"):
+            raise refusal(f"{param}.mode", "must be auto or required")
+        names = {tool.function.name for tool in allowed.tools}
+        if not names or not names <= by_name.keys():
+            raise refusal(f"{param}.tools", "must be some of the tools")
+        chosen = [tool for name, tool in by_name.items() if name in names]
+        return _tool_spec(body, chosen, must_call=allowed.mode == "required")
+    raise refusal("tool_choice.type", "must be function or allowed_tools, with the field of that name")
+
+
+def _tool_spec(body: ChatBody, chosen: Sequence[Tool], *, must_call: bool, is_named: bool = False) -> ToolSpec:
     return ToolSpec(
         tools=tuple(map(_described, body.tools)),
         callable=tuple(map(_function_of, chosen)),
-        must_call=is_named or choice == "required",
+        must_call=must_call,
         is_named=is_named,
         only_one=is_named or body.parallel_tool_calls is False,
     )

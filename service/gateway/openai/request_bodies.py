@@ -45,6 +45,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "beam_width": (1, MAX_BEAM_WIDTH),
     "length_penalty": (-10, 10),
     "truncate_prompt_tokens": (-1, 1 << 31),
+    "max_tool_calls": (1, 1 << 31),
     "priority": (-100, 100),
 }
 """Closed ranges. A number without one is checked by its reader."""
@@ -125,6 +126,9 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     background: bool = False
     user: str = ""
     safety_identifier: str = ""
+    prompt_cache_key: str = ""
+    request_id: str = ""
+    cache_salt: str = ""
 
 
 class CompletionBody(GenerationBody, frozen=True):
@@ -171,6 +175,8 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
     name: str | None = None
     tool_calls: list[ToolCall] = []
     tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # the same by its older name
 
 
 class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -189,9 +195,20 @@ class FunctionName(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     name: str
 
 
-class NamedTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     type: str
     function: FunctionName
+
+
+class AllowedTools(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    mode: str
+    tools: list[ChosenFunction]
+
+
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    type: str
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class ChatBody(GenerationBody, frozen=True):
@@ -202,12 +219,19 @@ class ChatBody(GenerationBody, frozen=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     tools: list[Tool] = []
-    tool_choice: str | NamedTool | None = None
+    tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, bool] = {}
+    store: bool = False
+    metadata: dict[str, str] = {}
+    chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: str | None = None
+    include_reasoning: bool = True
+    verbosity: str | None = None
 
 
 Idle = Mapping[str, tuple[Any, ...]]
+
+CACHE_RETENTIONS = ("in_memory", "in-memory", "24h")
 
 _BOTH: Idle = {
     "allowed_token_ids": (),
@@ -215,9 +239,6 @@ _BOTH: Idle = {
     "logits_processors": ([],),
     "spaces_between_special_tokens": (True,),
     "return_token_ids": (False,),
-    "request_id": (),
-    "cache_salt": (),
-    "prompt_cache_key": (),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
 }
@@ -232,19 +253,14 @@ IDLE_CHAT_FIELDS: Idle = {
     **_BOTH,
     "functions": ([],),
     "function_call": ("none",),
-    "store": (False,),
-    "metadata": ({},),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": ("none",),
-    "include_reasoning": (True,),
-    "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
     "prompt_cache_options": ({},),
-    "prompt_cache_retention": (),
+    "prompt_cache_retention": CACHE_RETENTIONS,
     "echo": (False,),
     "add_special_tokens": (False,),
     "chat_template": (),
@@ -257,13 +273,10 @@ IDLE_RESPONSE_FIELDS: Idle = {
     "context_management": ([],),
     "conversation": (),
     "image": (),
-    "max_tool_calls": (),
     "moderation": (),
     "prompt": (),
-    "prompt_cache_key": (),
     "prompt_cache_options": ({},),
-    "prompt_cache_retention": (),
-    "reasoning": ({}, {"effort": "none"}),
+    "prompt_cache_retention": CACHE_RETENTIONS,
     "service_tier": ("auto", "default"),
     "stream_options": ({}, {"include_obfuscation": False}),
     "truncation": ("disabled",),
@@ -282,8 +295,6 @@ IDLE_POOLING_FIELDS: Idle = {
     "endianness": ("native", "little"),
 }
 
-IDLE_TEXT_FIELDS: Idle = {"verbosity": ("medium",)}
-
 IDLE_ITEM_FIELDS: Idle = {
     "phase": (),
     "caller": (),
@@ -296,8 +307,6 @@ IDLE_MESSAGE_FIELDS: Idle = {
     "refusal": (),
     "audio": (),
     "annotations": ([],),
-    "reasoning": (),
-    "reasoning_content": (),
     "provider_specific_fields": ({},),  # sent back by litellm
 }
 

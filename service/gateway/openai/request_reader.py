@@ -27,7 +27,14 @@ from service.gateway.core.request import (
 )
 from service.gateway.core.text_threads import TextThreads
 from service.gateway.openai.grammar import read_grammar
-from service.gateway.openai.messages import MAX_LABEL_CHARS, check_length, conversation, plain_messages, read_tools
+from service.gateway.openai.messages import (
+    MAX_LABEL_CHARS,
+    check_length,
+    conversation,
+    plain_messages,
+    read_tools,
+    template_options,
+)
 from service.gateway.openai.request_bodies import (
     IDLE_CHAT_FIELDS,
     IDLE_COMPLETION_FIELDS,
@@ -40,6 +47,7 @@ from service.gateway.openai.request_bodies import (
     GenerationBody,
     PoolingBody,
     StreamOptions,
+    check_metadata,
     check_ranges,
     convert,
     without_idle_fields,
@@ -55,8 +63,7 @@ MAX_PROMPTS = 1024
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own
 COLDEST_TEMPERATURE = 1e-4  # below, float32 sampling is greedy and logits / temperature overflows
 NARROWEST_TOP_P = 1e-6  # keeps one token, as 0 does at OpenAI
-TEMPLATE_OPTIONS = ("enable_thinking",)
-"""Switches that a client may pass to the chat template."""
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 async def parse_body(threads: TextThreads, endpoint: str, body: bytes, tenant: str) -> GenerationRequest:
@@ -119,21 +126,27 @@ def _read_chat(fields: Mapping[str, Any]) -> GenerationRequest:
             raise refusal("max_tokens", "contradicts 'max_completion_tokens'")
         max_tokens = body.max_completion_tokens
     params = _sampling(body, max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
-    for name in body.chat_template_kwargs:
-        if name not in TEMPLATE_OPTIONS:
-            raise refusal("chat_template_kwargs", f"takes only {', '.join(TEMPLATE_OPTIONS)}")
+    if body.reasoning_effort not in (None, *EFFORTS):
+        raise refusal("reasoning_effort", f"must be one of {', '.join(EFFORTS)}")
+    if body.verbosity not in (None, "low", "medium", "high"):
+        raise refusal("verbosity", "must be one of low, medium, high")
     if body.continue_final_message and body.add_generation_prompt:
         raise refusal("continue_final_message", "contradicts 'add_generation_prompt'")
     prompt = conversation(
         body.messages,
         not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt,
-        body.chat_template_kwargs,
+        template_options(body.chat_template_kwargs),
     )
+    check_metadata(body.metadata)
     tools = read_tools(body)
     prompt = replace(
-        prompt, continue_final_message=body.continue_final_message, tools=() if tools is None else tools.tools
+        prompt,
+        continue_final_message=body.continue_final_message,
+        tools=() if tools is None else tools.tools,
+        hints={name: value for name in ("reasoning_effort", "verbosity") if (value := getattr(body, name)) is not None},
     )
-    return replace(_request(CHAT, body, (prompt,), params), tools=tools)
+    request = _request(CHAT, body, (prompt,), params)
+    return replace(request, tools=tools, include_reasoning=body.include_reasoning)
 
 
 def _read_response(fields: Mapping[str, Any]) -> GenerationRequest:
@@ -282,8 +295,8 @@ def _request(
         raise refusal("stop", f"has more than {MAX_STOP_STRINGS} strings")
     if any(not 0 < len(string) <= MAX_STOP_CHARS for string in stop):
         raise refusal("stop", f"has a string that is empty or longer than {MAX_STOP_CHARS} characters")
-    check_length("user", body.user, MAX_LABEL_CHARS)
-    check_length("safety_identifier", body.safety_identifier, MAX_LABEL_CHARS)
+    for name in ("user", "safety_identifier", "prompt_cache_key", "request_id", "cache_salt"):
+        check_length(name, getattr(body, name), MAX_LABEL_CHARS)
     include_usage = _includes_usage(body)
     if body.background and body.stream:
         raise refusal("background", "has no stream; take the answer as one from /v1/requests/{id}")
@@ -307,6 +320,7 @@ def _request(
         usage_in_chunks=include_usage and bool(body.stream_options.continuous_usage_stats),
         timeout_s=body.timeout,
         priority=body.priority,
+        cache_salt=body.cache_salt,
         resumable=body.resumable,
         background=body.background,
     )

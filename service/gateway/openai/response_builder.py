@@ -49,7 +49,15 @@ def usage_json(prompt_tokens: int, completion_tokens: int, cached_tokens: int | 
 
 
 def _usage_of(outcome: Outcome) -> Json:
-    return usage_json(outcome.prompt_tokens, outcome.completion_tokens, outcome.cached_tokens)
+    usage = usage_json(outcome.prompt_tokens, outcome.completion_tokens, outcome.cached_tokens)
+    if outcome.reasoning_tokens is None:
+        return usage
+    return {**usage, "completion_tokens_details": {"reasoning_tokens": outcome.reasoning_tokens}}
+
+
+def reasoning_json(text: str) -> Json:
+    """Return a message's reasoning under vLLM's name and DeepSeek's."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +168,7 @@ class ChoicesBuilder(ABC):
         text = self._echo(index) + "".join(delta.text for delta in deltas)
         entries = [entry for delta in deltas for entry in (*self._of_prompt(delta), *delta.logprobs)]
         logprobs = self._logprobs_json(index, entries)
-        content = self._content(index, text)
+        content = self._content(index, text, "".join(delta.reasoning for delta in deltas))
         finish_reason = self._finish_reason(index, deltas[-1].finish_reason if deltas else None)
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
@@ -177,6 +185,8 @@ class ChoicesBuilder(ABC):
         self._num_tokens += delta.num_tokens
         is_last = delta.finish_reason is not None
         json_deltas = self._json_deltas(index, delta.text, is_last=is_last)
+        if delta.reasoning:
+            json_deltas.insert(0, {"delta": reasoning_json(delta.reasoning)})
         logprobs = self._logprobs_json(index, delta.logprobs)
         if logprobs is not None and not json_deltas:
             json_deltas = [self._json_delta("")]
@@ -246,7 +256,7 @@ class ChoicesBuilder(ABC):
         return word
 
     @abstractmethod
-    def _content(self, index: int, text: str) -> Json: ...
+    def _content(self, index: int, text: str, reasoning: str) -> Json: ...
 
     @abstractmethod
     def _json_delta(self, text: str) -> Json: ...
@@ -266,7 +276,7 @@ class CompletionBuilder(ChoicesBuilder):
     def _opening(self, index: int) -> Json | None:
         return self._json_delta(self._echo(index)) if self._options.prompt_texts else None
 
-    def _content(self, index: int, text: str) -> Json:
+    def _content(self, index: int, text: str, reasoning: str) -> Json:
         return {"text": text}
 
     def _json_delta(self, text: str) -> Json:
@@ -297,8 +307,10 @@ class ChatBuilder(ChoicesBuilder):
     def _opening(self, index: int) -> Json:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def _content(self, index: int, text: str) -> Json:
-        content = {"content": text} if self._calls is None else self._calls.message(index, text)
+    def _content(self, index: int, text: str, reasoning: str) -> Json:
+        content: Json = {"content": text} if self._calls is None else self._calls.message(index, text)
+        if reasoning:
+            content |= {"content": content["content"] or None, **reasoning_json(reasoning)}
         return {"message": {"role": "assistant", **content, "refusal": None}}
 
     def _json_deltas(self, index: int, text: str, *, is_last: bool) -> list[Json]:

@@ -15,6 +15,7 @@ from service.gateway.core.request import RESPONSES
 from service.gateway.core.response_stream import ChoiceDelta, Outcome
 from service.gateway.core.served_model import CallOptions, ServedModel
 from service.gateway.openai.logprobs import TokenWords, chat_entries
+from service.gateway.openai.reasoning_items import ReasoningForm
 from service.gateway.openai.response_builder import (
     ChatBuilder,
     CompletionBuilder,
@@ -38,6 +39,7 @@ class ResponsesOptions:
     is_streamed: bool
     logprobs: bool
     calls: CallOptions | None  # None: no calls
+    reasoning: ReasoningForm
 
     @classmethod
     def of(cls, model: ServedModel, accepted: AcceptedRequest) -> ResponsesOptions:
@@ -53,6 +55,7 @@ class ResponsesOptions:
             is_streamed=request.stream,
             logprobs=request.sampling.logprobs is not None,
             calls=model.call_options(request.tools),
+            reasoning=ReasoningForm.of(body.reasoning, body.include),
         )
 
 
@@ -64,11 +67,14 @@ def _echoed(body: ResponseBody) -> Json:
         "metadata": dict(body.metadata),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {
+            "effort": body.reasoning.effort,
+            "summary": body.reasoning.summary or body.reasoning.generate_summary,
+        },
         "safety_identifier": body.safety_identifier or None,
         "service_tier": "default",
         "store": body.store,
-        "text": {"format": _format(body), "verbosity": "medium"},
+        "text": {"format": _format(body), "verbosity": body.text.verbosity or "medium"},
         "tool_choice": default_choice if body.tool_choice is None else msgspec.to_builtins(body.tool_choice),
         "tools": msgspec.to_builtins(body.tools),
         "top_logprobs": body.top_logprobs or 0,
@@ -129,7 +135,10 @@ class ResponsesBuilder:
         events = self.opening()
         is_last = delta.finish_reason is not None
         if self._options.logprobs:
-            self._unsent_logprobs += chat_entries(self._words, delta.logprobs, self._detokenizer)
+            visible = [entry for entry in delta.logprobs if not entry.is_reasoning]
+            self._unsent_logprobs += chat_entries(self._words, visible, self._detokenizer)
+        if delta.reasoning:
+            events += self._reason(delta.reasoning)
         for json_delta in self._json_deltas(delta.text, is_last=is_last):
             if "tool_calls" in json_delta:
                 for call in json_delta["tool_calls"]:
@@ -189,6 +198,32 @@ class ResponsesBuilder:
         self._items[-1]["content"].append(part)
         return [*events, self._part_event("response.content_part.added", part=_copy(part))]
 
+    def _reason(self, text: str) -> list[Json]:
+        form = self._options.reasoning
+        events: list[Json] = []
+        if not self._is_open:
+            events += self._open("rs", {"type": "reasoning", "summary": []})
+            part = {"type": form.part_type, "text": ""}
+            self._items[-1][form.place] = [part]
+            events.append(self._reasoning_event("part.added", part=_copy(part)))
+        self._items[-1][form.place][0]["text"] += text
+        return [*events, self._reasoning_event("text.delta", delta=text)]
+
+    def _reasoning_event(self, step: str, **fields: Any) -> Json:
+        if self._options.reasoning.is_summary:
+            return self._item_event(f"response.reasoning_summary_{step}", summary_index=0, **fields)
+        kind = "response.content_" if step.startswith("part") else "response.reasoning_"
+        return self._part_event(kind + step, **fields)
+
+    def _reasoning_done(self, item: Json) -> list[Json]:
+        form = self._options.reasoning
+        (part,) = item[form.place]
+        item |= form.closed(item)
+        return [
+            self._reasoning_event("text.done", text=part["text"]),
+            self._reasoning_event("part.done", part=_copy(part)),
+        ]
+
     def _call(self, call: Json) -> list[Json]:
         events: list[Json] = []
         function = call["function"]
@@ -216,6 +251,8 @@ class ResponsesBuilder:
         item = self._items[-1]
         if item["type"] == "message":
             events = [*self._text_left(), *self._text_done(item["content"][0])]
+        elif item["type"] == "reasoning":
+            events = self._reasoning_done(item)
         else:
             done = {"name": item["name"], "arguments": item["arguments"]}
             events = [self._item_event("response.function_call_arguments.done", **done)]
@@ -294,7 +331,7 @@ def _usage(outcome: Outcome) -> Json:
         "input_tokens": outcome.prompt_tokens,
         "input_tokens_details": {"cached_tokens": outcome.cached_tokens},
         "output_tokens": outcome.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": outcome.reasoning_tokens or 0},
         "total_tokens": outcome.prompt_tokens + outcome.completion_tokens,
     }
 

@@ -13,10 +13,17 @@ import msgspec
 from service.errors import RequestError
 from service.gateway.core.refusals import missing, refusal
 from service.gateway.core.request import GenerationRequest
+from service.gateway.openai.reasoning_items import (
+    ENCRYPTED_CONTENT,
+    ReasoningConfig,
+    ReasoningForm,
+    ReasoningItem,
+    check_reasoning,
+    reasoning_text,
+)
 from service.gateway.openai.request_bodies import (
     IDLE_ITEM_FIELDS,
     IDLE_RESPONSE_FIELDS,
-    IDLE_TEXT_FIELDS,
     check_metadata,
     check_ranges,
     convert,
@@ -29,10 +36,16 @@ MAX_ITEMS = 4096
 MAX_NAME_CHARS = 256
 STATUSES = ("in_progress", "completed", "incomplete")
 LOGPROBS = "message.output_text.logprobs"
-"""The only supported value of `include`."""
+IDLE_INCLUDES = (
+    *("code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results"),
+    *("message.input_image.image_url", "web_search_call.action.sources", "web_search_call.results"),
+)
+"""Values of `include` for items that no answer has."""
+INCLUDES = (LOGPROBS, ENCRYPTED_CONTENT, *IDLE_INCLUDES)
+VERBOSITIES = ("low", "medium", "high")
 SAME_IN_A_CHAT = (
     *("model", "temperature", "top_p", "top_k", "min_p", "seed", "parallel_tool_calls"),
-    *("timeout", "priority", "user", "safety_identifier"),
+    *("timeout", "priority", "user", "safety_identifier", "prompt_cache_key", "cache_salt"),
 )
 
 
@@ -72,6 +85,7 @@ _KINDS: Mapping[str, tuple[type[msgspec.Struct], str]] = {
     "message": (MessageItem, "msg"),
     "function_call": (CallItem, "fc"),
     "function_call_output": (CallOutputItem, "fco"),
+    "reasoning": (ReasoningItem, "rs"),
 }
 _ROLES = ("user", "assistant", "system", "developer")
 
@@ -84,9 +98,16 @@ class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     strict: bool | None = None
 
 
-class ChosenTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+class NamedTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     type: str
     name: str
+
+
+class ChosenTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True, omit_defaults=True):
+    type: str
+    name: str | None = None
+    mode: str | None = None
+    tools: list[NamedTool] | None = None
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -99,6 +120,7 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, froze
 
 class TextConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     format: TextFormat | None = None
+    verbosity: str | None = None
 
 
 class ResponseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -114,6 +136,7 @@ class ResponseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     seed: int | None = None
     top_logprobs: int | None = None
     include: list[str] = []
+    reasoning: ReasoningConfig = ReasoningConfig()
     text: TextConfig = TextConfig()
     tools: list[ResponseTool] = []
     tool_choice: str | ChosenTool | None = None
@@ -126,6 +149,10 @@ class ResponseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     priority: int = 0
     user: str = ""
     safety_identifier: str = ""
+    prompt_cache_key: str = ""
+    cache_salt: str = ""
+    client_metadata: dict[str, str] = {}
+    max_tool_calls: int | None = None  # of hosted tools, which no answer calls
 
 
 @dataclass
@@ -139,6 +166,14 @@ class _Messages:
     def add(self, message: Json, origin: str) -> None:
         self.chat.append(message)
         self.origins.append(origin)
+
+    def answer(self, message: Json, origin: str) -> None:
+        """Add a message of the assistant to its reasoning, if that precedes it."""
+        last = self.chat[-1] if self.chat else {}
+        if last.keys() == {"role", "reasoning"}:
+            last |= message
+        else:
+            self.add(message, origin)
 
     def call(self, call: Json, origin: str) -> None:
         """Add a call to the assistant's message before it."""
@@ -179,19 +214,21 @@ def read_response(fields: Mapping[str, Any], read_chat: Callable[[Json], Generat
 def read_response_body(fields: Mapping[str, Any]) -> ResponseBody:
     """Raises RequestError (400)."""
     left = without_idle_fields(fields, IDLE_RESPONSE_FIELDS)
-    if isinstance(left.get("text"), dict):
-        left["text"] = without_idle_fields(left["text"], IDLE_TEXT_FIELDS, "text.")
     for i, tool in enumerate(left["tools"] if isinstance(left.get("tools"), list) else ()):
         if isinstance(tool, dict) and tool.get("type") != "function":
             raise refusal(f"tools[{i}].type", "must be function")
-    if isinstance(left.get("tool_choice"), dict) and left["tool_choice"].get("type") != "function":
-        raise refusal("tool_choice.type", "must be function")
+    choice = left.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") not in ("function", "allowed_tools"):
+        raise refusal("tool_choice.type", "must be function or allowed_tools")
     body = convert(left, ResponseBody)
     check_ranges(body)
     check_metadata(body.metadata)
     for i, wanted in enumerate(body.include):
-        if wanted != LOGPROBS:
-            raise refusal(f"include[{i}]", f"must be {LOGPROBS}")
+        if wanted not in INCLUDES:
+            raise refusal(f"include[{i}]", f"must be one of {', '.join(INCLUDES)}")
+    if body.text.verbosity not in (None, *VERBOSITIES):
+        raise refusal("text.verbosity", f"must be one of {', '.join(VERBOSITIES)}")
+    ReasoningForm.of(body.reasoning, body.include)
     if body.top_logprobs is not None and LOGPROBS not in body.include:
         raise refusal("top_logprobs", f"needs '{LOGPROBS}' in 'include'")
     if body.background and not body.store:
@@ -212,7 +249,10 @@ _OWN_NAMES = (
     (r"messages|prompt", "input"),
     (r"max_(completion_)?tokens", "max_output_tokens"),
     (r"response_format.*", "text.format"),
+    (r"reasoning_effort", "reasoning.effort"),
+    (r"verbosity", "text.verbosity"),
     (r"(tools\[[0-9]+\]|tool_choice)\.function(.*)", r"\1\2"),
+    (r"tool_choice\.allowed_tools\.(.*)", r"tool_choice.\1"),
 )
 
 
@@ -227,12 +267,16 @@ def _add_item(messages: _Messages, item: Json, origin: str) -> None:
     if item["type"] == "function_call":
         function = {"name": item["name"], "arguments": item["arguments"]}
         messages.call({"id": item["call_id"], "type": "function", "function": function}, origin)
+    elif item["type"] == "reasoning":
+        if text := reasoning_text(item):
+            messages.add({"role": "assistant", "reasoning": text}, origin)
     elif item["type"] == "function_call_output":
         output = item["output"]
         content = output if isinstance(output, str) else _texts_of(output)
         messages.add({"role": "tool", "tool_call_id": item["call_id"], "content": content}, origin)
     else:
-        messages.add({"role": item["role"], "content": _texts_of(item["content"])}, origin)
+        message = {"role": item["role"], "content": _texts_of(item["content"])}
+        (messages.answer if item["role"] == "assistant" else messages.add)(message, origin)
 
 
 def _chat(body: ResponseBody, messages: list[Json]) -> Json:
@@ -241,19 +285,27 @@ def _chat(body: ResponseBody, messages: list[Json]) -> Json:
         {"name": t.name, "description": t.description, "parameters": t.parameters, "strict": t.strict}
         for t in body.tools
     ]
-    choice: Any = body.tool_choice
-    if isinstance(choice, ChosenTool):
-        choice = {"type": choice.type, "function": {"name": choice.name}}
     return {
         **chat,
         "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
         "tools": [{"type": "function", "function": function} for function in functions],
-        "tool_choice": choice,
+        "tool_choice": _chat_choice(body.tool_choice),
         "response_format": _response_format(body.text.format),
         "logprobs": True if LOGPROBS in body.include else None,
         "top_logprobs": body.top_logprobs,
+        "reasoning_effort": body.reasoning.effort,
+        "verbosity": body.text.verbosity,
     }
+
+
+def _chat_choice(choice: str | ChosenTool | None) -> Any:
+    if not isinstance(choice, ChosenTool):
+        return choice
+    if choice.type == "function":
+        return {"type": choice.type, "function": None if choice.name is None else {"name": choice.name}}
+    tools = [{"type": tool.type, "function": {"name": tool.name}} for tool in choice.tools or ()]
+    return {"type": choice.type, "allowed_tools": {"mode": choice.mode, "tools": tools}}
 
 
 def _response_format(asked: TextFormat | None) -> Json | None:
@@ -311,6 +363,8 @@ def _item(asked: Json, param: str) -> Json:
         if item["role"] not in _ROLES:
             raise refusal(f"{param}.role", f"must be one of {', '.join(_ROLES)}")
         item["content"] = _parts(item, "output_text" if item["role"] == "assistant" else "input_text", param)
+    elif kind == "reasoning":
+        check_reasoning(item, param)
     elif kind == "function_call_output" and not isinstance(item["output"], str):
         _check_parts(item["output"], ("input_text",), f"{param}.output")
         item["output"] = [{"type": part["type"], "text": part["text"]} for part in item["output"]]

@@ -14,11 +14,16 @@ class PromptTokensDetails(Shape):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Shape):
+    reasoning_tokens: int
+
+
 class TokenUsage(Shape):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionLogprobs(Shape):
@@ -85,6 +90,8 @@ class ChatMessage(Shape):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -17,7 +17,6 @@ from service.gateway.openai.request_bodies import (
     IDLE_MESSAGE_FIELDS,
     IDLE_POOLING_FIELDS,
     IDLE_RESPONSE_FIELDS,
-    IDLE_TEXT_FIELDS,
     RANGES,
     ChatBody,
     CompletionBody,
@@ -45,7 +44,6 @@ IDLE: Mapping[str, Idle] = {
     "ResponseBody": IDLE_RESPONSE_FIELDS,
     "EmbeddingBody": IDLE_EMBEDDING_FIELDS,
     "PoolingBody": IDLE_POOLING_FIELDS,
-    "TextConfig": IDLE_TEXT_FIELDS,
 }
 REFUSALS = {
     "400": "A field is wrong or not supported; `param` names it.",

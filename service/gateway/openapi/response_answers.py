@@ -43,6 +43,19 @@ class FunctionCall(Shape, tag_field="type", tag="function_call"):
     status: Literal["in_progress", "completed", "incomplete"]
 
 
+class ReasoningOutputPart(Shape):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningOutput(Shape, tag_field="type", tag="reasoning"):
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    summary: list[ReasoningOutputPart]
+    content: list[ReasoningOutputPart] | msgspec.UnsetType = msgspec.UNSET
+    encrypted_content: str | msgspec.UnsetType = msgspec.UNSET
+
+
 class InputTokensDetails(Shape):
     cached_tokens: int
 
@@ -77,20 +90,20 @@ class Response(Shape):
     error: ResponseFailure | None
     incomplete_details: IncompleteDetails | None
     model: str
-    output: list[OutputMessage | FunctionCall]
+    output: list[ReasoningOutput | OutputMessage | FunctionCall]
     usage: ResponseUsage | None
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, str]
     parallel_tool_calls: bool
     previous_response_id: str | None
-    reasoning: dict[str, None]
+    reasoning: dict[str, str | None]
     safety_identifier: str | None
     service_tier: Literal["default"]
     store: bool
     temperature: float
     text: dict[str, Any]
-    tool_choice: str | dict[str, str]
+    tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float

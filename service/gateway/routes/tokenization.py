@@ -22,7 +22,7 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     tools: list[Tool] = []
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, bool] = {}
+    chat_template_kwargs: dict[str, Any] = {}
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 

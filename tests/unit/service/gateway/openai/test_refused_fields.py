@@ -158,7 +158,13 @@ ONE_DOOR = {
         "max_completion_tokens": [0, -1, True],
         "add_generation_prompt": [1],
         "continue_final_message": [1],
-        "chat_template_kwargs": [{"tokenize": True}, {"enable_thinking": "x"}, {"messages": False}, []],
+        "chat_template_kwargs": [{"tokenize": True}, {"messages": False}, {"a b": 1}, []],
+        "reasoning_effort": ["much", 1],
+        "verbosity": ["loud", 1],
+        "include_reasoning": [1],
+        "store": [1],
+        "metadata": [{"k": "v" * 600}, {"k": 1}],
+        "tool_choice": [{"type": "allowed_tools"}, {"type": "custom", "custom": {"name": "f"}}],
     },
 }
 

@@ -117,5 +117,5 @@ def test_ranges_and_refused_wishes_are_told():
     fields = openapi_document("1", "m", keys_required=True)["components"]["schemas"]["ChatBody"]["properties"]
     assert fields["temperature"]["anyOf"][0]["maximum"] == 2
     assert {"type": "null"} in fields["top_p"]["anyOf"]
-    assert fields["store"]["enum"] == [False, None]
+    assert fields["service_tier"]["enum"] == ["auto", "default", None]
     assert "required" in openapi_document("1", "m", keys_required=True)["components"]["schemas"]["CompletionBody"]

@@ -370,3 +370,17 @@ async def test_a_long_answer_is_read_off_the_event_loop(served, monkeypatch):
         readers.clear()
         assert (await ask(client)).choices[0].message.tool_calls[0].function.name == "weather"
         assert {reader is threading.main_thread() for reader in readers} == {is_loop}
+
+
+async def test_only_the_allowed_tools_are_called(served):
+    gateway, client = served
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "clock"}}]}
+    choice = (await ask(client, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})).choices[0]
+    assert [call.function.name for call in choice.message.tool_calls] == ["clock"]
+    assert json.dumps(WEATHER["function"]) in prompt_of(gateway)
+    names = [{"type": "function", "name": "clock"}]
+    tools = [{"type": "function", **tool["function"]} for tool in (WEATHER, CLOCK)]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": names}
+    answer = await client.responses.create(model=MODEL, input="hi", tools=tools, tool_choice=choice)
+    assert '\\"weather\\"' not in gateway.worker.jobs[-1].sampling.grammar
+    assert answer.tool_choice.type == "allowed_tools"
