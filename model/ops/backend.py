@@ -11,14 +11,17 @@ from model.errors import ModelError
 from model.ops.cpu.ops import NumpyOps
 from model.ops.interface import Ops
 
+KV_DTYPES = {"auto": None, "fp8": np.dtype(np.uint8), "fp8_e4m3": np.dtype(np.uint8)}
+"""The cache's dtypes by name; auto: the activations'; uint8: bits of e4m3."""
+
 log = logging.getLogger("quire.model")
 
 
 def open_ops(device: str, dtype: str, model_dtype: str, kv_dtype: str = "auto") -> Ops:
     """Open `device` "auto" | "cpu" | "cuda" for activations in `dtype` "auto" | "float32" | "float16" | "bfloat16".
 
-    Device auto is a usable GPU, else the CPU. Dtype auto is `model_dtype` on a GPU, float32 on a CPU; `kv_dtype` auto
-    is the activations'. Raises ModelError for a missing device or an unsupported dtype.
+    Device auto is a usable GPU, else the CPU. Dtype auto is `model_dtype` on a GPU, float32 on a CPU. `kv_dtype` is one
+    of KV_DTYPES or the activations' dtype. Raises ModelError for a missing device or an unsupported dtype.
     """
     if device == "cpu":
         return _open_cpu(dtype, kv_dtype)
@@ -37,7 +40,7 @@ def _open_cpu(dtype: str, kv_dtype: str) -> Ops:
 
 
 def _cache_dtype(name: str) -> np.dtype | None:
-    return None if name == "auto" else NUMPY_DTYPES[name]
+    return NUMPY_DTYPES[name] if name in NUMPY_DTYPES else KV_DTYPES[name]
 
 
 def _open_cuda(dtype: str, kv_dtype: str) -> Ops:

@@ -27,3 +27,11 @@ def widen(data: np.ndarray) -> np.ndarray:
     """uint8[...], e4m3 bits -> float32, exactly."""
     values: np.ndarray = data.view(E4M3).astype(np.float32)
     return values
+
+
+@np.errstate(invalid="ignore")
+def narrow(x: np.ndarray) -> np.ndarray:
+    """float32[...] -> e4m3 bits as uint8[...], to nearest even; beyond 448 saturates, NaN is 0x7F."""
+    bits: np.ndarray = np.clip(x, -E4M3_MAX, E4M3_MAX).astype(E4M3).view(np.uint8)
+    bits[np.isnan(x)] = 0x7F
+    return bits

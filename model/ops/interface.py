@@ -7,7 +7,8 @@
     Hq, Hkv  query and kv heads  B  block_size    R  rows that are sampled
     L  layers
 
-Activations are in `Ops.dtype` (float32, float16, bfloat16), the cache in `Ops.kv_dtype`; accumulation is in float32.
+Activations are in `Ops.dtype` (float32, float16, bfloat16), the cache in `Ops.kv_dtype`, the same or uint8: bits of
+e4m3, with `kv_scales`; accumulation is in float32.
 Returned arrays live until the surrounding `scratch()` ends.
 """
 
@@ -113,6 +114,7 @@ class AttentionBatch:
     query_start: Array | None = None  # int32[S + 1], prefill: rows query_start[s]:query_start[s + 1]
     max_query_len: int = 1  # prefill: at least the longest chunk
     plan: Array | None = None  # decode, of `plan_decode_attention`; None: planned by the op
+    kv_scales: Array | None = None  # float32[L, 2, Hkv] of a cache in e4m3
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,7 @@ class Ops(Device, Protocol):
     """A model's operations on its device."""
 
     dtype: np.dtype  # of activations and dense weights
-    kv_dtype: np.dtype
+    kv_dtype: np.dtype  # of the cache; uint8: e4m3
     weight_formats: frozenset[WeightFormat]  # that `prepare_weight` takes
     has_fp8: bool  # products of e4m3 inputs; else FP8 weights are dequantised
 
@@ -253,13 +255,23 @@ class Ops(Device, Protocol):
         may be larger."""
 
     def rope_kv_write(
-        self, qkv: Array, rotation: HeadRotation, positions: Array, slots: Array, kv: Array, layer: int
+        self,
+        qkv: Array,
+        rotation: HeadRotation,
+        positions: Array,
+        slots: Array,
+        kv: Array,
+        layer: int,
+        kv_scales: Array | None = None,
     ) -> Array:
         """Normalise and rotate q and k per head, write k and v to the cache, return q [T, Hq, D].
 
         qkv [T, (Hq + 2 Hkv) * D]; positions int32[T]; slots int64[T] (block id * B + offset); kv [num_blocks, L, 2,
         Hkv, B, D]. Element i is paired with i + D/2 (Hugging Face's layout). A slot outside the cache, or a position
         outside the table, is not written; the latter gives q of zeros.
+
+        A uint8 cache stores e4m3(clamp(x / scale, -448, 448)), x in `self.dtype` first, the division in float32, to
+        nearest even, NaN as 0x7F, by kv_scales float32[L, 2, Hkv]; attention reads stored * scale.
         """
 
     def plan_decode_attention(self, num_heads: int, batch: AttentionBatch) -> Array | None:

@@ -10,7 +10,7 @@ from model.dtypes import all_finite
 from model.ops.cpu import sampling as numpy_sampling
 from model.ops.cpu.device import NumpyDevice
 from model.ops.cpu.quantised import linear_quantised
-from model.ops.fp8 import quantise, widen
+from model.ops.fp8 import narrow, quantise, widen
 from model.ops.interface import Array, AttentionBatch, Fp8Rows, HeadRotation, Sampled, SamplingArrays
 from model.ops.weight import Weight, WeightFormat
 
@@ -83,7 +83,14 @@ class NumpyOps(NumpyDevice):
         return []
 
     def rope_kv_write(
-        self, qkv: Array, rotation: HeadRotation, positions: Array, slots: Array, kv: Array, layer: int
+        self,
+        qkv: Array,
+        rotation: HeadRotation,
+        positions: Array,
+        slots: Array,
+        kv: Array,
+        layer: int,
+        kv_scales: Array | None = None,
     ) -> Array:
         num_blocks, _, _, num_kv_heads, block_size, head_dim = kv.shape
         heads = _f32(qkv).reshape(len(qkv), -1, head_dim)
@@ -102,9 +109,15 @@ class NumpyOps(NumpyDevice):
 
         written = in_table & (slots >= 0) & (slots < num_blocks * block_size)
         block, offset = np.divmod(slots[written], block_size)
-        kv[block, layer, 0, :, offset] = k[written]
-        kv[block, layer, 1, :, offset] = v[written]
+        for side, rows in enumerate((k[written], v[written])):
+            kv[block, layer, side, :, offset] = (
+                rows if kv_scales is None else self._narrow(rows, kv_scales[layer, side])
+            )
         return q.astype(self.dtype, copy=False)
+
+    def _narrow(self, heads: np.ndarray, scales: Array) -> np.ndarray:
+        """heads float32[n, Hkv, D], scales float32[Hkv] -> e4m3 bits as uint8[n, Hkv, D]."""
+        return narrow(_f32(heads.astype(self.dtype, copy=False)) / scales[:, None])
 
     def plan_decode_attention(self, num_heads: int, batch: AttentionBatch) -> None:
         return None
@@ -193,8 +206,8 @@ def _attention(q: Array, batch: AttentionBatch, sequences: np.ndarray) -> np.nda
     blocks = np.take_along_axis(block_tables, np.minimum(columns, block_tables.shape[1] - 1), axis=1)
     heads = np.arange(num_kv_heads)[:, None]
     keys, values = (
-        _f32(kv[blocks[:, None], layer, half, heads]).reshape(num_sequences, num_kv_heads, -1, head_dim)
-        for half in (0, 1)
+        _cached(kv[blocks[:, None], layer, side, heads], batch, side).reshape(num_sequences, num_kv_heads, -1, head_dim)
+        for side in (0, 1)
     )
     key_at = (columns[:, :, None] * block_size + np.arange(block_size)).reshape(num_sequences, 1, -1)
     query_at = (context_lens[:, None] - num_queries + np.arange(num_queries))[:, :, None]
@@ -210,6 +223,14 @@ def _attention(q: Array, batch: AttentionBatch, sequences: np.ndarray) -> np.nda
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     return _weighed(values, weights, visible).transpose(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+def _cached(blocks: Array, batch: AttentionBatch, side: int) -> np.ndarray:
+    """Return blocks [S, Hkv, num_blocks, B, D] of a layer's `side` in float32."""
+    if batch.kv_scales is None:
+        return _f32(blocks)
+    scales: np.ndarray = batch.kv_scales[batch.layer, side]
+    return widen(blocks) * scales[:, None, None, None]
 
 
 def _weighed(values: np.ndarray, weights: np.ndarray, visible: np.ndarray) -> np.ndarray:

@@ -155,7 +155,14 @@ class CudaOps(CudaDevice):
         return all_planned_rows(most)
 
     def rope_kv_write(
-        self, qkv: Array, rotation: HeadRotation, positions: Array, slots: Array, kv: Array, layer: int
+        self,
+        qkv: Array,
+        rotation: HeadRotation,
+        positions: Array,
+        slots: Array,
+        kv: Array,
+        layer: int,
+        kv_scales: Array | None = None,
     ) -> Array:
         num_blocks, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
         rows, max_len = len(qkv), len(rotation.cos)

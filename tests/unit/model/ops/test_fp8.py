@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
-from model.ops.fp8 import E4M3, quantise, widen
+from model.ops.fp8 import E4M3, narrow, quantise, widen
 from model.ops.interface import Fp8Rows
 from tests.support.fp8_checks import as_weight, assert_product, random_rows
 
@@ -41,6 +41,18 @@ def test_all_codes_are_widened():
     np.testing.assert_array_equal(np.flatnonzero(np.isnan(wide)), [0x7F, 0xFF])
     np.testing.assert_array_equal(wide[[0x00, 0x01, 0x08, 0x38, 0x7E, 0xFE]], [0, 2**-9, 2**-6, 1, 448, -448])
     np.testing.assert_array_equal(wide.astype(E4M3).view(np.uint8)[~np.isnan(wide)], codes[~np.isnan(wide)])
+
+
+def test_narrow_rounds_to_nearest_even_and_saturates():
+    codes = np.arange(0x7E, dtype=np.uint8)
+    low, high = widen(codes), widen(codes + 1)
+    middle = (low + high) / 2
+    np.testing.assert_array_equal(narrow(middle), codes + codes % 2)  # ties to the even code
+    for sign, bit in ((1, 0), (-1, 0x80)):
+        np.testing.assert_array_equal(narrow(sign * np.nextafter(middle, np.float32(0)))[1:], (codes | bit)[1:])
+        np.testing.assert_array_equal(narrow(sign * np.nextafter(middle, high)), (codes + 1) | bit)
+    x = np.array([449, -1e9, np.inf, -np.inf, np.nan, -np.nan, -0.0], np.float32)
+    np.testing.assert_array_equal(narrow(x), [0x7E, 0xFE, 0x7E, 0xFE, 0x7F, 0x7F, 0x80])
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

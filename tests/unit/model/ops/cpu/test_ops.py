@@ -7,6 +7,7 @@ import pytest
 
 from model.dtypes import NUMPY_DTYPES
 from model.ops.cpu.ops import DECODE_GROUP, NumpyOps
+from model.ops.fp8 import E4M3, narrow, widen
 from model.ops.interface import NO_WINDOW, AttentionBatch, HeadRotation
 from model.ops.weight import Weight
 
@@ -117,6 +118,48 @@ def test_rope_kv_write(rng, with_norm: bool):
             np.testing.assert_array_equal(kv[block, 1, 1, head, offset], v)
     assert np.count_nonzero(~np.isnan(kv)) == 2 * 2 * num_kv_heads * head_dim
     np.testing.assert_array_equal(qkv, original)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_rope_kv_write_in_e4m3(rng, name: str):
+    """Each head by its own scale, of the activations' dtype first; NaN and what is too large have bits of their own."""
+    ops, num_tokens, head_dim, block_size = NumpyOps(NUMPY_DTYPES[name], np.dtype(np.uint8)), 3, 8, 4
+    qkv = normal(rng, num_tokens, (2 + 2 * 2) * head_dim).astype(ops.dtype)
+    values = qkv.reshape(num_tokens, 6, head_dim)[:, 4:]
+    values[0, 0, :4] = np.nan, np.inf, -np.inf, 1e5
+    scales = rng.uniform(0.01, 2, (2, 2, 2)).astype(np.float32)
+    positions, slots = np.arange(num_tokens, dtype=np.int32), np.array([1, 6, 7])
+    cos, sin = np.cos(np.ones((4, 4), np.float32)), np.sin(np.ones((4, 4), np.float32))
+    wide = np.zeros((2, 2, 2, 2, block_size, head_dim), ops.dtype)
+    kv = np.full(wide.shape, 0xAA, np.uint8)
+    rotation = HeadRotation(cos, sin)
+    q = ops.rope_kv_write(qkv, rotation, positions, slots, wide, 1)
+    np.testing.assert_array_equal(ops.rope_kv_write(qkv, rotation, positions, slots, kv, 1, scales), q)
+    blocks, offsets = np.divmod(slots, block_size)
+    for side in (0, 1):
+        exact = wide[blocks, 1, side, :, offsets].astype(np.float32) / scales[1, side, :, None]
+        stored = kv[blocks, 1, side, :, offsets]
+        finite = np.isfinite(exact) & (np.abs(exact) < 448)
+        np.testing.assert_array_equal(stored[finite], exact[finite].astype(E4M3).view(np.uint8))
+    assert kv[0, 1, 1, 0, 1, :4].tolist() == [0x7F, 0x7E, 0xFE, 0x7E]
+    assert np.count_nonzero(kv != 0xAA) <= 2 * num_tokens * 2 * head_dim
+
+
+@pytest.mark.parametrize("is_decode", [False, True])
+def test_attention_reads_e4m3_times_the_head_s_scale(rng, is_decode: bool):
+    case = PagedCase(rng, [40, 9, 33], 8)
+    scales = rng.uniform(0.005, 0.02, (2, 2, 2)).astype(np.float32)
+    stored = narrow(case.kv / scales[None, :, :, :, None, None])
+    wide = widen(stored) * scales[None, :, :, :, None, None]
+    starts = np.array([0, 5, 6, 20], np.int32)
+    q = normal(rng, 3 if is_decode else 20, 4, case.head_dim)
+    outs = []
+    for kv, kv_scales in ((stored, scales), (wide, None)):
+        batch = AttentionBatch(kv, 1, case.tables, case.lengths, 0.3, query_start=starts, kv_scales=kv_scales)
+        outs.append(np.empty_like(q))
+        (OPS.paged_decode_attention if is_decode else OPS.paged_prefill_attention)(q, batch, outs[-1])
+    assert np.isfinite(outs[0]).all()
+    np.testing.assert_array_equal(*outs)
 
 
 class PagedCase:
