@@ -229,8 +229,9 @@ def _cached(blocks: Array, batch: AttentionBatch, side: int) -> np.ndarray:
     """Return blocks [S, Hkv, num_blocks, B, D] of a layer's `side` in float32."""
     if batch.kv_scales is None:
         return _f32(blocks)
-    scales: np.ndarray = batch.kv_scales[batch.layer, side]
-    return widen(blocks) * scales[:, None, None, None]
+    scales: np.ndarray = batch.kv_scales[batch.layer, side][:, None, None, None]
+    values: np.ndarray = widen(blocks) * scales
+    return values
 
 
 def _weighed(values: np.ndarray, weights: np.ndarray, visible: np.ndarray) -> np.ndarray:
