@@ -1,4 +1,4 @@
-"""Entry point of `quire`. During its imports Ctrl-C ends the process: a KeyboardInterrupt could be swallowed."""
+"""Entry point of `quire`. During imports Ctrl-C ends the process: a KeyboardInterrupt could be swallowed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ if HANDLES_CTRL_C:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from service.cli.main import main  # noqa: E402
+from service.cli.parser import parser_for  # noqa: E402
 
 
 def run() -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the terminal may lack characters
+    parser_for(sys.argv[1:])  # imports the verb
     if HANDLES_CTRL_C:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return main()

@@ -94,8 +94,8 @@ def test_no_key_stands_in_the_process_list(served):
 )
 def test_every_verb_hides_what_is_secret_and_nothing_else(arguments, secret, masked):
     script = (
-        "import sys; from service.cli import main\n"
-        "parsed = main.make_parser().parse_known_args(sys.argv[1:])[0]\n"
+        "import sys; from service.cli import main, parser\n"
+        "parsed = parser.parser_for(sys.argv[1:]).parse_known_args(sys.argv[1:])[0]\n"
         "print(len(main.hide_secrets(parsed)), open('/proc/self/cmdline').read())"
     )
     command = [sys.executable, "-c", script, *arguments]

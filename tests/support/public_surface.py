@@ -47,8 +47,10 @@ def main() -> None:
 
 def command_line() -> Iterator[str]:
     """Yield each verb and each of its arguments, as the parser of `quire` knows them."""
-    from service.cli.main import make_parser
-
+    try:
+        from service.cli.parser import make_parser
+    except ImportError:  # an older tree
+        from service.cli.main import make_parser
     yield from _arguments(make_parser(), "quire")
 
 

@@ -6,8 +6,8 @@ import subprocess
 import pytest
 
 from service.cli.completion import SHELLS
-from service.cli.main import OTHER_VERBS, main
-from service.config.settings import VERBS
+from service.cli.main import main
+from service.cli.verbs import HELP
 
 
 def script_of(shell, capsys):
@@ -50,7 +50,7 @@ def test_files_and_folders_are_told_apart(capsys):
 @pytest.mark.parametrize("shell", SHELLS)
 def test_every_verb_is_known(capsys, shell):
     script = script_of(shell, capsys)
-    assert [verb for verb in (*VERBS, *OTHER_VERBS) if verb not in script] == []
+    assert [verb for verb in HELP if verb not in script] == []
     assert "num-gpu-blocks" in script or "num_gpu_blocks" in script
 
 

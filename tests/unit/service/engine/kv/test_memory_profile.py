@@ -10,8 +10,9 @@ from model.config import ModelConfig
 from model.ops.cpu.ops import NumpyOps
 from model.presets import PRESETS
 from model.weights.loader import load_model
-from service.cli.main import main, make_parser
+from service.cli.main import main
 from service.cli.models import DEMO_MODEL
+from service.cli.parser import make_parser
 from service.config.settings import SERVE, Settings
 from service.config.sources import read_settings
 from service.engine.build import build_engine, num_swap_blocks
