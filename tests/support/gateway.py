@@ -13,6 +13,7 @@ from model.text.grammar_matcher import GrammarCompiler
 from service.config.settings import Settings
 from service.gateway.core.served_model import ServedModel
 from service.gateway.process import serving
+from tests.fakes.kept_grammar_process import kept_grammar_processes
 from tests.fakes.queue.gateway import MemoryGatewayQueue, MemoryIngress
 from tests.fakes.queue.queue_data import QueueData
 from tests.fakes.queue.worker import MemoryWorkerQueue
@@ -112,8 +113,9 @@ class Gateway:
 async def beside(gateway: Gateway, folder: Path, **settings):
     """Another gateway on the same queue and worker."""
     chosen = Settings(**{"model": folder, "served_model_name": MODEL, "port": 0, "drain_timeout": 0.2, **settings})
-    async with serving(chosen, ServedModel.read(chosen), gateway.queue) as url:
-        yield replace(gateway, url=url)
+    with kept_grammar_processes():
+        async with serving(chosen, ServedModel.read(chosen), gateway.queue) as url:
+            yield replace(gateway, url=url)
 
 
 @asynccontextmanager
@@ -123,6 +125,7 @@ async def open_gateway(folder: Path, queue: MemoryGatewayQueue | None = None, **
     queue = queue or QuickQueue()
     model = ServedModel.read(chosen)
     worker = ScriptedWorker(MemoryWorkerQueue(queue.data), MODEL, lambda job: speech(model, "Hello world."))
-    async with worker.working(), serving(chosen, model, queue) as url, aiohttp.ClientSession() as http:
-        yield Gateway(url, http, queue, worker, model)
+    with kept_grammar_processes():
+        async with worker.working(), serving(chosen, model, queue) as url, aiohttp.ClientSession() as http:
+            yield Gateway(url, http, queue, worker, model)
     await queue.close()
