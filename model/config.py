@@ -8,12 +8,14 @@ from typing import Any
 
 from model.config_fields import MAX_TOKEN_ID, Fields
 from model.dtypes import NUMPY_DTYPES
+from model.errors import ModelError
 from model.gguf_config import gguf_config
 from model.gguf_file import find_gguf, read_gguf
-from model.json_files import read_json_object
+from model.json_files import parse_json_object, read_json_object
 from model.ops.interface import NO_WINDOW
 
 CONFIG_BYTES = 1 << 20
+SAMPLING_FIELDS = frozenset(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"))
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -135,7 +137,19 @@ def generation_defaults(directory: Path) -> dict[str, float | int]:
     path = Path(directory) / "generation_config.json"
     if not path.exists():
         return {}
-    fields = Fields(read_json_object(path, CONFIG_BYTES), str(path))
+    return _sampling(Fields(read_json_object(path, CONFIG_BYTES), str(path)))
+
+
+def overriding_defaults(text: str, source: str) -> dict[str, float | int]:
+    """Return the sampling defaults in a JSON text; `source` names it in errors. Raises ModelError."""
+    raw = parse_json_object(text.encode(), source)
+    unknown = sorted(raw.keys() - SAMPLING_FIELDS)
+    if unknown:
+        raise ModelError(f"{source}: {unknown[0]} is not supported ({', '.join(sorted(SAMPLING_FIELDS))})")
+    return _sampling(Fields(raw, source))
+
+
+def _sampling(fields: Fields) -> dict[str, float | int]:
     defaults: dict[str, float | int | None] = {
         "temperature": fields.number("temperature", None, low=0, high=100),
         "top_p": fields.number("top_p", None, above=0, high=1),

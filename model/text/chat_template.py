@@ -35,12 +35,12 @@ class ChatTemplate:
     """The chat template of a model folder. Immutable and thread-safe."""
 
     @classmethod
-    def read(cls, directory: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-        """Return the folder's template, None if it has none. Raises ModelError if malformed.
+    def read(cls, directory: Path, tokenizer: Tokenizer, given: str | None = None) -> ChatTemplate | None:
+        """Return the template `given` as a file or a text, else the folder's, None if it has none. Raises ModelError.
 
         `chat_template.jinja` overrides `tokenizer_config.json`, whose "tool_use" template serves requests with tools.
         """
-        sources = _read_sources(directory)
+        sources = _read_sources(directory) if given is None else {"default": _given_text(given)}
         if not sources:
             return None
         if sum(map(len, sources.values())) > MAX_SOURCE_CHARS:
@@ -172,6 +172,14 @@ def _cut_after(rendered: str, content: str) -> str:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:MAX_REFUSAL_CHARS]
+
+
+def _given_text(given: str) -> str:
+    """Return the file's text, or `given` itself if it is a template: no file name has a brace, as in vLLM."""
+    source = read_text(Path(given), MAX_CONFIG_BYTES) if "{" not in given else given
+    if source is None:
+        raise ModelError(f"--chat-template: {given}: no such file")
+    return source
 
 
 def _read_sources(directory: Path) -> dict[str, str]:

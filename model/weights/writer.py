@@ -19,7 +19,7 @@ from model.json_files import read_json_object
 from model.ops.fp8 import E4M3, E4M3_MAX
 from model.weights.checkpoint import SINGLE_FILE, Checkpoint, expected_shapes, is_projection
 from model.weights.formats.integers import pack_nibbles
-from model.weights.formats.registry import CONFIG_BYTES
+from model.weights.formats.method import CONFIG_BYTES
 from model.weights.safetensors_file import DTYPE_WORDS
 
 FORMAT_NAMES = ("fp8", "int4-g128", "int4-g64", "int4-g32")

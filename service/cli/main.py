@@ -7,12 +7,14 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from service.cli.completion import completion_script
 from service.cli.models import take_model_argument, with_model
-from service.cli.parser import parser_for, unknown_word
+from service.cli.parser import parser_for, translated, unknown_word
 from service.cli.secret_flags import hide_secrets
 from service.cli.verbs import COMPLETION, WITHOUT_SETTINGS, load_plain_verb, load_verb
+from service.cli.vllm_words import check_stored_format
 from service.config.sources import read_settings
 from service.errors import StartupError
 from service.observability.logs import setup_logs
@@ -22,13 +24,18 @@ log = logging.getLogger("quire.cli")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Return 0: done, 1: failed, 2: could not start, 130: interrupted by Ctrl-C."""
-    words = sys.argv[1:] if argv is None else argv
+    words = list(sys.argv[1:] if argv is None else argv)
     parser = parser_for(words)
-    flags, unknown = parser.parse_known_args(words)
-    if flags.verb is None and not unknown:
-        parser.print_help(sys.stderr)
-        return 2
+    verb = words[0] if words and not words[0].startswith("-") else None
     try:
+        translation = translated(words, parser)
+        flags, unknown = parser.parse_known_args(translation.argv)
+        if flags.version:
+            print(f"quire {version('quire')}")
+            return 0
+        if flags.verb is None and not unknown:
+            parser.print_help(sys.stderr)
+            return 2
         if unknown:
             raise StartupError(unknown_word(unknown[0], parser, flags))
         warnings = hide_secrets(flags)
@@ -42,7 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         setup_logs(settings.log_level)
         for warning in warnings:
             log.warning("%s", warning)
+        for note in translation.notes:
+            log.info("%s", note)
         settings = with_model(settings)
+        check_stored_format(translation.stored_format, settings)
         return load_verb(flags.verb).run(settings, flags)
     except BrokenPipeError:  # the reader of our stdout has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -50,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT  # a shell's status for it
     except StartupError as error:
-        print(f"{' '.join(filter(None, ('quire', flags.verb)))}: {error}", file=sys.stderr)
+        print(f"{' '.join(filter(None, ('quire', verb)))}: {error}", file=sys.stderr)
         return 2
 
 

@@ -8,10 +8,16 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 from service.cli.completion import add_completion_flags
+from service.cli.help import SectionHelp
 from service.cli.models import add_model_argument
-from service.cli.verbs import COMPLETION, HELP, WITHOUT_SETTINGS, load_plain_verb, load_verb
+from service.cli.verbs import COMPLETION, HELP, WITH_SETTINGS, WITHOUT_SETTINGS, load_plain_verb, load_verb
+from service.cli.vllm_flags import VLLM_FLAGS
+from service.cli.vllm_words import Translation, translate
 from service.config.settings import BENCH
 from service.config.sources import add_flags
+
+MODEL_VERBS = tuple(verb for verb in WITH_SETTINGS if verb != BENCH)
+"""Verbs that take a model, and vLLM's words."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -34,9 +40,15 @@ def make_parser(verbs: Collection[str] = HELP) -> argparse.ArgumentParser:
         description="Serves Llama-family models over HTTP and Redis from a paged KV cache.",
         epilog="Every flag --some-name can be given as QUIRE_SOME_NAME in the environment; the flag wins.",
     )
+    parser.add_argument("--version", action="store_true", help="print the version")
     parsers = parser.add_subparsers(dest="verb", metavar="VERB")
     for verb, text in HELP.items():
-        verb_parser = parsers.add_parser(verb, help=text, description=text, allow_abbrev=False)
+        has_sections = verb in MODEL_VERBS
+        verb_parser = parsers.add_parser(
+            verb, help=text, description=text, allow_abbrev=False, add_help=not has_sections
+        )
+        if has_sections:
+            verb_parser.add_argument("-h", "--help", action=SectionHelp)
         if verb in verbs:
             _add_flags(verb_parser, verb)
     return parser
@@ -51,14 +63,27 @@ def _add_flags(parser: argparse.ArgumentParser, verb: str) -> None:
         add_own_flags = load_verb(verb).add_flags
         if add_own_flags is not None:
             add_own_flags(parser)
-        if verb != BENCH:  # each bench adds the settings it reads
+        if verb in MODEL_VERBS:  # each bench adds the settings it reads
             add_model_argument(parser)
             add_flags(parser, verb)
 
 
+def translated(words: Sequence[str], parser: argparse.ArgumentParser) -> Translation:
+    """Return a command line in Quire's words: one of a verb that takes a model may have vLLM's. Raises StartupError."""
+    if not words or words[0] not in MODEL_VERBS:
+        return Translation(list(words))
+    (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    translation = translate(words[1:], verbs.choices[words[0]]._option_string_actions)
+    translation.argv.insert(0, words[0])
+    return translation
+
+
 def unknown_word(word: str, parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> str:
     """Return the error for `word`, with the most similar flag of the chosen verbs."""
-    alike = get_close_matches(word.partition("=")[0], list(_known_flags(parser, chosen)), n=1)
+    known = [*_known_flags(parser, chosen)]
+    if chosen.verb in MODEL_VERBS:
+        known += [f"--{name}" for name, flag in VLLM_FLAGS.items() if flag.note]
+    alike = get_close_matches(word.partition("=")[0], known, n=1)
     return f"{word}: unknown argument" + (f" (did you mean {alike[0]}?)" if alike else "")
 
 

@@ -221,9 +221,8 @@ def _without_password(url: str) -> str:
 
 
 def _greet(settings: Settings, url: str) -> None:
-    assert settings.model is not None
     assert settings.redis_url is not None
-    name = settings.served_model_name or settings.model.name
+    name = settings.model_names[0]
     auth = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_key or settings.api_key_file else ""
     print(
         f"""

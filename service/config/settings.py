@@ -16,6 +16,9 @@ from typing import Any
 from service.config.values import parse_hosts, parse_keys, parse_model, parse_name, parse_names, parse_switch
 
 SERVE, GATEWAY, WORKER, CHECK, BENCH = VERBS = ("serve", "gateway", "worker", "check", "bench")
+SECTIONS = {"model": "Model", "device": "Engine", "redis_url": "Queue", "host": "HTTP", "log_level": "All"}
+"""First setting of each section; the others follow in order."""
+
 _MODEL_VERBS = VERBS
 _ENGINE_VERBS = (SERVE, WORKER, CHECK, BENCH)
 _STEP_VERBS = (SERVE, WORKER, BENCH)
@@ -67,7 +70,23 @@ class Settings:
         verbs=_MODEL_VERBS,
     )
     served_model_name: str | None = _setting(
-        None, "the model's name in the API (default: org/name, or the folder's name)", verbs=(*_GATEWAY_VERBS, WORKER)
+        None,
+        "the model's name in the API, and others that requests may use, comma-separated (default: org/name, or the "
+        "folder's name)",
+        verbs=(*_GATEWAY_VERBS, WORKER),
+    )
+    chat_template: str | None = _setting(
+        None, "file of a Jinja chat template, or its text (default: the model's own)", verbs=_GATEWAY_VERBS
+    )
+    generation_config: str = _setting(
+        "auto",
+        "folder whose generation_config.json gives the default sampling; auto: the model's; vllm: none",
+        verbs=_GATEWAY_VERBS,
+    )
+    override_generation_config: str | None = _setting(
+        None,
+        'JSON of default sampling, such as {"temperature": 0.5} (default: only --generation-config)',
+        verbs=_GATEWAY_VERBS,
     )
     tool_call_parser: str | None = _one_of(
         None,
@@ -358,3 +377,9 @@ class Settings:
     log_level: str = _one_of(
         "info", "least severe level that is logged", ("debug", "info", "warning", "error"), verbs=VERBS
     )
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names of the model in the API; answers and metrics carry the first."""
+        given = (name.strip() for name in (self.served_model_name or "").split(","))
+        return tuple(filter(None, given)) or ((self.model or Path()).name,)

@@ -7,7 +7,6 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from service.config.settings import Settings
@@ -138,7 +137,7 @@ async def _flush(job_loop: JobLoop, engine: EngineThread, death: BaseException |
 def _card(worker_id: str, settings: Settings, built: BuiltEngine, engine: EngineThread, ready: bool) -> WorkerCard:
     return WorkerCard(
         worker_id=worker_id,
-        model=settings.served_model_name or Path(settings.model or "").name,
+        model=settings.model_names[0],
         ready=ready,
         max_model_len=built.memory.max_model_len,
         num_blocks=built.memory.num_blocks,

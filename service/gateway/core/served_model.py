@@ -7,9 +7,10 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from model.config import ModelConfig, generation_defaults
+from model.config import ModelConfig, generation_defaults, overriding_defaults
 from model.errors import ModelError
 from model.text.chat_template import ChatTemplate, TemplateError
 from model.text.grammar_compiler import TokenTable
@@ -64,6 +65,7 @@ class ServedModel:
     """Immutable and shared by all threads."""
 
     name: str
+    aliases: tuple[str, ...] = ()  # other names that requests may use
     vocab_size: int  # width of the logits; bounds every token id
     max_model_len: int  # tokens of prompt and output; workers may allow less
     eos_token_ids: tuple[int, ...]
@@ -86,15 +88,16 @@ class ServedModel:
         try:
             config = ModelConfig.read(directory)
             tokenizer = Tokenizer.read(directory)
-            template = ChatTemplate.read(directory, tokenizer)
-            defaults = generation_defaults(directory)
+            template = ChatTemplate.read(directory, tokenizer, settings.chat_template)
+            defaults = _default_sampling(settings, directory)
         except ModelError as error:
             raise StartupError(str(error)) from error
-        name = settings.served_model_name or directory.name
+        name, *aliases = settings.model_names
         reasoning = _reasoning_format(settings, template)
         markers = () if reasoning is None else (reasoning.start, reasoning.end)
         return cls(
             name=name,
+            aliases=tuple(aliases),
             vocab_size=config.vocab_size,
             max_model_len=min(config.max_position, settings.max_model_len or config.max_position),
             eos_token_ids=config.eos_token_ids,
@@ -110,8 +113,8 @@ class ServedModel:
         )
 
     def require(self, name: str | None) -> None:
-        """Raises RequestError (404) unless `name` is None or this model's."""
-        if name not in (None, self.name):
+        """Raises RequestError (404) unless `name` is None or one of this model's."""
+        if name not in (None, self.name, *self.aliases):
             message = "The model does not exist; GET /v1/models names the one that is served."
             raise RequestError(404, message, param="model", code="model_not_found")
 
@@ -263,6 +266,20 @@ def _reasoning_format(settings: Settings, template: ChatTemplate | None) -> Reas
     if settings.reasoning_parser is not None:
         return REASONING_FORMATS.get(settings.reasoning_parser)  # "none" is no format
     return None if template is None else detect_reasoning(template.source)
+
+
+def _default_sampling(settings: Settings, directory: Path) -> dict[str, float | int]:
+    """Raises ModelError."""
+    source, override = settings.generation_config, settings.override_generation_config
+    defaults: dict[str, float | int] = {}
+    if source != "vllm":
+        folder = directory if source == "auto" else Path(source)
+        if not folder.is_dir():
+            raise ModelError(f"--generation-config: {source}: no such folder (auto, vllm or a folder)")
+        defaults = generation_defaults(folder)
+    if override is not None:
+        defaults |= overriding_defaults(override, "--override-generation-config")
+    return defaults
 
 
 def _call_format(settings: Settings, template: ChatTemplate | None) -> CallFormat | None:

@@ -16,11 +16,13 @@ class Models:
         self._service = service
 
     async def list(self, http: web.Request) -> web.Response:
-        return json_response({"object": "list", "data": [await self._card()]})
+        names = (self._service.model.name, *self._service.model.aliases)
+        return json_response({"object": "list", "data": [await self._card(name) for name in names]})
 
     async def get(self, http: web.Request) -> web.Response:
-        self._service.model.require(http.match_info["model"])
-        return json_response(await self._card())
+        name = http.match_info["model"]
+        self._service.model.require(name)
+        return json_response(await self._card(name))
 
     async def tokenize(self, http: web.Request) -> web.Response:
         body = await read_body(http)
@@ -31,10 +33,10 @@ class Models:
         body = await read_body(http)
         return json_response(await self._service.threads.run(http[TENANT], detokenize, self._service.model, body))
 
-    async def _card(self) -> dict[str, object]:
+    async def _card(self, name: str) -> dict[str, object]:
         model = self._service.model
         return {
-            "id": model.name,
+            "id": name,
             "object": "model",
             "created": model.created_s,
             "owned_by": "quire",

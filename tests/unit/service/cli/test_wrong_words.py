@@ -1,5 +1,7 @@
 """What a wrong word on the command line gets: one line that names it, and what may have been meant; exit status 2."""
 
+from importlib.metadata import version
+
 import pytest
 
 from service.cli import check
@@ -29,9 +31,9 @@ from service.cli.main import main
         ),
         (["check", "--length", "0"], "quire check: --length: 0 is out of range (1..1048576)"),
         (["key", "bob", "--nam", "x"], "quire key: --nam: unknown argument (did you mean --tenant?)"),
-        (["serve", "--ver"], "quire serve: --ver: unknown argument"),
+        (["serve", "--zzz"], "quire serve: --zzz: unknown argument"),
         (["bench", "queue", "--prt", "1"], "quire bench: --prt: unknown argument (did you mean --plot?)"),
-        (["--version"], "quire: --version: unknown argument"),
+        (["--verison"], "quire: --verison: unknown argument (did you mean --version?)"),
         (["worker"], "quire worker: --redis-url: missing (quire serve starts an embedded Redis)"),
     ],
 )
@@ -83,3 +85,8 @@ def test_ctrl_c_is_no_news(monkeypatch, capsys):
     monkeypatch.setattr(check, "run_check", interrupted)
     assert main(["check"]) == 130
     assert capsys.readouterr() == ("", "")
+
+
+def test_the_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"quire {version('quire')}\n"

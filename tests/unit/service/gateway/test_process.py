@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 
 from service.config.settings import Settings
-from service.errors import StartupError
+from service.errors import RequestError, StartupError
 from service.gateway.core.served_model import ServedModel
 from service.gateway.process import run_gateway
 from tests.support.gateway import QuickQueue, write_model
@@ -95,3 +95,41 @@ def test_what_a_folder_says(tmp_path):
     assert model.vocab_size == json.loads((folder / "config.json").read_text())["vocab_size"]
     (folder / "chat_template.jinja").unlink()
     assert ServedModel.read(settings(folder)).template is None
+
+
+def test_names_of_the_model(tmp_path):
+    model = ServedModel.read(settings(write_model(tmp_path / "m"), served_model_name="a, b"))
+    assert (model.name, model.aliases) == ("a", ("b",))
+    for name in (None, "a", "b"):
+        model.require(name)
+    with pytest.raises(RequestError):
+        model.require("m")
+
+
+def test_default_sampling_from_elsewhere(tmp_path):
+    folder, other = write_model(tmp_path / "m"), tmp_path / "other"
+    other.mkdir()
+
+    def defaults(**chosen: str):
+        return ServedModel.read(settings(folder, **chosen)).defaults
+
+    assert defaults(generation_config="vllm") == defaults(generation_config=str(other)) == {}
+    assert defaults(override_generation_config='{"temperature": 0, "min_p": 0.1}') == {
+        "temperature": 0.0, "top_k": 20, "min_p": 0.1,
+    }  # fmt: skip
+    for wrong in ('{"max_new_tokens": 9}', '{"top_p": 2}', "[]", "{"):
+        with pytest.raises(StartupError, match=r"^--override-generation-config: "):
+            defaults(override_generation_config=wrong)
+    with pytest.raises(StartupError, match=r"^--generation-config: x: no such folder"):
+        defaults(generation_config="x")
+
+
+def test_a_chat_template_from_a_file_or_the_line_itself(tmp_path):
+    folder, text = write_model(tmp_path / "m"), "{{ messages[0].content }}!"
+    (tmp_path / "t.jinja").write_text(text)
+    for given in (text, str(tmp_path / "t.jinja")):
+        template = ServedModel.read(settings(folder, chat_template=given)).template
+        assert template.render([{"role": "user", "content": "hi"}]) == "hi!"
+    for wrong, reason in (("no.jinja", "no.jinja: no such file"), ("{% if %}", "malformed")):
+        with pytest.raises(StartupError, match=reason):
+            ServedModel.read(settings(folder, chat_template=wrong))

@@ -1,0 +1,68 @@
+"""`--help` of a verb with settings: the most used ones; `--help=engine`: one section; `--help=all`: all."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from service.config.settings import SECTIONS, Settings
+
+SHORT = (
+    "model", "served_model_name", "dtype", "max_model_len", "quantization", "tool_call_parser",
+    "device", "gpu_memory_utilization", "max_num_seqs", "swap_space", "enable_prefix_caching",
+    "redis_url", "data_dir", "host", "port", "api_key_file", "log_level",
+)  # fmt: skip
+
+
+def sections() -> dict[str, list[str]]:
+    """Return the settings' names by section."""
+    found: dict[str, list[str]] = {}
+    for field in dataclasses.fields(Settings):
+        if field.name in SECTIONS:
+            found[SECTIONS[field.name]] = []
+        found[list(found)[-1]].append(field.name)
+    return found
+
+
+class SectionHelp(argparse.Action):
+    """`--help`, `--help=SECTION` and `--help=all`."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **_: Any) -> None:
+        names = ", ".join(_topics())
+        text = f"the most used flags, or those of a section ({names})"
+        super().__init__(option_strings, argparse.SUPPRESS, nargs="?", const="", metavar="SECTION", help=text)
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if values == "all":
+            parser.print_help()
+        elif values == "":
+            chosen = {title: [name for name in names if name in SHORT] for title, names in sections().items()}
+            print(_text(parser, chosen))
+        elif values in _topics():
+            print(_text(parser, {title: names for title, names in sections().items() if title.lower() == values}))
+        else:
+            parser.error(f"{option}: {values!r} is not a section ({', '.join(_topics())})")
+        parser.exit()
+
+
+def _topics() -> list[str]:
+    return [*(title.lower() for title in sections() if title != "All"), "all"]
+
+
+def _text(parser: argparse.ArgumentParser, shown: dict[str, list[str]]) -> str:
+    formatter = argparse.HelpFormatter(parser.prog, max_help_position=32)
+    formatter.add_usage(f"{parser.prog} [MODEL] [flags]", [], [])
+    formatter.add_text(parser.description)
+    for title, names in shown.items():
+        settings = [action for action in parser._actions if action.dest in names and action.nargs != 0]
+        others = [action for action in parser._actions if action.dest not in Settings.__dataclass_fields__]
+        first = title == next(iter(shown))
+        formatter.start_section(title)
+        formatter.add_arguments([*(others if first and len(shown) > 1 else []), *settings])
+        formatter.end_section()
+    formatter.add_text(f"More: --help={' --help='.join(_topics())}")
+    return formatter.format_help()

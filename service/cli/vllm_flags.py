@@ -1,0 +1,181 @@
+"""Flags of `vllm serve` that recipes use and that are no settings here: what is already so, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Values(Enum):
+    """Words that follow a flag."""
+
+    NONE = 0
+    ONE = 1
+    SWITCH = 2  # nothing, or true or false
+    SEVERAL = 3  # all words up to the next flag
+
+
+@dataclass(frozen=True)
+class VllmFlag:
+    name: str
+    values: Values
+    note: str  # why it has no effect, logged once
+    reason: str  # why it is refused, and what to use
+    accepted: tuple[str, ...] = ()  # values with no effect; the others are refused
+
+    def is_accepted(self, value: str | None) -> bool:
+        return bool(self.note) if not self.accepted else value is not None and value.lower() in self.accepted
+
+
+def _rows(names: str, values: Values, note: str = "", reason: str = "", *accepted: str) -> list[VllmFlag]:
+    return [VllmFlag(name, values, note, reason, accepted) for name in names.split()]
+
+
+_NONE, _ONE, _SWITCH, _SEVERAL = Values.NONE, Values.ONE, Values.SWITCH, Values.SEVERAL
+_TEXT = "only text models are served"
+_COMPILED = "nothing is compiled at start; kernels are chosen per shape, and decode steps run in CUDA graphs"
+_KERNELS = "kernels are chosen per shape and measured"
+_ONE_HOST = "a model runs on one GPU; for more requests start a `quire worker` on each GPU, on one Redis"
+_LORA = "adapters are not served yet; merge the adapter into the model's weights"
+_DRAFTS = "speculative decoding is not served yet; leave it out: answers are the same"
+_NO_CODE = "no code is loaded from a flag"
+_FOLDER = "the folder's Hugging Face files are read"
+_EDIT = "edit config.json in a copy of the folder"
+_ORIGINS = "pages of other origins may call the service with an API key (--api-key-file), and no others"
+
+ALREADY_SO = [
+    *_rows("trust-remote-code", _SWITCH, "no code of a model is ever run; supported models are built in"),
+    *_rows("code-revision", _ONE, "no code of a model is ever run"),
+    *_rows("enable-auto-tool-choice", _SWITCH, "tools are always on; the chat template selects their parser"),
+    *_rows("enable-chunked-prefill", _SWITCH, "prompts are always chunked", "prompts are always chunked", "true"),
+    *_rows("async-scheduling no-async-scheduling", _SWITCH, "the next step is always planned while one runs"),
+    *_rows("enforce-eager", _SWITCH, _COMPILED),
+    *_rows(
+        "compilation-config optimization-level max-cudagraph-capture-size max-seq-len-to-capture",
+        _ONE, _COMPILED,
+    ),
+    *_rows("cuda-graph-sizes cudagraph-capture-sizes", _SEVERAL, _COMPILED),
+    *_rows("attention-backend moe-backend linear-backend attention-config kernel-config all2all-backend", _ONE,
+           _KERNELS),
+    *_rows(
+        "enable-flashinfer-autotune no-enable-flashinfer-autotune disable-cascade-attn disable-custom-all-reduce",
+        _SWITCH, _KERNELS,
+    ),
+    *_rows("use-v2-block-manager disable-hybrid-kv-cache-manager no-disable-hybrid-kv-cache-manager", _SWITCH,
+           "one pool of blocks holds all layers"),
+    *_rows("prefix-caching-hash-algo", _ONE, "prefixes are compared by their tokens"),
+    *_rows("scheduling-policy", _ONE, "tenants take turns, and `priority` orders a tenant's requests"),
+    *_rows("guided-decoding-backend structured-outputs-config", _ONE, "llguidance compiles every grammar"),
+    *_rows("disable-log-requests no-enable-log-requests disable-log-stats disable-uvicorn-access-log", _SWITCH,
+           "requests are not logged"),
+    *_rows("max-log-len disable-access-log-for-endpoints", _ONE, "requests are not logged"),
+    *_rows("uvicorn-log-level", _ONE, "one level holds for all logs: --log-level"),
+    *_rows("enable-prompt-tokens-details", _SWITCH, "usage.prompt_tokens_details is always sent"),
+    *_rows("enable-request-id-headers", _SWITCH, "X-Request-Id is always sent"),
+    *_rows("enable-ssl-refresh", _SWITCH, "certificates are reloaded when they change"),
+    *_rows("ignore-patterns", _SEVERAL, "only served files are downloaded"),
+    *_rows("safetensors-load-strategy model-loader-extra-config max-parallel-loading-workers", _ONE,
+           "tensors are read in parallel"),
+    *_rows("language-model-only skip-mm-profiling disable-chunked-mm-input interleave-mm-strings", _SWITCH, _TEXT),
+    *_rows(
+        "limit-mm-per-prompt mm-processor-cache-gb mm-processor-cache-type mm-processor-kwargs mm-encoder-tp-mode "
+        "mm-encoder-attn-backend media-io-kwargs allowed-local-media-path video-pruning-rate",
+        _ONE, _TEXT,
+    ),
+    *_rows("mamba-ssm-cache-dtype mamba-cache-mode mamba-backend", _ONE, "no model served has such layers"),
+    *_rows("seed", _ONE, "weights are not random, and a request brings its own `seed`"),
+    *_rows("disable-frontend-multiprocessing", _SWITCH, "the gateway is a process of its own"),
+    *_rows("kv-offloading-backend", _ONE, "--swap-space is host memory", "--swap-space is host memory", "native"),
+]  # fmt: skip
+
+CONDITIONAL = [
+    *_rows("tokenizer-mode config-format", _ONE, _FOLDER, "tokenizer.json and config.json are read (leave it out)",
+           "auto", "hf", "fast", "mistral"),
+    *_rows("model-impl", _ONE, "supported models are built in", "supported models are built in", "auto", "vllm"),
+    *_rows("task runner convert", _ONE, "the model generates", "embeddings come with --enable-embeddings",
+           "auto", "generate", "none"),
+    *_rows("pipeline-parallel-size data-parallel-size decode-context-parallel-size nnodes data-parallel-size-local",
+           _ONE, "it is 1", _ONE_HOST, "1"),
+    *_rows("distributed-executor-backend", _ONE, "one GPU needs none", _ONE_HOST, "mp", "uni"),
+    *_rows("api-server-count", _ONE, "it is 1", "start more `quire gateway`, on one Redis", "1"),
+    *_rows("cpu-offload-gb", _ONE, "weights stay on the device",
+           "weights stay on the device; --quantization fp8 halves them", "0", "0.0"),
+    *_rows("max-logprobs", _ONE, "up to 20 log-probabilities are sent", "at most 20 log-probabilities are sent",
+           *map(str, range(21))),
+    *_rows("response-role", _ONE, "answers have this role", "answers have the role assistant", "assistant"),
+    *_rows("chat-template-content-format", _ONE, "the template gets what it reads", "the template gets what it reads "
+           "(auto)", "auto"),
+    *_rows("ssl-cert-reqs", _ONE, "clients need no certificate", "clients are known by keys, not certificates", "0"),
+    *_rows("stream-interval", _ONE, "each step's tokens are sent", "each step's tokens are sent (1)", "1"),
+    *_rows("hf-overrides", _ONE, "it overrides nothing", _EDIT, "{}"),
+]  # fmt: skip
+
+REFUSED = [
+    *_rows("speculative-config speculative-model num-speculative-tokens", _ONE, reason=_DRAFTS),
+    *_rows("enable-lora fully-sharded-loras", _SWITCH, reason=_LORA),
+    *_rows("lora-modules lora-target-modules", _SEVERAL, reason=_LORA),
+    *_rows("max-loras max-lora-rank max-cpu-loras lora-dtype", _ONE, reason=_LORA),
+    *_rows(
+        "data-parallel-address data-parallel-rpc-port data-parallel-rank data-parallel-start-rank "
+        "data-parallel-backend node-rank master-addr master-port dcp-comm-backend",
+        _ONE, reason=_ONE_HOST,
+    ),
+    *_rows("headless data-parallel-hybrid-lb data-parallel-external-lb", _SWITCH, reason=_ONE_HOST),
+    *_rows("enable-expert-parallel enable-eplb", _SWITCH, reason="models with experts are not served yet"),
+    *_rows("no-enable-chunked-prefill", _NONE, reason="prompts are always chunked (--max-num-batched-tokens)"),
+    *_rows("kv-transfer-config kv-events-config ec-transfer-config", _ONE,
+           reason="blocks are not sent between servers; workers share requests through Redis"),
+    *_rows("kv-cache-memory-bytes", _ONE, reason="use --gpu-memory-utilization or --num-gpu-blocks"),
+    *_rows("long-prefill-token-threshold max-num-partial-prefills max-long-partial-prefills", _ONE,
+           reason="use --max-prefill-chunk"),
+    *_rows("tokenizer tokenizer-revision hf-config-path", _ONE, reason="the model's folder has its tokenizer"),
+    *_rows("rope-scaling rope-theta", _ONE, reason=_EDIT),
+    *_rows("disable-sliding-window", _SWITCH, reason=_EDIT),
+    *_rows("hf-token", _ONE, reason="set HF_TOKEN: other users of this host can read flags"),
+    *_rows("default-chat-template-kwargs", _ONE, reason="send chat_template_kwargs with each request"),
+    *_rows("reasoning-config", _ONE, reason="send the budget with each request"),
+    *_rows("exclude-tools-when-tool-choice-none return-tokens-as-token-ids trust-request-chat-template", _SWITCH,
+           reason="answers would differ, and that form is not served"),
+    *_rows("enable-force-include-usage", _SWITCH, reason="send stream_options.include_usage with each request"),
+    *_rows("enable-log-requests enable-log-outputs", _SWITCH,
+           reason="requests are not logged; spans describe each (deploy/README.md)"),
+    *_rows("log-config-file", _ONE, reason="use --log-level"),
+    *_rows("otlp-traces-endpoint collect-detailed-traces", _ONE, reason="set OTEL_EXPORTER_OTLP_ENDPOINT"),
+    *_rows("enable-server-load-tracking", _SWITCH, reason="/metrics has the load"),
+    *_rows("enable-tokenizer-info-endpoint tokens-only disable-fastapi-docs enable-offline-docs", _SWITCH,
+           reason="the routes are fixed; block paths at the proxy"),
+    *_rows("root-path", _ONE, reason="let the proxy strip the prefix"),
+    *_rows("uds", _ONE, reason="use --host and --port"),
+    *_rows("ssl-ca-certs", _ONE, reason="clients are known by keys, not certificates"),
+    *_rows("ssl-ciphers", _ONE, reason="the ciphers are Python's"),
+    *_rows("allowed-origins allowed-methods allowed-headers", _ONE, reason=_ORIGINS),
+    *_rows("allow-credentials", _SWITCH, reason=_ORIGINS),
+    *_rows("middleware tool-parser-plugin reasoning-parser-plugin worker-cls", _ONE, reason=_NO_CODE),
+    *_rows("logits-processors", _SEVERAL, reason=_NO_CODE),
+    *_rows("tool-server", _ONE, reason="tools run in the client"),
+    *_rows("enable-sleep-mode", _SWITCH, reason="stop the worker: requests wait in the queue until one starts"),
+    *_rows("override-pooler-config pooler-config", _ONE, reason="use --pooling"),
+    *_rows("grpc", _SWITCH, reason="use HTTP, or Redis (--producers)"),
+    *_rows("additional-config", _ONE, reason="it is for other hardware"),
+    *_rows("omni use-hsdp vae-use-tiling enable-layerwise-offload", _SWITCH, reason=_TEXT),
+    *_rows("task-type deploy-config diffusion-attention-backend usp ring num-gpus model-class-name", _ONE,
+           reason=_TEXT),
+]  # fmt: skip
+
+VLLM_FLAGS = {flag.name: flag for flag in (*ALREADY_SO, *CONDITIONAL, *REFUSED)}
+
+RENAMED = {
+    "-tp": "--tensor-parallel-size",
+    "--tensor-parallel": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-dcp": "--decode-context-parallel-size",
+    "-ep": "--enable-expert-parallel",
+    "-q": "--quantization",
+    "-cc": "--compilation-config",
+    "-O": "--compilation-config",
+    "-asc": "--api-server-count",
+    "--num-gpu-blocks-override": "--num-gpu-blocks",
+    "--kv-offloading-size": "--swap-space",
+}
+"""Spellings of vLLM by the flag that means the same."""

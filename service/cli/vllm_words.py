@@ -1,0 +1,151 @@
+"""A command line in vLLM's words, put into Quire's: spellings, values, and the flags of `vllm_flags`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from model.errors import ModelError
+from model.weights.formats.method import find_method
+from service.cli.help import SectionHelp
+from service.cli.vllm_flags import RENAMED, VLLM_FLAGS, Values, VllmFlag
+from service.config.settings import Settings
+from service.errors import StartupError
+
+SWITCH_WORDS = ("true", "false", "1", "0")
+LISTS = ("--served-model-name", "--api-key")
+"""Settings of which vLLM takes several words."""
+
+COUNTS = ("--max-model-len", "--max-num-batched-tokens", "--max-num-seqs")
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
+_FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+VALUES: dict[str, dict[str, str]] = {
+    "--dtype": {"half": "float16", "float": "float32"},
+    "--load-format": {"auto": "safetensors", "gguf": "safetensors", "mistral": "safetensors"},
+    "--max-model-len": {"auto": "", "-1": ""},
+}
+"""vLLM's values by Quire's; "": the flag is left out."""
+
+STORED_FORMATS = {
+    "awq": "awq",
+    "awq_marlin": "awq",
+    "gptq": "gptq",
+    "gptq_marlin": "gptq",
+    "compressed-tensors": "compressed-tensors",
+    "modelopt": "modelopt",
+    "modelopt_fp4": "modelopt",
+    "bitsandbytes": "bitsandbytes",
+    "gguf": "gguf",
+}
+"""Values of --quantization that name how the folder's weights are stored, by the method in its config."""
+
+
+@dataclass
+class Translation:
+    argv: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # for the log
+    stored_format: str | None = None  # --quantization, where it names the folder's format
+
+
+def translate(argv: Sequence[str], flags: Mapping[str, argparse.Action]) -> Translation:
+    """Return the words after a verb in Quire's spelling; `flags` are the verb's own. Raises StartupError.
+
+    A flag that is Quire's own keeps its meaning. Unknown words pass unchanged: the parser names them.
+    """
+    done, words = Translation(), list(argv)
+    while words:
+        word = words.pop(0)
+        if word == "--":
+            done.argv += [word, *words]
+            break
+        flag, value = _spelled(word, flags)
+        if flag in flags:
+            _take_setting(flag, value, flags[flag], words, done)
+        elif (known := VLLM_FLAGS.get(flag[2:].partition(".")[0])) is not None and flag.startswith("--"):
+            _take_vllm_flag(flag, value, known, words, done)
+        else:
+            done.argv.append(word)
+    return done
+
+
+def check_stored_format(stored_format: str | None, settings: Settings) -> None:
+    """Raises StartupError unless the folder's weights are in the format that --quantization named."""
+    if stored_format is None:
+        return
+    folder = settings.model or Path()
+    try:
+        found = find_method(folder)
+    except ModelError as error:
+        raise StartupError(str(error)) from None
+    is_gguf = found is None and any(folder.glob("*.gguf"))
+    label = "gguf" if is_gguf else "16- or 32-bit" if found is None else found[0]
+    if label.removesuffix("_fp4") != STORED_FORMATS[stored_format]:
+        raise StartupError(f"--quantization: {stored_format}: the folder's weights are {label} (leave the flag out)")
+
+
+def _spelled(word: str, flags: Mapping[str, argparse.Action]) -> tuple[str, str | None]:
+    """Return (flag, value after "=") in Quire's spelling; vLLM takes "_" for "-" and joins -O3 and -tp=2."""
+    flag, equals, value = word.partition("=")
+    if re.fullmatch(r"-O\d", word):
+        flag, equals, value = "-O", "=", word[2:]
+    if flag.startswith("--"):
+        flag = flag.replace("_", "-")
+    head, dot, rest = flag.partition(".")
+    if head in RENAMED and head not in flags:
+        flag = RENAMED[head] + dot + rest
+    return flag, value if equals else None
+
+
+def _take_setting(flag: str, value: str | None, action: argparse.Action, words: list[str], done: Translation) -> None:
+    if action.nargs == 0 or isinstance(action, SectionHelp):
+        done.argv.append(flag if value is None else f"{flag}={value}")
+        return
+    if value is None and action.nargs == "?":
+        value = words.pop(0) if words and words[0].lower() in SWITCH_WORDS else str(action.const)
+    elif value is None and flag in LISTS:
+        value = ",".join(_several(words))
+    elif value is None:
+        if not words:
+            done.argv.append(flag)  # the parser says what is missing
+            return
+        value = words.pop(0)
+    value = _translated(flag, value, done)
+    if value:
+        done.argv.append(f"{flag}={value}")
+
+
+def _translated(flag: str, value: str, done: Translation) -> str:
+    if flag == "--quantization" and value in STORED_FORMATS:
+        done.stored_format = value
+        return "auto"
+    if flag == "--config" and value.endswith((".yaml", ".yml")):
+        raise StartupError(f"--config: {value}: YAML is not read (TOML: name = value, names with '_')")
+    if flag in COUNTS and (count := _COUNT.fullmatch(value)):
+        return str(int(float(count[1]) * _FACTORS[count[2]]))
+    return VALUES.get(flag, {}).get(value, value)
+
+
+def _take_vllm_flag(flag: str, value: str | None, known: VllmFlag, words: list[str], done: Translation) -> None:
+    if value is None and known.values is Values.ONE and words:
+        value = words.pop(0)
+    elif value is None and known.values is Values.SEVERAL:
+        value = " ".join(_several(words))
+    elif value is None and known.values is Values.SWITCH:
+        value = words.pop(0) if words and words[0].lower() in SWITCH_WORDS else "true"
+    shown = flag if value is None or known.values is not Values.ONE else f"{flag} {value}"
+    if known.values is Values.SWITCH and value in ("false", "0", "False") and not known.accepted:
+        return  # turned off: nothing is asked for
+    if not known.is_accepted(value):
+        raise StartupError(f"{shown}: {known.reason}")
+    done.notes.append(f"{shown} has no effect: {known.note}")
+
+
+def _several(words: list[str]) -> list[str]:
+    taken = []
+    while words and not words[0].startswith("-"):
+        taken.append(words.pop(0))
+    return taken

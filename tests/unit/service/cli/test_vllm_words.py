@@ -1,0 +1,156 @@
+"""Command lines of public recipes with `vllm` replaced: what becomes of every flag."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from service.cli.main import main
+from service.cli.models import take_model_argument
+from service.cli.parser import make_parser
+from service.cli.vllm_flags import RENAMED, VLLM_FLAGS
+from service.cli.vllm_words import Translation, check_stored_format, translate
+from service.config.settings import Settings
+from service.config.sources import read_settings
+from service.errors import StartupError
+
+SETTINGS = {name.replace("_", "-") for name in Settings.__dataclass_fields__}
+STARTING = [
+    "meta-llama/Llama-3.1-8B-Instruct --tensor-parallel-size 1 --disable-log-requests",
+    "meta-llama/Llama-3.1-8B-Instruct --tensor-parallel-size 1 --max-model-len 2048 --host 0.0.0.0 --port 8000",
+    "meta-llama/Llama-3.3-70B-Instruct --async-scheduling --no-enable-prefix-caching --max-num-batched-tokens 8192",
+    "RedHatAI/Meta-Llama-3.1-8B-quantized.w8a8",
+    "meta-llama/Llama-3.2-3B-Instruct --enable-auto-tool-choice --tool-call-parser llama3_json --dtype half",
+    "Qwen/Qwen3-8B --max-num-batched-tokens 16384 --gpu-memory-utilization 0.8 --enable-auto-tool-choice "
+    "--tool-call-parser hermes",
+    "Qwen/Qwen2.5-32B --seed 42 --gpu-memory-utilization 0.98 --max-num-batched-tokens 2048 --max-num-seqs 128 "
+    "--tensor-parallel-size 1 --max-model-len 32k",
+    "Qwen/Qwen3Guard-Gen-0.6B --host 0.0.0.0 --max-model-len 32768",
+    "mistralai/Mistral-7B-Instruct-v0.3 --tokenizer_mode mistral --config_format mistral --load_format mistral "
+    "--enable-auto-tool-choice --tool-call-parser mistral --max-model-len auto",
+    "Qwen/Qwen2.5-7B-Instruct-AWQ --quantization awq_marlin --trust-remote-code --enforce-eager --swap-space 16 "
+    "--served-model-name qwen qwen-awq --api-key a b --enable-chunked-prefill --generation-config vllm",
+]
+REFUSED = [
+    ("Qwen/Qwen3-235B-A22B -tp 4 --disable-log-requests --distributed-executor-backend mp", "--tensor-parallel-size"),
+    ("Qwen/Qwen3-30B-A3B --enable-expert-parallel", "models with experts"),
+    ("meta-llama/Llama-3.1-8B-Instruct --data-parallel-size 4", "start a `quire worker` on each GPU"),
+    ("meta-llama/Llama-3.1-8B-Instruct --enable-lora --lora-modules a=b c=d", "adapters"),
+]
+
+
+def read(line: str) -> tuple[Translation, Settings]:
+    """The settings of `quire serve LINE`, without looking for the model."""
+    parser = make_parser()
+    (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    done = translate(shlex.split(line), verbs.choices["serve"]._option_string_actions)
+    flags = parser.parse_args(["serve", *done.argv])
+    take_model_argument(flags)
+    return done, read_settings("serve", flags, {})
+
+
+@pytest.mark.parametrize("line", STARTING)
+def test_a_recipe_starts_with_only_vllm_replaced(line):
+    done, settings = read(line)
+    assert str(settings.model) == line.split()[0]
+    given = [word for word in shlex.split(line) if word.startswith("-")]
+    noted = [word.split()[0] for word in done.notes]
+    assert all(word.replace("_", "-") in noted or word.replace("_", "-")[2:] not in VLLM_FLAGS for word in given)
+
+
+@pytest.mark.parametrize(("line", "reason"), REFUSED)
+def test_a_recipe_that_asks_for_more_is_refused_with_the_reason(line, reason):
+    with pytest.raises(StartupError, match=reason):
+        read(line)
+
+
+def test_values_in_vllms_spelling():
+    done, settings = read(STARTING[-1])
+    assert settings == Settings(
+        model=Path("Qwen/Qwen2.5-7B-Instruct-AWQ"), swap_space=16.0, served_model_name="qwen,qwen-awq",
+        api_key=("a", "b"), generation_config="vllm", load_format="safetensors",
+    )  # fmt: skip
+    assert settings.model_names == ("qwen", "qwen-awq")
+    assert done.stored_format == "awq_marlin"
+    assert read(STARTING[6])[1].max_model_len == 32_000
+    assert read("m --max-model-len 4K --dtype float")[1] == Settings(
+        model=Path("m"), max_model_len=4096, dtype="float32"
+    )
+    assert read("m --max-model-len=-1 --load-format auto")[1] == Settings(model=Path("m"))
+    assert read("m --num-gpu-blocks-override 9 -q fp8")[1] == Settings(
+        model=Path("m"), num_gpu_blocks=9, quantization="fp8"
+    )
+
+
+def test_a_switch_does_not_swallow_the_model():
+    for switch in ("--enable-prefix-caching", "--trust-remote-code", "--enforce_eager"):
+        assert read(f"{switch} org/name")[1] == Settings(model=Path("org/name"))
+    assert not read("--enable-prefix-caching false org/name")[1].enable_prefix_caching
+
+
+@pytest.mark.parametrize(
+    "spelling", ["--compilation-config 3", "-O3", "-O 3", "-O=3", "-cc.level=3", "--compilation_config.level 3"]
+)
+def test_spellings_of_one_flag(spelling):
+    (note,) = read(f"m {spelling}")[0].notes
+    assert note.startswith("--compilation-config")
+    assert "nothing is compiled at start" in note
+
+
+@pytest.mark.parametrize("name", sorted(VLLM_FLAGS.keys() - SETTINGS))
+def test_each_flag_is_accepted_with_a_note_or_refused_with_a_reason(name):
+    flag = VLLM_FLAGS[name]
+    assert flag.note or flag.reason
+    assert not flag.accepted or (flag.note and flag.reason)
+    for value in (*flag.accepted, "17"):
+        words = f"--{name}={value}"
+        if flag.is_accepted(value):
+            assert len(read(f"m {words}")[0].notes) == 1
+        else:
+            with pytest.raises(StartupError, match="^--" + name) as refusal:
+                read(f"m {words}")
+            assert str(refusal.value).endswith(flag.reason)
+
+
+def test_settings_are_not_in_the_table():
+    assert SETTINGS & VLLM_FLAGS.keys() <= {"speculative-config"}, "a setting of that name works now: drop its row"
+    assert {target[2:] for target in RENAMED.values()} <= SETTINGS | VLLM_FLAGS.keys()
+
+
+@pytest.mark.parametrize(
+    ("config", "word", "refused"),
+    [
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+            "awq_marlin",
+            None,
+        ),
+        (None, "gptq", "the folder's weights are 16- or 32-bit"),
+    ],
+)
+def test_quantization_names_what_the_folder_is(tmp_path, config, word, refused):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config} if config else {}))
+    settings = Settings(model=tmp_path)
+    if refused is None:
+        check_stored_format(word, settings)
+        return
+    with pytest.raises(StartupError, match=refused):
+        check_stored_format(word, settings)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--root-path", "/llm"], "--root-path /llm: let the proxy strip the prefix"),
+        (["--config", "a.yaml"], "--config: a.yaml: YAML is not read (TOML: name = value, names with '_')"),
+        (["--enforce-eagre"], "--enforce-eagre: unknown argument (did you mean --enforce-eager?)"),
+        (["--max-modle-len", "8"], "--max-modle-len: unknown argument (did you mean --max-model-len?)"),
+    ],
+)
+def test_one_line(words, line, capsys):
+    assert main(["serve", *words]) == 2
+    assert capsys.readouterr().err == f"quire serve: {line}\n"
