@@ -11,7 +11,7 @@ from aiohttp import web
 from service.gateway.batches.batches import Batches
 from service.gateway.batches.files import Files
 from service.gateway.batches.runner import BatchRunner
-from service.gateway.core.request import CHAT, COMPLETIONS, EMBEDDINGS, POOLING, RESPONSES
+from service.gateway.core.request import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, POOLING, RESPONSES
 from service.gateway.core.service import InferenceService
 from service.gateway.http.middleware import (
     PAGE,
@@ -25,6 +25,7 @@ from service.gateway.openapi.document import openapi_document
 from service.gateway.routes.completions import REQUEST_ROUTE, Completions
 from service.gateway.routes.embeddings import Embeddings
 from service.gateway.routes.invocations import INVOCATIONS, Invocations
+from service.gateway.routes.messages import COUNT_TOKENS, Messages
 from service.gateway.routes.models import Models
 from service.gateway.routes.operations import ASSETS, Operations, asset
 from service.gateway.routes.responses import RESPONSE_ROUTE, Responses
@@ -44,6 +45,7 @@ class Route:
 def route_table(service: InferenceService, runner: BatchRunner) -> list[Route]:
     completions, embeddings = Completions(service), Embeddings(service)
     invocations = Invocations(service, completions, embeddings)
+    messages = Messages(service)
     responses, models, operations = Responses(service), Models(service), Operations(service)
     files = Files(service.queue, service.storage, service.settings)
     batches = Batches(service.queue, runner, service.storage)
@@ -58,6 +60,8 @@ def route_table(service: InferenceService, runner: BatchRunner) -> list[Route]:
         Route("DELETE", RESPONSE_ROUTE, responses.delete),
         Route("POST", f"{RESPONSE_ROUTE}/cancel", responses.cancel),
         Route("GET", f"{RESPONSE_ROUTE}/input_items", responses.input_items),
+        Route("POST", MESSAGES, messages.create),
+        Route("POST", COUNT_TOKENS, messages.count_tokens),
         Route("POST", EMBEDDINGS, embeddings.create),
         Route("POST", POOLING, embeddings.pool),
         Route("POST", INVOCATIONS, invocations.invoke),

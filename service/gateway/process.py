@@ -18,6 +18,7 @@ from aiohttp import BadContentDispositionHeader, BadContentDispositionParam, web
 from service.config.settings import Settings
 from service.errors import StartupError
 from service.garbage import freeze_heap
+from service.gateway.anthropic.request_reader import read_outline
 from service.gateway.app import make_app
 from service.gateway.batches.runner import BatchRunner
 from service.gateway.core.served_model import ServedModel
@@ -26,7 +27,6 @@ from service.gateway.http.connection import Connections, Protocol
 from service.gateway.http.middleware import with_openai_errors
 from service.gateway.http.tls import open_tls
 from service.gateway.ingress.ingress import QueueIngress
-from service.gateway.openai.request_reader import read_outline
 from service.gateway.routes.probes import probed
 from service.observability.logs import fields
 from service.observability.tracing import NO_TRACING, Tracing

@@ -33,6 +33,7 @@ GATEWAY_LAYERS = tuple(
         ("batches",),
         ("routes",),
         ("http",),
+        ("anthropic",),
         ("openai",),
         ("core",),
         ("grammars",),

@@ -13,6 +13,7 @@ from model.text.tool_calls.reader import Function
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
 EMBEDDINGS = "/v1/embeddings"
 POOLING = "/pooling"
 """vLLM's body and answer for an EMBEDDINGS request."""
@@ -101,7 +102,7 @@ NO_SOURCE = Source(b"", b"")
 class GenerationRequest:
     """Token ids and lengths are not yet checked against the model."""
 
-    endpoint: str  # one of BATCH_ENDPOINTS
+    endpoint: str  # one of BATCH_ENDPOINTS, or MESSAGES
     model: str | None  # None: the served one
     prompts: tuple[Prompt, ...]  # at least one; exactly one for a chat
     sampling: RequestedSampling
@@ -134,7 +135,7 @@ class GenerationRequest:
 
     @property
     def is_chat(self) -> bool:
-        return self.endpoint in (CHAT, RESPONSES)
+        return self.endpoint in (CHAT, RESPONSES, MESSAGES)
 
     @property
     def begins_a_text(self) -> bool:

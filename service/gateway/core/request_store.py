@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from service.queue.interface import GatewayQueue, QueueUnavailable
 from service.queue.messages import Cancel, RequestRecord
 from service.queue.records import StorageLimits
 
+_PREFIX = re.compile("^(chatcmpl-|cmpl-|msg_)")
 SLACK_S = 5.0
 """Time to read a complete answer past its deadline."""
 
@@ -99,7 +101,7 @@ class RequestStore:
     async def find(self, request_id: str, tenant: str) -> AcceptedRequest:
         """Raises RequestError: 404 for an unknown id or another tenant's, 503."""
         try:
-            record = await self._queue.requests.get_request(request_id.removeprefix("chatcmpl-").removeprefix("cmpl-"))
+            record = await self._queue.requests.get_request(_PREFIX.sub("", request_id))
         except QueueUnavailable:
             raise unavailable() from None
         except ValueError:

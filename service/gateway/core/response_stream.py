@@ -44,6 +44,7 @@ class ChoiceDelta:
     num_tokens: int = 0  # generated since the previous delta
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # prompt tokens but the first; in the choice's first delta
     reasoning: str = ""  # precedes `text`
+    stop: str | None = None  # the stop string that ended the choice, in its last delta
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,7 @@ class _Branch:
         self._is_finish_sent = False
         self.num_unsent = 0  # tokens
         self.finish_reason: str | None = None
+        self._stop: str | None = None
 
     def push(self, part: Part, silent_ids: frozenset[int]) -> bool:
         """Return whether a stop string ended the branch; its worker does not know."""
@@ -199,7 +201,7 @@ class _Branch:
         if self._wants_logprobs:
             self._unsent_logprobs += _logprobs(part, ids[:num_tokens], num_thought, len(visible))
         if decoded.stopped:
-            self.finish_reason = _STOP
+            self.finish_reason, self._stop = _STOP, decoded.stop
         elif part.end is not None:
             self.end(ENDINGS[part.end].finish_reason)
             return False
@@ -209,7 +211,7 @@ class _Branch:
         if self.finish_reason is None:
             last = self._text.end()
             self._add(last.text, is_last=True)
-            self.finish_reason = _STOP if last.stopped else finish_reason
+            self.finish_reason, self._stop = (_STOP if last.stopped else finish_reason), last.stop
 
     def _decode(self, ids: Sequence[int]) -> tuple[int, DecodedText]:
         """Decode `ids`. Return how many precede the content, one at a time to count those of the reasoning."""
@@ -225,7 +227,7 @@ class _Branch:
             self.num_reasoning_tokens += was_open or self._reasoning.is_open
             num_pushed += 1
             if decoded.stopped:
-                return num_pushed, DecodedText("", num_pushed, stopped=True)
+                return num_pushed, DecodedText("", num_pushed, decoded.stop)
         num_thought = num_pushed - (num_pushed > 0 and self._reasoning.is_over)
         decoded = self._text.push(ids[num_pushed:])
         self._add(decoded.text, is_last=decoded.stopped)
@@ -257,6 +259,7 @@ class _Branch:
             self.finish_reason if ends_now else None,
             self.num_unsent,
             reasoning=self._unsent_reasoning,
+            stop=self._stop if ends_now else None,
         )
         self._is_finish_sent = self._is_finish_sent or ends_now
         self._unsent, self._unsent_reasoning, self._unsent_logprobs, self.num_unsent = "", "", [], 0

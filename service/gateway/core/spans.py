@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from service.errors import ENDINGS, EndReason, RequestError
 from service.gateway.core.accepted_request import AcceptedRequest
-from service.gateway.core.request import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES
+from service.gateway.core.request import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES
 from service.gateway.core.response_stream import ResponseStream
 from service.observability.logs import add_log_context, fields, log_context
 from service.observability.tracing import (
@@ -23,7 +23,13 @@ from service.observability.tracing import (
 
 log = logging.getLogger("quire.gateway")
 
-OPERATIONS = {COMPLETIONS: "text_completion", CHAT: "chat", RESPONSES: "chat", EMBEDDINGS: "embeddings"}
+OPERATIONS = {
+    COMPLETIONS: "text_completion",
+    CHAT: "chat",
+    RESPONSES: "chat",
+    MESSAGES: "chat",
+    EMBEDDINGS: "embeddings",
+}
 PROVIDER = "quire"
 
 

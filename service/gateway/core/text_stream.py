@@ -11,7 +11,11 @@ from model.text.detokenizer import Detokenizer
 class DecodedText(NamedTuple):
     text: str
     num_tokens: int  # pushed tokens that belong to the answer
-    stopped: bool = False  # a stop string is complete; push nothing more
+    stop: str | None = None  # the complete stop string; push nothing more
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop is not None
 
 
 class TextStream:
@@ -34,50 +38,50 @@ class TextStream:
         # One at a time: the answer ends with the token that completes a stop string.
         for count, token in enumerate(ids, 1):
             self._num_unstoppable -= 1
-            text, stopped = self._match(self._detokenizer.push((token,)))
+            text, stop = self._match(self._detokenizer.push((token,)))
             decoded += text
-            if stopped:
-                return DecodedText(decoded, count, stopped=True)
+            if stop is not None:
+                return DecodedText(decoded, count, stop)
         return DecodedText(decoded, len(ids))
 
     def end(self) -> DecodedText:
-        text, stopped = self._match(self._detokenizer.flush())
-        if stopped:
-            return DecodedText(text, 0, stopped=True)
+        text, stop = self._match(self._detokenizer.flush())
+        if stop is not None:
+            return DecodedText(text, 0, stop)
         held, self._held = self._held, ""
         return DecodedText(text + held, 0)
 
-    def _match(self, text: str) -> tuple[str, bool]:
-        """Return the final part of held and new text, and whether a stop string is complete."""
+    def _match(self, text: str) -> tuple[str, str | None]:
+        """Return the final part of held and new text, and the complete stop string, the longest of several."""
         pending = self._held + text
         for index, char in enumerate(text, len(self._held) + 1):
             # A list, not a generator: every matcher must see the character.
-            complete = [matcher.length for matcher in self._matchers if matcher.feed(char)]
+            complete = [matcher.string for matcher in self._matchers if matcher.feed(char)]
             if complete and self._num_unstoppable < 0:
                 self._held = ""
-                return pending[: index if self._include_stop else index - max(complete)], True
+                stop = max(complete, key=len)
+                return pending[: index if self._include_stop else index - len(stop)], stop
         num_held = max((matcher.num_matched for matcher in self._matchers), default=0)
         cut = len(pending) - num_held
         self._held = pending[cut:]
-        return pending[:cut], False
+        return pending[:cut], None
 
 
 class _Matcher:
     """Knuth-Morris-Pratt: the longest prefix of the string that ends the fed text."""
 
     def __init__(self, string: str) -> None:
-        self.length = len(string)
+        self.string = string
         self.num_matched = 0
-        self._string = string
         self._borders = _borders(string)
 
     def feed(self, char: str) -> bool:
         matched = self.num_matched
-        while matched and self._string[matched] != char:
+        while matched and self.string[matched] != char:
             matched = self._borders[matched - 1]
-        if self._string[matched] == char:
+        if self.string[matched] == char:
             matched += 1
-        is_complete = matched == self.length
+        is_complete = matched == len(self.string)
         self.num_matched = self._borders[-1] if is_complete else matched  # matching continues within `min_tokens`
         return is_complete
 

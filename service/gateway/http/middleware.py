@@ -14,7 +14,9 @@ from aiohttp import HttpVersion11, web
 
 from service.config.settings import Settings
 from service.errors import RequestError
+from service.gateway.anthropic import message_builder
 from service.gateway.core.refusals import RETRY_AFTER_S, incident
+from service.gateway.core.request import MESSAGES
 from service.gateway.core.spans import http_span
 from service.gateway.http.auth import KeyRing
 from service.gateway.http.body_budget import BodyBudget, BodyReservation
@@ -68,7 +70,7 @@ class AccessControl:
     @contextmanager
     def admit(self, http: web.Request) -> Iterator[None]:
         """Count the request as open; set TENANT and BODY_RESERVATION. Raises RequestError: 400, 401, 403, 429."""
-        hosts, keys = http.headers.getall("Host", []), http.headers.getall("Authorization", [])
+        hosts, keys = http.headers.getall("Host", []), _keys_in(http)
         self._hosts.require_known(hosts)
         client = self._keys.client_of(keys)
         if http.method not in SAFE_METHODS and not (keys and keys[0].lower().startswith("bearer ")):
@@ -120,11 +122,11 @@ def make_middleware(
                     inside.enter_context(access.admit(http))
                 response = await handler(http)
             except RequestError as error:
-                response = error_response(error)
+                response = error_response(error, http)
                 if error.status == 401 and route.startswith(PAGE):
                     response.headers["WWW-Authenticate"] = 'Basic realm="Quire: the API key is the password"'
             except web.HTTPException as error:
-                response = _openai_error(error)
+                response = _http_error(error, http)
             except ConnectionError:
                 response = error_response(RequestError(CLIENT_LEFT, "The client left."))
             except asyncio.CancelledError:
@@ -132,7 +134,7 @@ def make_middleware(
                 answered(CLIENT_LEFT)
                 raise
             except Exception as error:
-                response = error_response(incident(error, route))
+                response = error_response(incident(error, route), http)
             response = _first_response(http, response)
             if ACCEPTED in http and not response.prepared:
                 response.headers.setdefault(REQUEST_ID, http[ACCEPTED])
@@ -155,7 +157,7 @@ def with_openai_errors(handler: BaseHandler, write_timeout_s: float) -> BaseHand
         try:
             return await handler(http)
         except web.HTTPException as error:
-            return _openai_error(error)
+            return _http_error(error)
 
     async def handle(http: web.BaseRequest) -> web.StreamResponse:
         response = await answer(http)
@@ -232,14 +234,18 @@ async def _read_bounded(http: web.Request) -> bytes:
     return bytes(body)
 
 
-def error_response(error: RequestError) -> web.Response:
+def error_response(error: RequestError, http: web.Request | None = None) -> web.Response:
+    """Return an error in the JSON of the API that was called: OpenAI's, or Anthropic's."""
     headers = {}
     retry_after_s = RETRY_AFTER_S if error.status == 503 and error.retry_after_s is None else error.retry_after_s
     if retry_after_s is not None:
         headers["Retry-After"] = str(retry_after_s)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    response = json_response(error_json(error), error.status, headers)
+    data = error_json(error)
+    if http is not None and http.path.startswith(MESSAGES):
+        data = message_builder.error_json(error, http.get(ACCEPTED))
+    response = json_response(data, error.status, headers)
     if error.status in (408, 413):
         response.force_close()
     return response
@@ -249,10 +255,16 @@ def json_response(data: Any, status: int = 200, headers: dict[str, str] | None =
     return web.Response(body=encode_json(data), status=status, headers=headers, content_type="application/json")
 
 
-def _openai_error(error: web.HTTPException) -> web.Response:
+def _keys_in(http: web.Request) -> list[str]:
+    """Return the Authorization headers, else Anthropic's X-Api-Key in their form."""
+    keys = http.headers.getall("Authorization", [])
+    return keys or [f"Bearer {key}" for key in http.headers.getall("X-Api-Key", [])]
+
+
+def _http_error(error: web.HTTPException, http: web.Request | None = None) -> web.Response:
     if error.status < 400 or error.status == 404:
-        return error_response(RequestError(404, "There is no such route.", code="unknown_url"))
-    response = error_response(RequestError(error.status, f"{HTTPStatus(error.status).phrase}."))
+        return error_response(RequestError(404, "There is no such route.", code="unknown_url"), http)
+    response = error_response(RequestError(error.status, f"{HTTPStatus(error.status).phrase}."), http)
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     return response

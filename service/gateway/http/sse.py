@@ -68,9 +68,10 @@ class SseStream:
             name = b"" if kind is None else b"event: %b\n" % kind.encode()
             await self._write(b"%bid: %d\ndata: %b\n\n" % (name, self._number, encode_json(data)))
 
-    async def send_unnumbered(self, data: Json) -> None:
+    async def send_unnumbered(self, data: Json, kind: str | None = None) -> None:
         """Send an event after which no client resumes: an error, or one without a fixed position. Raises ClientGone."""
-        await self._write(b"data: %b\n\n" % encode_json(data))
+        name = b"" if kind is None else b"event: %b\n" % kind.encode()
+        await self._write(b"%bdata: %b\n\n" % (name, encode_json(data)))
 
     async def done(self) -> None:
         """Send OpenAI's end mark of a complete answer. Raises ClientGone."""

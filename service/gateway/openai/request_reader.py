@@ -92,10 +92,14 @@ def read_request(endpoint: str, fields: Mapping[str, Any]) -> GenerationRequest:
 
 
 def source_of(request: GenerationRequest, fields: Mapping[str, Any]) -> Source:
-    prompts = _SHORTEST[request.endpoint](len(request.prompts))
+    return make_source(request.endpoint, fields, _SHORTEST[request.endpoint](len(request.prompts)))
+
+
+def make_source(endpoint: str, fields: Mapping[str, Any], prompts: Mapping[str, Any]) -> Source:
+    """`prompts`: the shortest valid values of the fields that hold prompts."""
     fields = {name: value for name, value in fields.items() if value is not None}
     encode = msgspec.json.Encoder(order="deterministic").encode
-    digest = hashlib.sha256(encode([request.endpoint, fields])).digest()
+    digest = hashlib.sha256(encode([endpoint, fields])).digest()
     return Source(encode({**fields, **prompts}), digest)
 
 

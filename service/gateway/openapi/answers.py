@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from service.gateway.openapi.message_answers import AnthropicMessage, AnthropicRefusal, TokenCount
 from service.gateway.openapi.response_answers import Response, ResponseDeleted, ResponseItems, Shape
 from service.queue.records import BatchStatus
 
@@ -304,5 +305,5 @@ ANSWERS: tuple[Any, ...] = (
     *(Completion, ChatCompletion, RequestState, ModelList, Model, Tokens, Detokenized),
     *(Response, ResponseDeleted, ResponseItems, EmbeddingList, PoolingList),
     *(File, FileList, FileDeleted, Batch, BatchList),
-    *(Status, Readiness, Refusal),
+    *(Status, Readiness, Refusal, AnthropicMessage, AnthropicRefusal, TokenCount),
 )

@@ -7,8 +7,15 @@ from typing import Any
 
 import msgspec
 
+from service.gateway.anthropic.messages_body import (
+    IDLE_COUNT_FIELDS,
+    IDLE_MESSAGES_FIELDS,
+    PARTS_OF_ROLE,
+    CountBody,
+    MessagesBody,
+)
 from service.gateway.batches.batches import WINDOWS_S, BatchBody
-from service.gateway.core.request import BATCH_ENDPOINTS, CHAT, COMPLETIONS, EMBEDDINGS, POOLING, RESPONSES
+from service.gateway.core.request import BATCH_ENDPOINTS, CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, POOLING, RESPONSES
 from service.gateway.openai.messages import ROLES
 from service.gateway.openai.request_bodies import (
     IDLE_CHAT_FIELDS,
@@ -34,7 +41,7 @@ Json = dict[str, Any]
 
 REF = "#/components/schemas/{name}"
 BODIES: tuple[type[msgspec.Struct], ...] = (
-    *(CompletionBody, ChatBody, ResponseBody, EmbeddingBody, PoolingBody),
+    *(CompletionBody, ChatBody, ResponseBody, MessagesBody, CountBody, EmbeddingBody, PoolingBody),
     *(TokenizeBody, DetokenizeBody, BatchBody),
 )
 IDLE: Mapping[str, Idle] = {
@@ -42,6 +49,8 @@ IDLE: Mapping[str, Idle] = {
     "ChatBody": IDLE_CHAT_FIELDS,
     "Message": IDLE_MESSAGE_FIELDS,
     "ResponseBody": IDLE_RESPONSE_FIELDS,
+    "MessagesBody": IDLE_MESSAGES_FIELDS,
+    "CountBody": IDLE_COUNT_FIELDS,
     "EmbeddingBody": IDLE_EMBEDDING_FIELDS,
     "PoolingBody": IDLE_POOLING_FIELDS,
 }
@@ -67,6 +76,9 @@ TIGHTER: Mapping[str, Mapping[str, Json]] = {
     "ChatBody": {"messages": {"minItems": 1}},
     "Message": {"role": {"enum": [*ROLES]}},
     "ResponseBody": {"input": {"minLength": 1, "minItems": 1}},
+    "MessagesBody": {"messages": {"minItems": 1}},
+    "CountBody": {"messages": {"minItems": 1}},
+    "Turn": {"role": {"enum": [*PARTS_OF_ROLE]}, "content": {"minItems": 1}},
     "DetokenizeBody": {"tokens": {"items": {"type": "integer", "minimum": 0}}},
     "BatchBody": {"endpoint": {"enum": [*BATCH_ENDPOINTS]}, "completion_window": {"enum": [*WINDOWS_S]}},
 }
@@ -101,16 +113,19 @@ def openapi_document(version: str, model_name: str, *, keys_required: bool) -> J
         "info": {"title": "Quire", "version": version, "description": "OpenAI's API over a paged KV cache."},
         "components": {
             "schemas": schemas,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+            },
         },
-        "security": [{"key": []}] if keys_required else [],
+        "security": [{"key": []}, {"x-api-key": []}] if keys_required else [],
         "paths": _paths(),
     }
 
 
 _REQUEST_PARTS = (
     *("Message", "StreamOptions", "ResponseFormat", "JsonSchemaFormat", "StructuredOutputs"),
-    *("TextConfig", "TextFormat", "ResponseTool"),
+    *("TextConfig", "TextFormat", "ResponseTool", "Turn"),
 )
 
 
@@ -163,6 +178,7 @@ def _paths() -> Json:
         COMPLETIONS: {"post": _post("CompletionBody", "Completion", "Go on with a text.", generation, streams=True)},
         CHAT: {"post": _post("ChatBody", "ChatCompletion", "Answer a conversation.", generation, streams=True)},
         **_response_paths(generation),
+        **_message_paths(generation),
         EMBEDDINGS: {"post": _post("EmbeddingBody", "EmbeddingList", "Texts as vectors, where that is enabled.")},
         POOLING: {"post": _post("PoolingBody", "PoolingList", "The same, in vLLM's shape.")},
         INVOCATIONS: {"post": _invocation(generation)},
@@ -216,6 +232,17 @@ def _response_paths(headers: Mapping[str, str]) -> Json:
             "get": _asking(_get("ResponseItems", "What it was made from, the newest first.", of=of), *PAGE, "order")
         },
     }
+
+
+def _message_paths(headers: Mapping[str, str]) -> Json:
+    made = _post(
+        "MessagesBody", "AnthropicMessage", "Answer a conversation, in Anthropic's form.", headers, streams=True
+    )
+    counted = _post("CountBody", "TokenCount", "The number of tokens in a conversation.")
+    for path in (made, counted):
+        for status in REFUSALS:
+            path["responses"][status]["content"]["application/json"]["schema"] = _ref("AnthropicRefusal")
+    return {MESSAGES: {"post": made}, f"{MESSAGES}/count_tokens": {"post": counted}}
 
 
 def _post(

@@ -7,14 +7,15 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from service.gateway.anthropic.message_builder import builder_of
 from service.gateway.core.accepted_request import AcceptedRequest
+from service.gateway.core.request import MESSAGES
 from service.gateway.core.request_store import RequestState
 from service.gateway.core.service import InferenceService
 from service.gateway.http.middleware import BODY_RESERVATION, REQUEST_ID, TENANT, json_response, read_body
 from service.gateway.http.sse import ClientGone, SseStream
 from service.gateway.openai.request_reader import parse_body
 from service.gateway.openai.response_builder import Json, build_whole, error_json, error_object
-from service.gateway.openai.responses_builder import builder_of
 from service.gateway.routes.generation import (
     LAST_EVENT_ID,
     Generation,
@@ -27,6 +28,7 @@ from service.gateway.routes.generation import (
     stream,
     wants_stream,
 )
+from service.gateway.routes.messages import MessageGeneration
 
 REQUEST_ROUTE = "/v1/requests/{id}"
 
@@ -55,7 +57,8 @@ class Completions:
         accepted = await self._service.find(http.match_info["id"], http[TENANT])
         accepts = http.headers.get("Accept", "").lower()
         if wants_stream(http) or "text/event-stream" in accepts or LAST_EVENT_ID in http.headers:
-            completion = _Completion(self._service, accepted)
+            kind = MessageGeneration if accepted.request.endpoint == MESSAGES else _Completion
+            completion = kind(self._service, accepted)
             return await stream(http, completion, self._service.view(accepted), last_event_id(http))
         return await _state_response(self._service, accepted)
 

@@ -8,6 +8,7 @@ import re
 import msgspec
 import pytest
 
+from service.gateway.anthropic.messages_body import IDLE_MESSAGES_FIELDS, MessagesBody
 from service.gateway.batches.batches import BatchBody
 from service.gateway.openai.request_bodies import (
     IDLE_CHAT_FIELDS,
@@ -64,6 +65,9 @@ def test_other_bodies():
     working, idle = tables("Responses")
     exactly(names(working), fields(ResponseBody))
     exactly(names(idle), set(IDLE_RESPONSE_FIELDS))
+    working, idle = tables("Messages")
+    exactly(names(working), fields(MessagesBody))
+    exactly(names(idle), set(IDLE_MESSAGES_FIELDS))
     (embeddings,) = tables("Embeddings")
     exactly(names(embeddings), fields(EmbeddingBody) | set(IDLE_EMBEDDING_FIELDS))
     (pooling,) = tables("Pooling")
@@ -83,6 +87,7 @@ def test_other_bodies():
         ("Completions and chats", 1, IDLE_COMPLETION_FIELDS, CompletionBody),
         ("Completions and chats", 2, IDLE_CHAT_FIELDS, ChatBody),
         ("Responses", 1, IDLE_RESPONSE_FIELDS, ResponseBody),
+        ("Messages", 1, IDLE_MESSAGES_FIELDS, MessagesBody),
     ],
 )
 def test_the_values_that_ask_for_nothing(section, column, idle, working):

@@ -10,7 +10,7 @@ import pytest
 from service.config.settings import Settings
 from service.gateway.app import route_table
 from service.gateway.batches.runner import BatchRunner
-from service.gateway.core.request import CHAT, COMPLETIONS, RESPONSES
+from service.gateway.core.request import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from service.gateway.core.served_model import ServedModel
 from service.gateway.core.service import InferenceService
 from service.gateway.openai.request_reader import read_outline
@@ -55,6 +55,8 @@ async def test_it_has_the_documented_routes_of_the_table_and_their_need_of_a_key
         (RESPONSES, {"input": HELLO, "top_logprobs": 2, "include": ["message.output_text.logprobs"]}, answers.Response),
         (RESPONSES, {"input": "Hi", "background": True}, answers.Response),
         (RESPONSES, {"input": "Hi", "truncation": "auto"}, answers.Refusal),
+        (MESSAGES, {"messages": HELLO}, answers.AnthropicMessage),
+        (MESSAGES, {"messages": HELLO, "n": 2}, answers.AnthropicRefusal),
         (f"{RESPONSES}/resp_none", None, answers.Refusal),
         ("/v1/embeddings", {"input": "Hi"}, answers.Refusal),
         ("/tokenize", {"prompt": "the", "return_token_strs": True}, answers.Tokens),
