@@ -9,48 +9,23 @@ from typing import Any
 from model.config_fields import MAX_TOKEN_ID, Fields
 from model.dtypes import NUMPY_DTYPES
 from model.errors import ModelError
+from model.families.configs.family import Family, LayerTensors, Multipliers
+from model.families.configs.mistral import DEFAULT_TOKEN_IDS, WRAPPED, WRAPPER, WRAPPER_ARCHITECTURE
+from model.families.configs.registry import FAMILIES
 from model.gguf_config import gguf_config
 from model.gguf_file import find_gguf, read_gguf
 from model.json_files import parse_json_object, read_json_object
-from model.ops.interface import NO_WINDOW
+from model.rope_config import RopeConfig, read_rope
 
 CONFIG_BYTES = 1 << 20
 SAMPLING_FIELDS = frozenset(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"))
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-MAX_POSITION = 1 << 24
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-LAYER_TYPES = ("full_attention", "sliding_attention")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding. `kind` is the scaling; only its own fields are set."""
-
-    kind: str  # "default" | "linear" | "dynamic" | "llama3" | "yarn"
-    theta: float
-    factor: float = 1.0
-    original_max_position: int = 0  # dynamic, llama3, yarn
-    low_freq_factor: float = 0.0  # llama3
-    high_freq_factor: float = 0.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn
-    mscale: float | None = None  # yarn
-    mscale_all_dim: float | None = None  # yarn
-    truncate: bool = True  # yarn
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape of a Llama-family model. Sizes are counts of elements."""
+    """Shape of a model. Sizes are counts of elements."""
 
-    family: str  # model_type: "llama" | "mistral" | "qwen2" | "qwen3"
+    family: str  # model_type
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -66,6 +41,12 @@ class ModelConfig:
     output_bias: bool = False  # o_proj
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False  # over all heads of q, and of k
+    norm_after: bool = False  # norms of what attention and MLP return, not of their inputs
+    layer_ropes: tuple[RopeConfig, ...] = ()  # per layer; (): `rope` in every layer
+    multipliers: Multipliers = Multipliers()
+    tensors: LayerTensors = LayerTensors()
+    is_wrapped: bool = False  # the files also hold a vision encoder, which is not loaded
     windows: tuple[int, ...]  # per layer; NO_WINDOW for full attention
     dtype: str  # "float32" | "float16" | "bfloat16", as stored
     bos_token_id: int | None = None
@@ -78,6 +59,30 @@ class ModelConfig:
         mlp = 3 * self.hidden_size * self.intermediate_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
         return self.num_layers * (attention + mlp) + embeddings
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """Rotary embedding of each layer."""
+        return self.layer_ropes or (self.rope,) * self.num_layers
+
+    @property
+    def attention_scale(self) -> float:
+        return self.head_dim**-0.5 if self.multipliers.attention is None else self.multipliers.attention
+
+    @property
+    def embedding_factor(self) -> float:
+        """Factor folded into the embedding: the residual stream is computed over `multipliers.residual`."""
+        return self.multipliers.embedding / self.multipliers.residual
+
+    @property
+    def residual_eps(self) -> float:
+        """Epsilon of the residual stream's norms, which do not notice its factor otherwise."""
+        return self.rms_norm_eps / self.multipliers.residual**2
+
+    @property
+    def shares_embedding(self) -> bool:
+        """True if the head is the embedding's array."""
+        return self.tied_embeddings and self.embedding_factor == 1
 
     @staticmethod
     def read(directory: Path) -> ModelConfig:
@@ -97,15 +102,18 @@ class ModelConfig:
     @staticmethod
     def from_dict(raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
         """Read a parsed config.json, in the spelling of transformers 4 or 5. Raises ModelError."""
-        fields = Fields(raw, source)
+        whole = Fields(raw, source)
+        fields = _text_fields(whole)
         family = _family(fields)
-        _refuse_unserved(fields)
+        if (activation := fields.text("hidden_act", "silu")) != "silu":
+            raise fields.error("hidden_act", f"{activation!r} is not supported (known: silu)")
         num_layers = fields.integer("num_hidden_layers", high=1 << 10)
         num_heads, num_kv_heads, head_dim = _heads(fields, family)
-        rope, max_position = _rope(fields)
-        attention_bias = family in ("llama", "qwen3") and fields.boolean("attention_bias", False)
+        windows = family.windows(fields, num_layers)
+        rope, max_position = read_rope(fields, family.scaling(fields), head_dim, family.rope_rules)
+        attention_bias = family.qkv_bias is None and fields.boolean("attention_bias", False)
         return ModelConfig(
-            family=family,
+            family=family.model_type,
             vocab_size=fields.integer("vocab_size", high=1 << 24),
             hidden_size=fields.integer("hidden_size", high=1 << 17),
             intermediate_size=fields.integer("intermediate_size", high=1 << 20),
@@ -117,15 +125,33 @@ class ModelConfig:
             rope=rope,
             max_position=max_position,
             tied_embeddings=fields.boolean("tie_word_embeddings", False),
-            qkv_bias=attention_bias or family == "qwen2",
+            qkv_bias=attention_bias or bool(family.qkv_bias),
             output_bias=attention_bias,
-            mlp_bias=family == "llama" and fields.boolean("mlp_bias", False),
-            qk_norm=family == "qwen3",
-            windows=_windows(fields, family, num_layers),
+            mlp_bias=family.reads_mlp_bias and fields.boolean("mlp_bias", False),
+            qk_norm=family.qk_norm,
+            qk_norm_whole=family.qk_norm_whole,
+            norm_after=family.norm_after,
+            layer_ropes=family.ropes(fields, rope, windows),
+            multipliers=family.multipliers(fields),
+            tensors=family.tensors,
+            is_wrapped=fields is not whole,
+            windows=windows,
             dtype=_dtype(fields),
             bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
             eos_token_ids=fields.token_ids("eos_token_id"),
         )
+
+
+def text_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a wrapper's language model as of a model of its own; another config as it is."""
+    if raw.get("model_type") != WRAPPER or not isinstance(inner := raw.get("text_config"), dict):
+        return raw
+    kind = inner.get("model_type")
+    outer = ("dtype", "torch_dtype", "tie_word_embeddings", *DEFAULT_TOKEN_IDS)
+    inherited = DEFAULT_TOKEN_IDS | {name: raw[name] for name in outer if raw.get(name) is not None}
+    own = {name: value for name, value in inner.items() if value is not None}
+    architectures = [FAMILIES[kind].architecture] if kind in WRAPPED else None
+    return inner | inherited | own | {"architectures": architectures}
 
 
 def generation_defaults(directory: Path) -> dict[str, float | int]:
@@ -164,29 +190,38 @@ def _sampling(fields: Fields) -> dict[str, float | int]:
     return {name: value for name, value in defaults.items() if value is not None}
 
 
-def _family(fields: Fields) -> str:
-    family: str = fields.text("model_type")
-    if family not in ARCHITECTURES:
-        raise fields.error("model_type", f"{family!r} is not supported (known: {', '.join(ARCHITECTURES)})")
-    architectures = fields.get("architectures")
-    if architectures is not None and architectures != [ARCHITECTURES[family]]:
-        raise fields.error("architectures", f"{architectures!r} is not supported (known: {ARCHITECTURES[family]})")
+def _text_fields(fields: Fields) -> Fields:
+    """Return the language model's fields, `fields` itself unless it wraps one."""
+    if fields.get("model_type") != WRAPPER:
+        return fields
+    architectures, inner = fields.get("architectures"), fields.section("text_config")
+    if architectures not in (None, [WRAPPER_ARCHITECTURE]):
+        raise fields.error("architectures", f"{architectures!r} is not supported (known: {WRAPPER_ARCHITECTURE})")
+    if inner is None:
+        raise fields.error("text_config", "missing")
+    if (kind := inner.text("model_type")) not in WRAPPED:
+        raise inner.error("model_type", f"{kind!r} is not supported (known: {', '.join(WRAPPED)})")
+    return Fields(text_config(fields.raw), inner.source)
+
+
+def _family(fields: Fields) -> Family:
+    name: str = fields.text("model_type")
+    if name not in FAMILIES:
+        raise fields.error("model_type", f"{name!r} is not supported (known: {', '.join([*FAMILIES, WRAPPER])})")
+    family, architectures = FAMILIES[name], fields.get("architectures")
+    if architectures is not None and architectures != [family.architecture]:
+        raise fields.error("architectures", f"{architectures!r} is not supported (known: {family.architecture})")
     return family
 
 
-def _refuse_unserved(fields: Fields) -> None:
-    if (activation := fields.text("hidden_act", "silu")) != "silu":
-        raise fields.error("hidden_act", f"{activation!r} is not supported (known: silu)")
-
-
-def _heads(fields: Fields, family: str) -> tuple[int, int, int]:
+def _heads(fields: Fields, family: Family) -> tuple[int, int, int]:
     """Return (query heads, KV heads, head_dim), absent fields derived as in transformers."""
     hidden_size = fields.integer("hidden_size", high=1 << 17)
     num_heads = fields.integer("num_attention_heads", high=1 << 12)
     num_kv_heads = fields.integer("num_key_value_heads", num_heads, high=1 << 12)
     if num_heads % num_kv_heads:
         raise fields.error("num_attention_heads", f"{num_heads} is not divisible by num_key_value_heads {num_kv_heads}")
-    head_dim = fields.integer("head_dim", 128 if family == "qwen3" else None, high=1 << 10)
+    head_dim = fields.integer("head_dim", family.default_head_dim, high=1 << 10)
     if head_dim is None:
         if hidden_size % num_heads:
             raise fields.error("hidden_size", f"{hidden_size} is not divisible by num_attention_heads {num_heads}")
@@ -196,101 +231,9 @@ def _heads(fields: Fields, family: str) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_dim
 
 
-def _windows(fields: Fields, family: str, num_layers: int) -> tuple[int, ...]:
-    """Read windows: Mistral's on every layer, Qwen's by layer_types, else from max_window_layers on."""
-    layer_types = fields.get("layer_types")
-    if layer_types is not None and (
-        not isinstance(layer_types, list)
-        or len(layer_types) != num_layers
-        or any(kind not in LAYER_TYPES for kind in layer_types)
-    ):
-        raise fields.error("layer_types", f"not {num_layers} times one of {', '.join(LAYER_TYPES)}")
-    if family in ("llama", "mistral"):
-        if layer_types is not None and len(set(layer_types)) > 1:
-            raise fields.error("layer_types", f"mixed attention is not supported for {family}")
-        window = fields.integer("sliding_window", None, high=NO_WINDOW) if family == "mistral" else None
-        return (window or NO_WINDOW,) * num_layers
-    if not fields.boolean("use_sliding_window", False):
-        return (NO_WINDOW,) * num_layers
-    window = fields.integer("sliding_window", 4096, high=NO_WINDOW)
-    if layer_types is None:
-        first = fields.integer("max_window_layers", 28, low=0, high=1 << 10)
-        layer_types = [LAYER_TYPES[layer >= first] for layer in range(num_layers)]
-    return tuple(window if kind == "sliding_attention" else NO_WINDOW for kind in layer_types)
-
-
 def _dtype(fields: Fields) -> str:
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     dtype: str = fields.text(name, "float32")
     if dtype not in NUMPY_DTYPES:
         raise fields.error(name, f"{dtype!r} is not supported (known: {', '.join(NUMPY_DTYPES)})")
     return dtype
-
-
-def _rope(fields: Fields) -> tuple[RopeConfig, int]:
-    """Return the rotary embedding and the longest sequence. Raises ModelError.
-
-    Linear and dynamic scaling multiply max_position_embeddings by their factor, yarn its original length; llama3's
-    max_position_embeddings is already scaled.
-    """
-    max_position = fields.integer("max_position_embeddings", high=MAX_POSITION)
-    scaling = fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({}, fields.source)
-    if any(isinstance(value, dict) for value in scaling.raw.values()):
-        raise scaling.error("rope_parameters", "rotary parameters per layer type are not supported")
-    for section in (fields, scaling):
-        if section.number("partial_rotary_factor", 1.0, high=1) != 1.0:
-            raise section.error("partial_rotary_factor", "only 1 is supported")
-    kind = scaling.text("rope_type", scaling.text("type", "default"))
-    theta = scaling.number("rope_theta", None, above=1, high=1e12) or fields.number(
-        "rope_theta", 10000.0, above=1, high=1e12
-    )
-    if kind == "default":
-        return RopeConfig(kind=kind, theta=theta), max_position
-    if kind not in ROPE_KINDS:
-        raise scaling.error("rope_type", f"{kind!r} is not supported (known: {', '.join(ROPE_KINDS)})")
-    original = fields.integer("original_max_position_embeddings", None, high=MAX_POSITION) or scaling.integer(
-        "original_max_position_embeddings", max_position, high=MAX_POSITION
-    )
-    if kind == "yarn":
-        return _yarn(scaling, theta, max_position, original)
-    factor = scaling.number("factor", low=1, high=1e4)
-    if kind == "llama3":
-        return _llama3(scaling, theta, factor, original), max_position
-    rope = RopeConfig(kind=kind, theta=theta, factor=factor, original_max_position=max_position)
-    return rope, min(int(max_position * factor), MAX_POSITION)
-
-
-def _llama3(scaling: Fields, theta: float, factor: float, original: int) -> RopeConfig:
-    low = scaling.number("low_freq_factor", above=0, high=1e6)
-    high = scaling.number("high_freq_factor", above=0, high=1e6)
-    if high <= low:
-        raise scaling.error("high_freq_factor", f"{high:g} is not above low_freq_factor {low:g}")
-    return RopeConfig(
-        kind="llama3",
-        theta=theta,
-        factor=factor,
-        original_max_position=original,
-        low_freq_factor=low,
-        high_freq_factor=high,
-    )
-
-
-def _yarn(scaling: Fields, theta: float, max_position: int, original: int) -> tuple[RopeConfig, int]:
-    factor = scaling.number("factor", max(max_position / original, 1.0), low=1, high=1e4)
-    beta_fast = scaling.number("beta_fast", 32.0, above=0, high=1e6)
-    beta_slow = scaling.number("beta_slow", 1.0, above=0, high=1e6)
-    if beta_fast < beta_slow:
-        raise scaling.error("beta_fast", f"{beta_fast:g} is below beta_slow {beta_slow:g}")
-    rope = RopeConfig(
-        kind="yarn",
-        theta=theta,
-        factor=factor,
-        original_max_position=original,
-        beta_fast=beta_fast,
-        beta_slow=beta_slow,
-        attention_factor=scaling.number("attention_factor", None, above=0, high=1e3),
-        mscale=scaling.number("mscale", None, high=1e3),
-        mscale_all_dim=scaling.number("mscale_all_dim", None, high=1e3),
-        truncate=scaling.boolean("truncate", True),
-    )
-    return rope, min(int(original * factor), MAX_POSITION)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from model.config import ModelConfig, RopeConfig
+from model.config import ModelConfig
 from model.ops.interface import NO_WINDOW
+from model.rope_config import RopeConfig
 
 
 def _preset(**shape: Any) -> ModelConfig:

@@ -6,24 +6,39 @@ import math
 
 import numpy as np
 
-from model.config import RopeConfig
+from model.rope_config import RopeConfig
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return cos and sin, float32[max_model_len, head_dim / 2]; yarn's attention factor is multiplied in.
+    """Return cos and sin, float32[max_model_len, head_dim / 2], times the attention factor of yarn and longrope.
 
-    A "dynamic" rope has one table, stretched if `max_model_len` exceeds the original length: cached rotated keys cannot
-    follow a sequence as it grows.
+    A "dynamic" rope has one table, stretched if `max_model_len` exceeds the original length, and longrope one set of
+    factors: cached rotated keys cannot follow a sequence as it grows. A rope of part of a head rotates the first pairs
+    and leaves the others as they are: `model/weights/folding.py` orders the heads so.
     """
-    frequencies = inverse_frequencies(rope, head_dim, max_model_len).astype(np.float32)
+    shape = (max_model_len, head_dim // 2)
+    cos, sin = np.ones(shape, np.float32), np.zeros(shape, np.float32)
+    if rope.kind == "none":
+        return cos, sin
+    frequencies = inverse_frequencies(rope, rope.rotary_dim(head_dim), max_model_len).astype(np.float32)
     # rounded to float32 as in training
     angles = np.outer(np.arange(max_model_len, dtype=np.float32), frequencies)
     factor = np.float32(attention_factor(rope))
-    return np.cos(angles) * factor, np.sin(angles) * factor
+    rotated = slice(None, len(frequencies))
+    cos[:, rotated], sin[:, rotated] = np.cos(angles) * factor, np.sin(angles) * factor
+    return cos, sin
+
+
+def query_scale(rope: RopeConfig, max_model_len: int) -> np.ndarray | None:
+    """Return the factor of q at each position, float32[max_model_len]; None if it is 1."""
+    if not rope.query_beta or max_model_len <= rope.original_max_position:
+        return None
+    turns = np.arange(max_model_len) // rope.original_max_position
+    return np.asarray(1 + rope.query_beta * np.log1p(turns), np.float32)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) -> np.ndarray:
-    """Return radians per position, float64[head_dim / 2], fastest first."""
+    """Return radians per position, float64[head_dim / 2], fastest first; of the rotated dimensions."""
     if rope.kind == "linear":
         return _plain(rope.theta, head_dim) / rope.factor
     if rope.kind == "dynamic":
@@ -32,14 +47,20 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) -> 
         return _llama3(rope, head_dim)
     if rope.kind == "yarn":
         return _yarn(rope, head_dim)
+    if rope.kind == "longrope":
+        is_long = max_model_len > rope.original_max_position
+        factors = np.array(rope.long_factors if is_long else rope.short_factors)
+        return _plain(rope.theta, head_dim) / factors
     return _plain(rope.theta, head_dim)
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    if rope.kind != "yarn":
+    if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.kind == "longrope":
+        return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position)) if rope.factor > 1 else 1.0
     if rope.mscale and rope.mscale_all_dim:
         return _yarn_scale(rope.factor, rope.mscale) / _yarn_scale(rope.factor, rope.mscale_all_dim)
     return _yarn_scale(rope.factor, 1.0)

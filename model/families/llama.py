@@ -1,4 +1,4 @@
-"""The forward pass of the Llama family (Llama, Mistral, Qwen2, Qwen3).
+"""The forward pass of every family: Llama's, with the differences of `model/families/configs`.
 
 It uses only `Ops`, waits for nothing and sizes everything by host integers, so it can be captured.
 """
@@ -16,6 +16,20 @@ from model.ops.interface import Array, AttentionBatch, Fp8Rows, HeadRotation, Op
 from model.ops.weight import Weight, WeightFormat
 
 
+@dataclass(frozen=True)
+class LayerRotation:
+    """Tables float32[max_model_len, D / 2]; layers of one rope share them."""
+
+    cos: Array
+    sin: Array
+    query_cos: Array | None = None  # scaled for q (Ministral 3); None: as for k
+    query_sin: Array | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(table.nbytes for table in vars(self).values() if table is not None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layer:
     """Weights of one layer; None: a bias or norm the config lacks."""
@@ -23,8 +37,9 @@ class Layer:
     attention_norm: Array  # [H]
     qkv: Weight  # [(Hq + 2 Hkv) * D, H]
     qkv_bias: Array | None
-    q_norm: Array | None  # [D]
-    k_norm: Array | None  # [D]
+    q_norm: Array | None  # [D], or [Hq * D] if whole
+    k_norm: Array | None  # [D], or [Hkv * D] if whole
+    rotation: LayerRotation
     output: Weight  # [H, Hq * D]
     output_bias: Array | None
     mlp_norm: Array  # [H]
@@ -42,16 +57,20 @@ class LlamaWeights:
     layers: tuple[Layer, ...]
     final_norm: Array  # [H]
     lm_head: Weight  # [V, H]
-    cos: Array  # float32[max_model_len, D / 2]
-    sin: Array  # float32[max_model_len, D / 2]
 
     @property
     def num_bytes(self) -> int:
-        arrays = [self.embedding, self.final_norm, self.cos, self.sin]
+        arrays = [self.embedding, self.final_norm]
         if self.lm_head.data is not self.embedding:
             arrays.append(self.lm_head)
-        arrays += [array for layer in self.layers for array in vars(layer).values() if array is not None]
-        return sum(array.nbytes for array in arrays)
+        for layer in self.layers:
+            arrays += [array for name, array in vars(layer).items() if name != "rotation" and array is not None]
+        return sum(array.nbytes for array in arrays) + self.table_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of all rotation tables."""
+        return sum(rotation.nbytes for rotation in {id(each.rotation): each.rotation for each in self.layers}.values())
 
 
 class Llama:
@@ -76,9 +95,11 @@ class Llama:
 
     def hidden(self, batch: Batch, kv: Array) -> Array:
         """Return the final norm [T, H], the input of `logits`; write keys and values to `kv`."""
-        ops, layers, eps = self.ops, self.weights.layers, self.config.rms_norm_eps
+        ops, layers, eps = self.ops, self.weights.layers, self.config.residual_eps
         plans = self._decode_plans(batch, kv)
         residual = ops.gather_rows(self.weights.embedding, batch.token_ids)
+        if self.config.norm_after:
+            return self._hidden_norm_after(residual, batch, kv, plans)
         first_norm = ops.rms_norm_quantised if self._takes_fp8(layers[0].qkv) else ops.rms_norm
         normed = first_norm(residual, layers[0].attention_norm, eps)
         outputs = self._norm_outputs(normed, residual.shape)
@@ -89,6 +110,21 @@ class Llama:
                 attended = self._attention(index, normed, batch, kv, plans)
                 mlp_input = self._add_norm(attended, residual, layer.mlp_norm, self._takes_fp8(layer.gate_up))
                 normed = self._add_norm(self._mlp(layer, mlp_input), residual, norm, is_fp8, outputs[is_fp8])
+        return normed
+
+    def _hidden_norm_after(self, residual: Array, batch: Batch, kv: Array, plans: Mapping[int, Array | None]) -> Array:
+        """Return the final norm [T, H] of layers that norm what attention and MLP return (OLMo 2, 3).
+
+        `add_rms_norm` only adds, but at the end: each call overwrites the previous one's norm.
+        """
+        ops, eps, final_norm = self.ops, self.config.residual_eps, self.weights.final_norm
+        normed = ops.temporary(residual.shape, ops.dtype)
+        for index, layer in enumerate(self.weights.layers):
+            with ops.scratch():
+                attended = self._attention(index, self._input(residual, layer.qkv), batch, kv, plans)
+                ops.add_rms_norm(ops.rms_norm(attended, layer.attention_norm, eps), residual, final_norm, eps, normed)
+                mlp = self._mlp(layer, self._input(residual, layer.gate_up))
+                ops.add_rms_norm(ops.rms_norm(mlp, layer.mlp_norm, eps), residual, final_norm, eps, normed)
         return normed
 
     def first_layer(self) -> Llama:
@@ -122,12 +158,10 @@ class Llama:
         self, index: int, x: Array | Fp8Rows, batch: Batch, kv: Array, plans: Mapping[int, Array | None]
     ) -> Array:
         """x [T, H] -> [T, H]: grouped-query attention, each row's own key included."""
-        ops, weights, layer = self.ops, self.weights, self.weights.layers[index]
-        qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
-        rotation = HeadRotation(weights.cos, weights.sin, layer.q_norm, layer.k_norm, self.config.rms_norm_eps)
-        q = ops.rope_kv_write(qkv, rotation, batch.positions, batch.slots, kv, index)
+        ops, layer = self.ops, self.weights.layers[index]
+        q = self._rotated(index, ops.linear(x, layer.qkv, layer.qkv_bias), batch, kv)
         out = ops.temporary(q.shape, ops.dtype)
-        scale, window, n = self.config.head_dim**-0.5, self.config.windows[index], batch.num_decodes
+        scale, window, n = self.config.attention_scale, self.config.windows[index], batch.num_decodes
         tables, lens = batch.block_tables, batch.context_lens
         if n > 0:
             decodes = AttentionBatch(kv, index, tables[:n], lens[:n], scale, window, plan=plans[window])
@@ -138,6 +172,21 @@ class Llama:
             )
             ops.paged_prefill_attention(q, chunks, out)
         return ops.linear(self._input(out.reshape(len(out), -1), layer.output), layer.output, layer.output_bias)
+
+    def _rotated(self, index: int, qkv: Array, batch: Batch, kv: Array) -> Array:
+        """qkv [T, (Hq + 2 Hkv) * D] -> q [T, Hq, D], normed and rotated; write keys and values to `kv`."""
+        ops, layer, eps = self.ops, self.weights.layers[index], self.config.rms_norm_eps
+        tables, norms = layer.rotation, (layer.q_norm, layer.k_norm)
+        if self.config.qk_norm_whole:
+            ops.normalise_qk(qkv, *norms, eps)
+            norms = (None, None)
+        rotation = HeadRotation(tables.cos, tables.sin, *norms, eps)
+        if tables.query_cos is None:
+            return ops.rope_kv_write(qkv, rotation, batch.positions, batch.slots, kv, index)
+        scaled = HeadRotation(tables.query_cos, tables.query_sin, *norms, eps)
+        q = ops.rope_kv_write(qkv, scaled, batch.positions, batch.slots, kv, index)
+        ops.rope_kv_write(qkv, rotation, batch.positions, batch.slots, kv, index)  # overwrites the scaled keys
+        return q
 
     def _mlp(self, layer: Layer, x: Array | Fp8Rows) -> Array:
         """x [T, H] -> [T, H]: SwiGLU."""
@@ -157,7 +206,7 @@ class Llama:
     ) -> Array | Fp8Rows:
         """Add x to residual; return its norm, in e4m3 if `is_fp8`, in `out` if given."""
         add_norm = self.ops.add_rms_norm_quantised if is_fp8 else self.ops.add_rms_norm
-        return add_norm(x, residual, norm, self.config.rms_norm_eps, out)
+        return add_norm(x, residual, norm, self.config.residual_eps, out)
 
     def _norm_outputs(self, first: Array | Fp8Rows, shape: tuple[int, int]) -> dict[bool, Array | Fp8Rows]:
         """Return memory that outlives a layer's scratch, e4m3 (True) or not (False): `first` is one."""

@@ -274,6 +274,12 @@ class Ops(Device, Protocol):
         nearest even, NaN as 0x7F, by kv_scales float32[L, 2, Hkv]; attention reads stored * scale.
         """
 
+    def normalise_qk(self, qkv: Array, q_norm: Array, k_norm: Array, eps: float) -> None:
+        """Replace q and k, the first columns of qkv [T, (Hq + 2 Hkv) * D], by their `rms_norm` over all heads.
+
+        q_norm [Hq * D], k_norm [Hkv * D].
+        """
+
     def plan_decode_attention(self, num_heads: int, batch: AttentionBatch) -> Array | None:
         """Plan a decode's splits for every layer of this window; None if the backend plans nothing.
 

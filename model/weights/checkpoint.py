@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Container
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from model.weights.formats.gguf import read_gguf_weights
 from model.weights.formats.quantisation import Quantisation
 from model.weights.formats.registry import read_quantisation
 from model.weights.formats.stored_matrix import FLOATS, ModuleTensors, StoredMatrix
+from model.weights.name_spelling import find_spelling
 from model.weights.safetensors_file import DTYPE_WORDS, FLOAT_DTYPES, StoredTensor, read_safetensors
 
 SINGLE_FILE = "model.safetensors"
@@ -26,6 +28,7 @@ INDEX_FILE = "model.safetensors.index.json"
 INDEX_BYTES = 64 << 20
 """Index limit; 400 billion parameters take 0.1 MB."""
 
+EMBEDDING, FINAL_NORM = "model.embed_tokens.weight", "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 HEAD = "lm_head"
 IGNORED = re.compile(
@@ -39,13 +42,19 @@ IGNORED = re.compile(
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor, unquantised, by its name in the files."""
     hidden = config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(config).items()}
-    shapes["model.norm.weight"] = (hidden,)
+    shapes[FINAL_NORM] = (hidden,)
     if not config.tied_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, hidden)
     return shapes
+
+
+def loaded_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return `expected_shapes`, and the head that tied embeddings have where a factor is folded into them."""
+    shapes = expected_shapes(config)
+    return shapes if config.shares_embedding else shapes | {LM_HEAD: shapes[EMBEDDING]}
 
 
 def stores_quantised(directory: Path) -> bool:
@@ -75,13 +84,20 @@ class Checkpoint:
             return _open_gguf(directory, path, config)
         else:
             raise ModelError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} nor a .gguf file is there")
-        tensors = {name: tensor for name, tensor in tensors.items() if not IGNORED.search(name)}
+        spelling = find_spelling(tensors, config)
+        tensors = {
+            known: tensor
+            for name, tensor in tensors.items()
+            if not IGNORED.search(name) and (known := spelling.known(name)) is not None
+        }
         if config.tied_embeddings:
             tensors.pop(LM_HEAD, None)
         shapes, quantisation = expected_shapes(config), read_quantisation(directory)
         if quantisation is None:
             _check_names(directory, shapes, tensors)
             return Checkpoint(tensors, {}, "")
+        scheme_of = quantisation.scheme_of
+        quantisation = replace(quantisation, scheme_of=lambda module: scheme_of(spelling.stored(module)))
         matrices = _read_matrices(directory, shapes, tensors, quantisation)
         _check_names(directory, {name: shape for name, shape in shapes.items() if name not in matrices}, tensors)
         return Checkpoint(tensors, matrices, quantisation.label)
@@ -93,7 +109,7 @@ class Checkpoint:
 
     def num_bytes(self, config: ModelConfig, dtype: np.dtype) -> int:
         """Return the bytes of all weights for activations in `dtype`."""
-        shapes = expected_shapes(config)
+        shapes = loaded_shapes(config)
         quantised = [matrix for name in shapes if (matrix := self.matrix(name)) is not None]
         dense = sum(math.prod(shape) for name, shape in shapes.items() if self.matrix(name) is None)
         return dense * np.dtype(dtype).itemsize + sum(matrix.form.num_bytes(*matrix.shape) for matrix in quantised)
@@ -194,26 +210,33 @@ def _module_of(name: str, modules: Container[str]) -> tuple[str | None, str]:
 
 
 def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden, intermediate = config.hidden_size, config.intermediate_size
+    hidden, intermediate, tensors = config.hidden_size, config.intermediate_size, config.tensors
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    projections = {
-        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
-        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
-        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
-        "self_attn.o_proj": (hidden, q_size, config.output_bias),
-        "mlp.gate_proj": (intermediate, hidden, config.mlp_bias),
-        "mlp.up_proj": (intermediate, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, intermediate, config.mlp_bias),
+    modules = {
+        **_divided(tensors.qkv, (q_size, kv_size, kv_size), hidden, config.qkv_bias),
+        tensors.output: (hidden, q_size, config.output_bias),
+        **_divided(tensors.gate_up, (intermediate, intermediate), hidden, config.mlp_bias),
+        tensors.down: (hidden, intermediate, config.mlp_bias),
     }
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, (num_outputs, num_inputs, has_bias) in projections.items():
+    for name, (num_outputs, num_inputs, has_bias) in modules.items():
         shapes[f"{name}.weight"] = (num_outputs, num_inputs)
         if has_bias:
             shapes[f"{name}.bias"] = (num_outputs,)
-    shapes["input_layernorm.weight"] = shapes["post_attention_layernorm.weight"] = (hidden,)
+    shapes[f"{tensors.attention_norm}.weight"] = shapes[f"{tensors.mlp_norm}.weight"] = (hidden,)
     if config.qk_norm:
-        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
+        shapes[f"{tensors.q_norm}.weight"] = (q_size if config.qk_norm_whole else config.head_dim,)
+        shapes[f"{tensors.k_norm}.weight"] = (kv_size if config.qk_norm_whole else config.head_dim,)
     return shapes
+
+
+def _divided(
+    modules: tuple[str, ...], sizes: tuple[int, ...], num_inputs: int, has_bias: bool
+) -> dict[str, tuple[int, int, bool]]:
+    """Return modules of these output sizes, or of their sum if the family has one fused module."""
+    if len(modules) == 1:
+        sizes = (sum(sizes),)
+    return {name: (size, num_inputs, has_bias) for name, size in zip(modules, sizes, strict=True)}
 
 
 def _read_shards(directory: Path) -> dict[str, StoredTensor]:

@@ -8,18 +8,29 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from model.config import ModelConfig
 from model.errors import ModelError
-from model.families.llama import Layer, Llama, LlamaWeights
+from model.families.configs.family import LayerTensors
+from model.families.llama import Layer, LayerRotation, Llama, LlamaWeights
 from model.ops.interface import Array, Ops
 from model.ops.weight import Weight, WeightFormat
-from model.rope import rope_tables
-from model.weights.checkpoint import LM_HEAD, Checkpoint, expected_shapes, stores_quantised
+from model.rope import query_scale, rope_tables
+from model.rope_config import RopeConfig
+from model.weights.checkpoint import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    Checkpoint,
+    expected_shapes,
+    loaded_shapes,
+    stores_quantised,
+)
+from model.weights.folding import TensorSource, folded
 from model.weights.formats.stored_matrix import StoredMatrix, check_stackable
 from model.weights.online_fp8 import OnlineFp8, is_layer_matrix, loaded_bytes
 
@@ -29,19 +40,6 @@ RANDOM_TILE = 1_000_003
 
 BYTE_STDS = {WeightFormat.FP8: 97.0, WeightFormat.FP8_BLOCK: 97.0, WeightFormat.INT8: 74.0, WeightFormat.INT4: 4.6}
 """Standard deviation of random bytes' values."""
-
-
-class TensorSource(Protocol):
-    """Tensors by their names in the files."""
-
-    def read_into(self, name: str, start: int, out: np.ndarray) -> None:
-        """Fill `out` [n], in its dtype, from element `start` on. Raises ModelError."""
-
-    def matrix(self, name: str) -> StoredMatrix | None:
-        """Return the quantised matrix; None if the tensor is dense. Raises ModelError."""
-
-    def nonfinite(self, name: str, dtype: np.dtype) -> ModelError:
-        """Return the error for a tensor that holds NaN or infinity in `dtype`."""
 
 
 class DummyWeights:
@@ -144,22 +142,23 @@ def load_model(
         source = Checkpoint.open(directory, config)
     if quantization == "fp8" and any(source.matrix(name) is not None for name in expected_shapes(config)):
         raise ModelError(f"{directory}: is quantised already, so that --quantization fp8 does not apply (auto)")
-    plan = _Plan(config, ops, source, OnlineFp8(ops) if quantization == "fp8" else None)
-    embedding = plan.tensor("model.embed_tokens.weight")
-    layers = tuple(_plan_layer(plan, f"model.layers.{index}.") for index in range(config.num_layers))
-    final_norm = plan.tensor("model.norm.weight")
-    lm_head = Weight(embedding) if config.tied_embeddings else plan.matrix([LM_HEAD])
+    plan = _Plan(config, ops, folded(source, config), OnlineFp8(ops) if quantization == "fp8" else None)
+    embedding = plan.tensor(EMBEDDING)
+    rotations = {rope: _rotation(rope, config.head_dim, max_model_len, ops) for rope in dict.fromkeys(config.ropes)}
+    layers = tuple(
+        _plan_layer(plan, config.tensors, f"model.layers.{index}.", rotations[rope])
+        for index, rope in enumerate(config.ropes)
+    )
+    final_norm = plan.tensor(FINAL_NORM)
+    lm_head = Weight(embedding) if config.shares_embedding else plan.matrix([LM_HEAD])
     plan.fill(progress)
     plan.check()
     layers = tuple(_prepared(layer, ops) for layer in layers)
-    cos, sin = rope_tables(config.rope, config.head_dim, max_model_len)
     weights = LlamaWeights(
         embedding=embedding,
         layers=layers,
         final_norm=final_norm,
         lm_head=ops.prepare_weight(lm_head),
-        cos=ops.upload(cos),
-        sin=ops.upload(sin),
     )
     return Llama(config, ops, weights)
 
@@ -177,7 +176,7 @@ class _Target:
 class _Plan:
     def __init__(self, config: ModelConfig, ops: Ops, source: TensorSource, online: OnlineFp8 | None):
         self._online = online
-        self._shapes = expected_shapes(config)
+        self._shapes = loaded_shapes(config)
         self._ops = ops
         self._source = source
         self._targets: list[_Target] = []
@@ -268,25 +267,35 @@ class _Plan:
 
 
 def _prepared(layer: Layer, ops: Ops) -> Layer:
-    matrices = {name: ops.prepare_weight(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")}
+    matrices: dict[str, Any] = {name: ops.prepare_weight(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")}
     return replace(layer, **matrices)
 
 
-def _plan_layer(plan: _Plan, prefix: str) -> Layer:
-    def names(room: str, projections: str, kind: str) -> list[str]:
-        return [f"{prefix}{room}.{letter}_proj.{kind}" for letter in projections.split()]
+def _rotation(rope: RopeConfig, head_dim: int, max_model_len: int, ops: Ops) -> LayerRotation:
+    cos, sin = rope_tables(rope, head_dim, max_model_len)
+    scale = query_scale(rope, max_model_len)
+    if scale is None:
+        return LayerRotation(ops.upload(cos), ops.upload(sin))
+    scaled = (ops.upload(table * scale[:, None]) for table in (cos, sin))
+    return LayerRotation(ops.upload(cos), ops.upload(sin), *scaled)
+
+
+def _plan_layer(plan: _Plan, tensors: LayerTensors, prefix: str, rotation: LayerRotation) -> Layer:
+    def names(modules: Sequence[str], kind: str) -> list[str]:
+        return [f"{prefix}{module}.{kind}" for module in modules]
 
     return Layer(
-        attention_norm=plan.tensor(f"{prefix}input_layernorm.weight"),
-        qkv=plan.matrix(names("self_attn", "q k v", "weight")),
-        qkv_bias=plan.optional(names("self_attn", "q k v", "bias")),
-        q_norm=plan.optional([f"{prefix}self_attn.q_norm.weight"]),
-        k_norm=plan.optional([f"{prefix}self_attn.k_norm.weight"]),
-        output=plan.matrix(names("self_attn", "o", "weight")),
-        output_bias=plan.optional(names("self_attn", "o", "bias")),
-        mlp_norm=plan.tensor(f"{prefix}post_attention_layernorm.weight"),
-        gate_up=plan.matrix(names("mlp", "gate up", "weight")),
-        gate_up_bias=plan.optional(names("mlp", "gate up", "bias")),
-        down=plan.matrix(names("mlp", "down", "weight")),
-        down_bias=plan.optional(names("mlp", "down", "bias")),
+        attention_norm=plan.tensor(f"{prefix}{tensors.attention_norm}.weight"),
+        qkv=plan.matrix(names(tensors.qkv, "weight")),
+        qkv_bias=plan.optional(names(tensors.qkv, "bias")),
+        q_norm=plan.optional([f"{prefix}{tensors.q_norm}.weight"]),
+        k_norm=plan.optional([f"{prefix}{tensors.k_norm}.weight"]),
+        rotation=rotation,
+        output=plan.matrix(names([tensors.output], "weight")),
+        output_bias=plan.optional(names([tensors.output], "bias")),
+        mlp_norm=plan.tensor(f"{prefix}{tensors.mlp_norm}.weight"),
+        gate_up=plan.matrix(names(tensors.gate_up, "weight")),
+        gate_up_bias=plan.optional(names(tensors.gate_up, "bias")),
+        down=plan.matrix(names([tensors.down], "weight")),
+        down_bias=plan.optional(names([tensors.down], "bias")),
     )

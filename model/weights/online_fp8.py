@@ -13,7 +13,7 @@ from model.config import ModelConfig
 from model.errors import ModelError
 from model.ops.interface import Array, Fp8Rows, Ops
 from model.ops.weight import Weight
-from model.weights.checkpoint import expected_shapes
+from model.weights.checkpoint import loaded_shapes
 
 STAGING_BYTES = 1 << 30
 """Device memory for unrounded matrices, unless one is larger."""
@@ -25,7 +25,7 @@ ReadInto = Callable[[str, int, np.ndarray], None]
 def loaded_bytes(config: ModelConfig, dtype: np.dtype, quantization: str) -> int:
     """Return the bytes of all weights, layers' matrices in e4m3 with row scales if "fp8"."""
     total = 0
-    for name, shape in expected_shapes(config).items():
+    for name, shape in loaded_shapes(config).items():
         if quantization == "fp8" and is_layer_matrix(name, shape):
             total += math.prod(shape) + 4 * shape[0]
         else:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 GOLDENS = Path(__file__).parents[1] / "unit" / "model" / "goldens"
@@ -43,6 +43,38 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
     "rope_type": "llama3",
+}
+
+
+WRAPPER = {
+    "model_type": "mistral3",
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "image_token_index": 127,
+    "projector_hidden_act": "gelu",
+    "multimodal_projector_bias": False,
+    "spatial_merge_size": 2,
+    "vision_feature_layer": -1,
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "model_type": "pixtral",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+        "image_size": 28,
+        "patch_size": 14,
+        "num_channels": 3,
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+    },
+}
+PHI3 = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "pad_token_id": 0}
+OLD_WRAPPER_NAMES = {
+    "model.language_model.": "language_model.model.",
+    "lm_head.": "language_model.lm_head.",
+    "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
 }
 
 
@@ -144,6 +176,159 @@ CASES: dict[str, dict] = {
         "dtype": "bfloat16",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
+    # Qwen3-Embedding is stored as a base model: names without "model.", no head
+    "qwen3_embedding_base_bf16": {
+        **SHAPE,
+        **heads(4, 2, 32),
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "max_window_layers": 2,
+        "rope_theta": 1000000.0,
+        "torch_dtype": "bfloat16",
+    },
+    "ministral_layer_types_bf16": {
+        **SHAPE,
+        **heads(4, 2, 32),
+        "model_type": "ministral",
+        "architectures": ["MinistralForCausalLM"],
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_theta": 10000.0,
+        "dtype": "bfloat16",
+    },
+    # Mistral Small 3.1 and 3.2, in the spelling of transformers 4
+    "mistral3_wrapped4_sharded_bf16": {
+        **WRAPPER,
+        "torch_dtype": "bfloat16",
+        "text_config": {
+            **SHAPE,
+            **heads(4, 2, 32),
+            "model_type": "mistral",
+            "sliding_window": None,
+            "rope_theta": 1000000000.0,
+        },
+    },
+    # Ministral 3, in the spelling of transformers 5
+    "ministral3_wrapped5_bf16": {
+        **WRAPPER,
+        "dtype": "bfloat16",
+        "tie_word_embeddings": True,
+        "text_config": {
+            **SHAPE,
+            **heads(4, 2, 32),
+            "model_type": "ministral3",
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "type": "yarn",
+                "rope_theta": 1000000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    },
+    "smollm3_tied_bf16": {
+        **SHAPE,
+        **heads(4, 2, 32),
+        "num_hidden_layers": 3,
+        "model_type": "smollm3",
+        "architectures": ["SmolLM3ForCausalLM"],
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "no_rope_layers": [1, 0, 1],
+        "no_rope_layer_interval": 4,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * 3,
+        "max_window_layers": 28,
+        "rope_theta": 5000000.0,
+        "torch_dtype": "bfloat16",
+    },
+    "granite_tied_bf16": {
+        **SHAPE,
+        **heads(4, 2, 32),
+        "model_type": "granite",
+        "architectures": ["GraniteForCausalLM"],
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.22,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16",
+    },
+    # Phi-4 and Phi-3-mini-4k: fused matrices
+    "phi3_window_fp16": {
+        **SHAPE,
+        **PHI3,
+        **{name: value for name, value in heads(4, 2, 32).items() if name != "head_dim"},
+        "hidden_size": 128,
+        "sliding_window": 24,
+        "rope_theta": 250000.0,
+        "rope_scaling": None,
+        "torch_dtype": "float16",
+    },
+    # Phi-4-mini: longrope of three quarters of each head
+    "phi4_mini_longrope_bf16": {
+        **SHAPE,
+        **PHI3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
+        "tie_word_embeddings": True,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 32,
+        "sliding_window": 262144,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1, 1.05, 1.1, 1.2, 1.3, 1.4],
+            "long_factor": [1, 1.2, 1.6, 2.5, 4.0, 6.0],
+        },
+        "torch_dtype": "bfloat16",
+    },
+    "olmo2_bf16": {
+        **SHAPE,
+        **heads(4, 2, 32),
+        "model_type": "olmo2",
+        "architectures": ["Olmo2ForCausalLM"],
+        "attention_bias": False,
+        "rope_scaling": None,
+        "rope_theta": 500000.0,
+        "torch_dtype": "bfloat16",
+    },
+    # plain frequencies in layers that slide, yarn in the others
+    "olmo3_bf16": {
+        **SHAPE,
+        **heads(4, 4, 32),
+        "num_hidden_layers": 3,
+        "model_type": "olmo3",
+        "architectures": ["Olmo3ForCausalLM"],
+        "attention_bias": False,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+        "torch_dtype": "bfloat16",
+    },
 }
 
 
@@ -152,44 +337,59 @@ def make_case(name: str, raw: dict) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     dtype = getattr(torch, raw.get("dtype") or raw["torch_dtype"])
+    auto = AutoModelForImageTextToText if "text_config" in raw else AutoModelForCausalLM
+    vocab_size = raw.get("text_config", raw)["vocab_size"]
     for seed in range(100):
-        save_weights(folder, random_weights(folder, dtype, seed), sharded="sharded" in name)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-        prompt = torch.randint(4, raw["vocab_size"], (NUM_PROMPT,), generator=torch.Generator().manual_seed(seed))
+        tensors = random_weights(auto, folder, dtype, seed)
+        save_weights(folder, {stored_name(name, key): t for key, t in tensors.items()}, sharded="sharded" in name)
+        model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        prompt = torch.randint(4, vocab_size, (NUM_PROMPT,), generator=torch.Generator().manual_seed(seed))
         token_ids, logits, gap = greedy(model, prompt.tolist(), is_dynamic="dynamic" in name)
         if gap > MIN_GAP and len(set(token_ids[NUM_PROMPT:])) > 15:
             break
     else:
         raise SystemExit(f"{name}: no seed gives a clear greedy continuation")
-    np.savez_compressed(
-        folder / "golden.npz", token_ids=np.array(token_ids, np.int32), logits=logits, num_prompt=NUM_PROMPT
-    )
+    arrays = {"token_ids": np.array(token_ids, np.int32), "logits": logits, "num_prompt": NUM_PROMPT}
+    if "embedding" in name:
+        hidden = model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states[-1][0, -1]
+        arrays["embedding"] = torch.nn.functional.normalize(hidden, dim=0).detach().numpy()
+    np.savez_compressed(folder / "golden.npz", **arrays)
     print(f"{name}: seed {seed}, least gap {gap:.3f}, {len(set(token_ids[NUM_PROMPT:]))} different tokens")
 
 
-def random_weights(folder: Path, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
+def stored_name(case: str, name: str) -> str:
+    if "base" in case:
+        return name.removeprefix("model.")
+    prefix = next((old for old in OLD_WRAPPER_NAMES if name.startswith(old)), "") if "wrapped4" in case else ""
+    return OLD_WRAPPER_NAMES.get(prefix, "") + name.removeprefix(prefix)
+
+
+def random_weights(auto: type, folder: Path, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
     """Weights that keep activations near 1 and spread the logits by about 4."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model = auto.from_config(AutoConfig.from_pretrained(folder))
+    is_tied = model.config.get_text_config().tie_word_embeddings
+    # Granite multiplies its embedding by 12 and the layers' outputs by 0.22
+    quiet, louder = (4, 3) if model.config.model_type == "granite" else (1, 1)
     tensors = {}
     for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+        if name == "lm_head.weight" and is_tied:
             continue
         noise = torch.randn(tensor.shape)
-        if name.endswith("norm.weight"):
+        if tensor.ndim == 1 and name.endswith("weight"):
             value = 1 + 0.2 * noise
-            if model.config.tie_word_embeddings and name == "model.norm.weight":
-                value *= 6  # makes up for the quiet embedding
-        elif model.config.tie_word_embeddings and "embed_tokens" in name:
-            value = 0.1 * noise  # a louder embedding would only repeat its own token
+            if is_tied and name in ("model.norm.weight", "model.language_model.norm.weight"):
+                value *= 6 * quiet  # makes up for the quiet embedding
+        elif is_tied and "embed_tokens" in name:
+            value = 0.1 / quiet * noise  # a louder embedding would only repeat its own token
         elif name.endswith("bias"):
             value = 0.2 * noise
         elif "embed_tokens" in name or "lm_head" in name:
             value = 0.5 * noise
         else:
             value = noise * tensor.shape[1] ** -0.5
-            if model.config.tie_word_embeddings and ("o_proj" in name or "down_proj" in name):
-                value *= 3
+            if is_tied and ("o_proj" in name or "down_proj" in name):
+                value *= 3 * louder
         tensors[name] = value.to(dtype).contiguous()
     return tensors
 

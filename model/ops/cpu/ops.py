@@ -119,6 +119,10 @@ class NumpyOps(NumpyDevice):
         """heads float32[n, Hkv, D], scales float32[Hkv] -> e4m3 bits as uint8[n, Hkv, D]."""
         return narrow(_f32(heads.astype(self.dtype, copy=False)) / scales[:, None])
 
+    def normalise_qk(self, qkv: Array, q_norm: Array, k_norm: Array, eps: float) -> None:
+        q, k = np.split(qkv, [len(q_norm), len(q_norm) + len(k_norm)], axis=1)[:2]
+        q[...], k[...] = _normalised(_f32(q), q_norm, eps), _normalised(_f32(k), k_norm, eps)
+
     def plan_decode_attention(self, num_heads: int, batch: AttentionBatch) -> None:
         return None
 

@@ -28,6 +28,14 @@ def add_rms_norm(device: KernelLauncher, x: Array, residual: Array, weight: Arra
     device.launch("add_rms_norm", (rows,), args, threads=norm_threads(device, rows, width), overlaps=True)
 
 
+def normalise_qk(device: KernelLauncher, qkv: Array, q_norm: Array, k_norm: Array, eps: float) -> None:
+    """`Ops.normalise_qk`."""
+    sizes = map(np.int32, (qkv.shape[1], len(q_norm), len(k_norm)))
+    threads = norm_threads(device, 2 * len(qkv), len(q_norm))
+    args = (qkv, q_norm, k_norm, *sizes, np.float32(eps))
+    device.launch("normalise_qk", (len(qkv), 2), args, threads=threads, overlaps=True)
+
+
 def norm_threads(device: KernelLauncher, rows: int, width: int) -> int:
     """Return threads per block: a vector each if few rows leave the device empty, else two."""
     vecs = math.ceil(width * device.dtype.itemsize / _VEC_BYTES)

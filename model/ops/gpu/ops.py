@@ -15,7 +15,7 @@ from model.ops.gpu.device import DTYPE_CODES, THREADS, CudaDevice, expect
 from model.ops.gpu.fp8 import Fp8Linear, dequantise_rows, expect_fp8, quantised_by
 from model.ops.gpu.int4.linear import MAX_FUSED_ROWS, Int4Linear, expect_int4
 from model.ops.gpu.linear import Linear
-from model.ops.gpu.norm import add_rms_norm, rms_norm
+from model.ops.gpu.norm import add_rms_norm, normalise_qk, rms_norm
 from model.ops.gpu.product_sizes import all_planned_rows
 from model.ops.gpu.sampling import sample, top_logprobs
 from model.ops.int4 import can_tile
@@ -193,6 +193,15 @@ class CudaOps(CudaDevice):
             BLOCK_SIZE=block_size,
         )
         return out
+
+    def normalise_qk(self, qkv: Array, q_norm: Array, k_norm: Array, eps: float) -> None:
+        expect("qkv", qkv, self.dtype, None, None)
+        expect("q_norm", q_norm, self.dtype, None)
+        expect("k_norm", k_norm, self.dtype, None)
+        if qkv.shape[1] != len(q_norm) + 2 * len(k_norm):
+            norms = f"norms of {len(q_norm)} and {len(k_norm)}"
+            raise ValueError(f"normalise_qk: {qkv.shape[1]} columns and {norms} do not go together")
+        normalise_qk(self, qkv, q_norm, k_norm, eps)
 
     def plan_decode_attention(self, num_heads: int, batch: AttentionBatch) -> Array:
         expect("context_lens", batch.context_lens, _INT32, None)

@@ -118,7 +118,7 @@ def test_the_planned_bytes_are_what_is_loaded(name: str):
     folder, float32 = FOLDER / name, np.dtype(np.float32)
     config = ModelConfig.read(folder)
     weights = load_model(folder, config, NumpyOps(), 16).weights
-    tables = weights.cos.nbytes + weights.sin.nbytes
+    tables = weights.table_bytes
     planned = plan_weights(folder, config, float32)
     assert planned.num_bytes == weights.num_bytes - tables - sum(order_bytes(layer) for layer in weights.layers)
     assert planned.label

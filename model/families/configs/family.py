@@ -1,0 +1,97 @@
+"""The form of a family's page: what differs from Llama, as data and readers of config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from model.config_fields import Fields
+from model.ops.interface import NO_WINDOW
+from model.rope_config import RopeConfig, RopeRules
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTensors:
+    """Names of a layer's modules in the files; a tuple's tensors are stacked into one matrix."""
+
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    output: str = "self_attn.o_proj"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    attention_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Multipliers:
+    """Constants of a forward pass (Granite)."""
+
+    embedding: float = 1.0
+    residual: float = 1.0  # of what attention and MLP add to the residual stream
+    attention: float | None = None  # of the scores; None: head_dim ** -0.5
+    logits_divisor: float = 1.0
+
+
+def no_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """Return full attention for every layer. Raises ModelError if layer_types says otherwise."""
+    if len(set(layer_types(fields, num_layers) or ())) > 1:
+        raise fields.error("layer_types", f"mixed attention is not supported for {fields.text('model_type')}")
+    return (NO_WINDOW,) * num_layers
+
+
+def window_of_all(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """Return `sliding_window`, null for full attention, for every layer."""
+    no_windows(fields, num_layers)
+    return (fields.integer("sliding_window", None, high=NO_WINDOW) or NO_WINDOW,) * num_layers
+
+
+def one_rope(fields: Fields, rope: RopeConfig, windows: tuple[int, ...]) -> tuple[RopeConfig, ...]:
+    """Return (): every layer uses the model's rope."""
+    return ()
+
+
+def no_multipliers(fields: Fields) -> Multipliers:
+    return Multipliers()
+
+
+def llama_scaling(fields: Fields) -> Fields:
+    """Return the section with the rope's scaling, empty if absent."""
+    return fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({}, fields.source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A model family: its differences from Llama. Readers raise ModelError for unsupported values."""
+
+    model_type: str
+    architecture: str
+    tensors: LayerTensors = LayerTensors()
+    qkv_bias: bool | None = None  # None: as attention_bias says, which then also means o_proj
+    reads_mlp_bias: bool = False
+    qk_norm: bool = False
+    qk_norm_whole: bool = False  # over all heads, not per head
+    norm_after: bool = False  # norms of what attention and MLP return, not of their inputs
+    default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    rope_rules: RopeRules = RopeRules()
+    scaling: Callable[[Fields], Fields] = llama_scaling
+    windows: Callable[[Fields, int], tuple[int, ...]] = no_windows
+    ropes: Callable[[Fields, RopeConfig, tuple[int, ...]], tuple[RopeConfig, ...]] = one_rope
+    multipliers: Callable[[Fields], Multipliers] = no_multipliers
+
+
+def layer_types(fields: Fields, num_layers: int) -> list[str] | None:
+    """Return a kind of attention per layer, None if absent. Raises ModelError."""
+    kinds: list[str] | None = fields.get("layer_types")
+    if kinds is not None and (
+        not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in LAYER_TYPES for kind in kinds)
+    ):
+        raise fields.error("layer_types", f"not {num_layers} times one of {', '.join(LAYER_TYPES)}")
+    return kinds
+
+
+def windows_of_types(kinds: list[str], window: int) -> tuple[int, ...]:
+    return tuple(window if kind == "sliding_attention" else NO_WINDOW for kind in kinds)

@@ -1,0 +1,66 @@
+"""OLMo 2 and 3: norms after attention and MLP, and of q and k over all heads; OLMo 3 slides in three of four layers."""
+
+from __future__ import annotations
+
+from model.config_fields import Fields
+from model.families.configs.family import (
+    LAYER_TYPES,
+    Family,
+    LayerTensors,
+    layer_types,
+    llama_scaling,
+    windows_of_types,
+)
+from model.ops.interface import NO_WINDOW
+from model.rope_config import RopeConfig, RopeRules, read_rope
+
+TENSORS = LayerTensors(attention_norm="post_attention_layernorm", mlp_norm="post_feedforward_layernorm")
+
+RULES = RopeRules(default_theta=500000.0)
+
+
+def _windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    kinds = layer_types(fields, num_layers)
+    if kinds is None:
+        kinds = [LAYER_TYPES[(layer + 1) % 4 != 0] for layer in range(num_layers)]
+    return windows_of_types(kinds, fields.integer("sliding_window", 4096, high=NO_WINDOW))
+
+
+def _scaling(fields: Fields) -> Fields:
+    """Return the scaling of layers with full attention."""
+    section = fields.section("rope_parameters")
+    if section is None:
+        return llama_scaling(fields)
+    return section.section("full_attention") or Fields({}, section.source)
+
+
+def _ropes(fields: Fields, rope: RopeConfig, windows: tuple[int, ...]) -> tuple[RopeConfig, ...]:
+    """Layers that slide have a rope of their own, plain in the spelling of transformers 4."""
+    section = fields.section("rope_parameters")
+    sliding = None if section is None else section.section("sliding_attention")
+    if sliding is None:
+        sliding = Fields({"rope_theta": rope.theta}, fields.source)
+    of_window, _ = read_rope(fields, sliding, 2, RULES)
+    return tuple(rope if window == NO_WINDOW else of_window for window in windows)
+
+
+OLMO2 = Family(
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    tensors=TENSORS,
+    qk_norm=True,
+    qk_norm_whole=True,
+    norm_after=True,
+)
+OLMO3 = Family(
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    tensors=TENSORS,
+    qk_norm=True,
+    qk_norm_whole=True,
+    norm_after=True,
+    rope_rules=RULES,
+    scaling=_scaling,
+    windows=_windows,
+    ropes=_ropes,
+)
