@@ -71,12 +71,12 @@ class ModelConfig:
 
     @property
     def embedding_factor(self) -> float:
-        """Factor folded into the embedding: the residual stream is computed over `multipliers.residual`."""
+        """Factor folded into the embedding; the residual stream is divided by `multipliers.residual`."""
         return self.multipliers.embedding / self.multipliers.residual
 
     @property
     def residual_eps(self) -> float:
-        """Epsilon of the residual stream's norms, which do not notice its factor otherwise."""
+        """Epsilon of the divided residual stream's norms."""
         return self.rms_norm_eps / self.multipliers.residual**2
 
     @property
@@ -143,7 +143,7 @@ class ModelConfig:
 
 
 def text_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of a wrapper's language model as of a model of its own; another config as it is."""
+    """Return the config of a wrapper's language model, another config as it is."""
     if raw.get("model_type") != WRAPPER or not isinstance(inner := raw.get("text_config"), dict):
         return raw
     kind = inner.get("model_type")

@@ -13,8 +13,7 @@ def rope_tables(rope: RopeConfig, head_dim: int, max_model_len: int) -> tuple[np
     """Return cos and sin, float32[max_model_len, head_dim / 2], times the attention factor of yarn and longrope.
 
     A "dynamic" rope has one table, stretched if `max_model_len` exceeds the original length, and longrope one set of
-    factors: cached rotated keys cannot follow a sequence as it grows. A rope of part of a head rotates the first pairs
-    and leaves the others as they are: `model/weights/folding.py` orders the heads so.
+    factors: cached rotated keys cannot follow a sequence as it grows. Pairs beyond the rotated dimensions get cos 1.
     """
     shape = (max_model_len, head_dim // 2)
     cos, sin = np.ones(shape, np.float32), np.zeros(shape, np.float32)
@@ -50,7 +49,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) -> 
     if rope.kind == "longrope":
         is_long = max_model_len > rope.original_max_position
         factors = np.array(rope.long_factors if is_long else rope.short_factors)
-        return _plain(rope.theta, head_dim) / factors
+        return np.asarray(_plain(rope.theta, head_dim) / factors)
     return _plain(rope.theta, head_dim)
 
 

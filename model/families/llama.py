@@ -18,16 +18,17 @@ from model.ops.weight import Weight, WeightFormat
 
 @dataclass(frozen=True)
 class LayerRotation:
-    """Tables float32[max_model_len, D / 2]; layers of one rope share them."""
+    """Tables float32[max_model_len, D / 2], shared by layers of one rope."""
 
     cos: Array
     sin: Array
-    query_cos: Array | None = None  # scaled for q (Ministral 3); None: as for k
+    query_cos: Array | None = None  # scaled; None: as for k
     query_sin: Array | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(table.nbytes for table in vars(self).values() if table is not None)
+        tables = (self.cos, self.sin, self.query_cos, self.query_sin)
+        return sum(int(table.nbytes) for table in tables if table is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +114,7 @@ class Llama:
         return normed
 
     def _hidden_norm_after(self, residual: Array, batch: Batch, kv: Array, plans: Mapping[int, Array | None]) -> Array:
-        """Return the final norm [T, H] of layers that norm what attention and MLP return (OLMo 2, 3).
-
-        `add_rms_norm` only adds, but at the end: each call overwrites the previous one's norm.
-        """
+        """Return the final norm [T, H]; each `add_rms_norm` overwrites the previous one's norm."""
         ops, eps, final_norm = self.ops, self.config.residual_eps, self.weights.final_norm
         normed = ops.temporary(residual.shape, ops.dtype)
         for index, layer in enumerate(self.weights.layers):

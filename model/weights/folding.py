@@ -1,9 +1,7 @@
-"""Folds differences of families into weights while they are read, so that the forward pass stays Llama's.
+"""Folds differences of families into weights while they are read.
 
-A rope of part of a head: the kernel rotates element i with i + D / 2, so the rows of q and k are reordered until the
-rotated pairs lie there. Scores do not notice an order that q and k share.
-Multipliers: the residual stream is kept over its multiplier (`ModelConfig.residual_eps`), so the embedding takes
-`embedding_factor`; the final norm takes the logits' divisor.
+Partial rope: kernels rotate element i with i + D / 2; reordering q's and k's rows alike keeps their products.
+Multipliers: the residual stream is divided by its own, which the norms' epsilon and the embedding make up for.
 """
 
 from __future__ import annotations

@@ -267,7 +267,8 @@ class _Plan:
 
 
 def _prepared(layer: Layer, ops: Ops) -> Layer:
-    matrices: dict[str, Any] = {name: ops.prepare_weight(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")}
+    names = ("qkv", "output", "gate_up", "down")
+    matrices: dict[str, Any] = {name: ops.prepare_weight(getattr(layer, name)) for name in names}
     return replace(layer, **matrices)
 
 

@@ -12,7 +12,7 @@ BODY, HEAD = "model.", "lm_head."
 
 @dataclass(frozen=True)
 class NameSpelling:
-    """Prefixes that the files have in place of "model." and "lm_head.", and prefixes of tensors that are not loaded."""
+    """Prefixes in place of "model." and "lm_head.", and of tensors that are not loaded."""
 
     body: str = BODY
     head: str = HEAD

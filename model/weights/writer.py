@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
-from model.config import ModelConfig
+from model.config import ModelConfig, text_config
 from model.errors import ModelError
 from model.json_files import read_json_object
 from model.ops.fp8 import E4M3, E4M3_MAX
@@ -120,7 +120,7 @@ def write_quantised(directory: Path, out: Path, format_name: str, on_bytes: Call
     config.json is written last: a folder without it is unfinished. `on_bytes` gets the bytes written so far.
     """
     config = ModelConfig.read(directory)
-    raw = read_json_object(directory / "config.json", CONFIG_BYTES)
+    raw = text_config(read_json_object(directory / "config.json", CONFIG_BYTES))
     checkpoint = Checkpoint.open(directory, config)
     if checkpoint.label:
         raise ModelError(f"{directory}: is quantised already ({checkpoint.label})")

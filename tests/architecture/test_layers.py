@@ -49,7 +49,7 @@ TEXT = ("text",)
 ARRAYS = ("weights", "families", "ops", "cuda_graphs", "rope", "kv_cache", "batch", "sampler", "step_inputs")
 COMMON = (
     "config", "config_fields", "gguf_config", "gguf_file",
-    "presets", "sampling_params", "dtypes", "json_files", "errors", "hub",
+    "presets", "rope_config", "families.configs", "sampling_params", "dtypes", "json_files", "errors", "hub",
     "ops.host_blocks", "ops.interface", "ops.packing", "ops.weight",
 )  # fmt: skip
 TRAINING = "demo"

@@ -1,7 +1,6 @@
-"""Mistral 7B, Nemo and Small 3 (`mistral`), Ministral 8B (`ministral`), Ministral 3 and Devstral 2 (`ministral3`).
+"""Mistral 7B, Nemo, Small 3 (`mistral`), Ministral 8B (`ministral`), Ministral 3 (`ministral3`).
 
-Mistral Small 3.1 and 3.2 and Ministral 3 are stored as `mistral3`: a wrapper of a vision encoder, which is not loaded,
-and one of these, in text_config.
+Mistral Small 3.1, 3.2 and Ministral 3 are wrapped (`mistral3`): one of these in text_config, and a vision encoder.
 """
 
 from __future__ import annotations

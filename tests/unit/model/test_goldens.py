@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from model.config import ModelConfig
 from model.dtypes import NUMPY_DTYPES
 from model.families.llama import Llama
 from model.ops.cpu.ops import NumpyOps
-from tests.support.goldens import NAMES, Golden, relative_error
+from model.rope_config import COMMON_KINDS
+from tests.support.goldens import FOLDER, NAMES, Golden, relative_error
+from tests.support.paged import PagedSequences
 
 FLOAT32_ERROR = 1e-4
 HALF_ERROR = 2e-2
@@ -26,7 +29,9 @@ def model(golden: Golden) -> Llama:
 
 
 def test_every_family_and_rope_has_a_golden():
-    assert len(NAMES) == 12
+    kinds = {rope.kind for name in NAMES for rope in ModelConfig.read(FOLDER / name).ropes}
+    assert kinds == {*COMMON_KINDS, "longrope", "none"}
+    assert len(NAMES) == 22
 
 
 @pytest.mark.parametrize(("lengths", "block_size"), [(WHOLE, 16), (CHUNKS, 8), (CHUNKS, 32), (TOKENS, 8), (TOKENS, 32)])
@@ -48,3 +53,12 @@ def test_half_precision(golden: Golden, dtype: str):
     logits = golden.in_chunks(golden.model(NumpyOps(NUMPY_DTYPES[dtype])), [golden.num_prompt, 32], 16)
     assert relative_error(logits, golden.logits) < HALF_ERROR
     assert np.mean(logits.argmax(axis=1) == golden.logits.argmax(axis=1)) > 0.9
+
+
+def test_the_last_token_s_embedding():
+    golden = Golden.load("qwen3_embedding_base_bf16")
+    model = golden.model(NumpyOps())
+    hidden = PagedSequences(model, 1, len(golden.token_ids), 16).hidden(golden.token_ids)[-1]
+    with np.load(golden.folder / "golden.npz") as arrays:
+        expected = arrays["embedding"]
+    assert relative_error(hidden / np.linalg.norm(hidden), expected) < FLOAT32_ERROR

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from model.config import RopeConfig
-from model.rope import attention_factor, inverse_frequencies, rope_tables
+from model.rope import attention_factor, inverse_frequencies, query_scale, rope_tables
 
 DEFAULT = RopeConfig(kind="default", theta=10000.0)
 LLAMA3 = RopeConfig(
@@ -91,3 +91,41 @@ def test_yarn_ramp_of_no_width_is_a_step():
     rope = RopeConfig(**{**YARN.__dict__, "beta_fast": 8.0, "beta_slow": 8.0, "truncate": False})
     ratio = inverse_frequencies(rope, 128, 0) / inverse_frequencies(DEFAULT, 128, 0)
     assert {round(value, 6) for value in ratio.tolist()} == {1.0, 0.25}
+
+
+LONGROPE = RopeConfig(
+    kind="longrope",
+    theta=10000.0,
+    factor=4.0,
+    original_max_position=64,
+    rotary_fraction=0.5,
+    short_factors=(1.0,) * 4,
+    long_factors=(1.0, 2.0, 4.0, 8.0),
+)
+
+
+def test_longrope_has_one_list_of_factors_up_to_the_original_length_and_one_beyond():
+    plain = inverse_frequencies(DEFAULT, 8, 0)
+    np.testing.assert_allclose(inverse_frequencies(LONGROPE, 8, 64), plain)
+    np.testing.assert_allclose(inverse_frequencies(LONGROPE, 8, 65), plain / [1, 2, 4, 8])
+    assert attention_factor(LONGROPE) == pytest.approx(math.sqrt(1 + math.log(4) / math.log(64)))
+
+
+def test_pairs_outside_the_rotated_dimensions_are_left_as_they_are():
+    cos, sin = rope_tables(LONGROPE, 16, 65)
+    assert (cos[:, 4:] == 1).all()
+    assert (sin[:, 4:] == 0).all()
+    assert sin[1:, :4].all()
+    cos, sin = rope_tables(RopeConfig(kind="none", theta=1e4), 16, 9)
+    assert (cos == 1).all()
+    assert (sin == 0).all()
+
+
+def test_queries_are_scaled_from_the_original_length_on():
+    rope = RopeConfig(kind="default", theta=1e4, query_beta=0.1, original_max_position=16)
+    scale = query_scale(rope, 40)
+    assert scale.dtype == np.float32
+    assert (scale[:16] == 1).all()
+    np.testing.assert_allclose(scale[[16, 31, 32]], [1 + 0.1 * math.log(2)] * 2 + [1 + 0.1 * math.log(3)], rtol=1e-6)
+    assert query_scale(rope, 16) is None
+    assert query_scale(DEFAULT, 40) is None

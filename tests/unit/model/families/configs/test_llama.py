@@ -1,0 +1,43 @@
+"""Llama's checkpoints, with the fields that fine-tunes of it carry."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from model.config import ModelConfig
+from model.presets import PRESETS
+from tests.support.family_configs import family_config
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+def test_llama_33_and_r1_s_distill_are_llama_31():
+    whole = PRESETS["llama-3.1-8b"]
+    raw = family_config(
+        "llama",
+        vocab_size=whole.vocab_size,
+        hidden_size=whole.hidden_size,
+        intermediate_size=whole.intermediate_size,
+        num_hidden_layers=whole.num_layers,
+        num_attention_heads=whole.num_heads,
+        num_key_value_heads=whole.num_kv_heads,
+        max_position_embeddings=whole.max_position,
+        attention_bias=False,
+        mlp_bias=False,
+        attention_dropout=0.0,
+        pretraining_tp=1,
+        rope_scaling=LLAMA3,
+        rope_theta=500000.0,
+        torch_dtype="bfloat16",
+        bos_token_id=128000,
+        eos_token_id=128001,
+    )
+    assert ModelConfig.from_dict(raw) == replace(whole, eos_token_ids=(128001,))
+    assert PRESETS["llama-3.3-70b"].num_parameters == 70_552_387_584
+    assert PRESETS["llama-3.3-70b"].rope == whole.rope
