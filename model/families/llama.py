@@ -66,7 +66,7 @@ class LlamaWeights:
             arrays.append(self.lm_head)
         for layer in self.layers:
             arrays += [array for name, array in vars(layer).items() if name != "rotation" and array is not None]
-        return sum(array.nbytes for array in arrays) + self.table_bytes
+        return self.table_bytes + sum(int(array.nbytes) for array in arrays)
 
     @property
     def table_bytes(self) -> int:
