@@ -26,9 +26,9 @@
 #if QUIRE_DTYPE != 0
 
 constexpr int STEPS = HEAD_DIM / 16;
-constexpr int TILE_BYTES = TILE * SharedTile::ROW_BYTES;
-constexpr int HALF_CHUNKS = TILE / 2 * SharedTile::CHUNKS;
-static_assert(SHARED_BYTES == WARPS * STAGES * 2 * TILE_BYTES, "the launcher's tile sizes are not these");
+constexpr int TILE_BYTES = TILE * KvTile::ROW_BYTES;
+constexpr int HALF_CHUNKS = TILE / 2 * KvTile::CHUNKS;
+static_assert(SHARED_BYTES >= WARPS * STAGES * 2 * TILE_BYTES, "the launcher's tile sizes are not these");
 
 // A warp's softmax state. Element [n][j] belongs to query row 8 n + 2 t + j, t = lane % 4.
 template <int Q_TILES>
@@ -36,6 +36,20 @@ struct WarpState {
     float sum[Q_TILES][STEPS][4];
     float maximum[Q_TILES][2];
     float total[Q_TILES][2];  // over this thread's tokens
+};
+
+// Turns a product of query row 8 n + 2 t + j into a score in units of log2.
+template <int Q_TILES>
+struct ScoreScale {
+#if SCALES_QUERIES
+    float by[Q_TILES][2];
+
+    __device__ __forceinline__ float of(int n, int j) const { return by[n][j]; }
+#else
+    float by;
+
+    __device__ __forceinline__ float of(int, int) const { return by; }
+#endif
 };
 
 // The block ids of a tile's two halves of 8 tokens; the same unless BLOCK_SIZE is 8.
@@ -52,42 +66,89 @@ __device__ __forceinline__ int2 blocks_of_tile(const PagedHead& head, int tile) 
 __device__ __forceinline__ void copy_tile(u32 key_tile, const PagedHead& head, int2 ids, int tile, int first, int end) {
     const int lane = threadIdx.x % WARP_SIZE;
     const int at = tile * TILE % BLOCK_SIZE;
-    const T* halves[2] = {head.key_at(ids.x, at), head.key_at(ids.y, BLOCK_SIZE >= TILE ? at + TILE / 2 : 0)};
+    const Kv* halves[2] = {head.key_at(ids.x, at), head.key_at(ids.y, BLOCK_SIZE >= TILE ? at + TILE / 2 : 0)};
     const bool held[2] = {head.holds(ids.x), head.holds(ids.y)};
     const int low = first - tile * TILE, high = end - tile * TILE;
 #pragma unroll
-    for (int i = 0; i < 2 * HALF_CHUNKS / WARP_SIZE; ++i) {
+    for (int i = 0; i < ceil_div(2 * HALF_CHUNKS, WARP_SIZE); ++i) {
         const int chunk = lane + i * WARP_SIZE;
+        if (2 * HALF_CHUNKS % WARP_SIZE != 0 && chunk >= 2 * HALF_CHUNKS) break;
         const int half = chunk >= HALF_CHUNKS;
-        const int row = chunk / SharedTile::CHUNKS;
-        const u32 to = key_tile + SharedTile::offset(row, chunk % SharedTile::CHUNKS);
-        const T* from = (half ? halves[1] : halves[0]) + (chunk - half * HALF_CHUNKS) * 8;
+        const int row = chunk / KvTile::CHUNKS;
+        const u32 to = key_tile + KvTile::offset(row, chunk % KvTile::CHUNKS);
+        const Kv* from = (half ? halves[1] : halves[0]) + (chunk - half * HALF_CHUNKS) * (16 / sizeof(Kv));
         const bool wanted = row >= low && row < high && (half ? held[1] : held[0]);
         copy_async_16(to, from, wanted);
         copy_async_16(to + TILE_BYTES, from + head.value_offset, wanted);
     }
 }
 
+#if QUIRE_KV_FP8
+
+// Bytes instead of pairs are laid out for the 16-bit fragments by a permutation: lane 4g + t holds elements 4t .. 4t + 3
+// of a chunk's row g. Of keys they become columns 2t, 2t + 1, 2t + 8, 2t + 9 of the product with queries, whose
+// fragments are permuted alike. Of values, rows g and g + 8 of the product are dimensions 2g and 2g + 1.
+__device__ __forceinline__ u32 chunk_pair(u32 tile, int row, int right, int pair) {
+    const bool is_last_alone = KvTile::CHUNKS % 2 == 1 && pair == KvTile::CHUNKS / 2;
+    return KvTile::right_of(tile + KvTile::offset(row, is_last_alone ? 0 : right), pair);
+}
+
+// Fragments of chunks 2 pair and 2 pair + 1 of a key tile. The second is meaningless past the last chunk.
+__device__ __forceinline__ void load_keys(u32 (&keys)[2][4], u32 tile, int pair) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    u32 raw[4];
+    load_matrices(raw, chunk_pair(tile, lane % 16, lane / 16, pair));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        keys[i / 2][i % 2] = e4m3_to_f16<0>(raw[i]);
+        keys[i / 2][i % 2 + 2] = e4m3_to_f16<1>(raw[i]);
+    }
+}
+
+__device__ __forceinline__ void load_values(u32 (&values)[2][4], u32 tile, int pair) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    u32 raw[4];
+    load_matrices_transposed(raw, chunk_pair(tile, lane % 8 + lane / 16 * 8, lane / 8 % 2, pair));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const u32 by_dim = __byte_perm(raw[i], 0, 0x3120);  // two tokens of dimension 2g, then of 2g + 1
+        values[i % 2][i / 2 * 2] = e4m3_to_f16<0>(by_dim);
+        values[i % 2][i / 2 * 2 + 1] = e4m3_to_f16<1>(by_dim);
+    }
+}
+
+#endif
+
 // S^T = K Q^T of one tile; rows (tokens) outside low <= row < high get minus infinity.
 template <int Q_TILES>
 __device__ __forceinline__ void score_tile(float (&score)[Q_TILES][4], const u32 (&q)[Q_TILES][STEPS][2], u32 key_tile,
-                                           int low, int high, float scale_log2) {
+                                           int low, int high, const ScoreScale<Q_TILES>& scale) {
     const int lane = threadIdx.x % WARP_SIZE, g = lane / 4;
     float chain[2][Q_TILES][4] = {};  // two independent chains of products
-    const u32 from = key_tile + SharedTile::offset(lane % 16, lane / 16);
+#if QUIRE_KV_FP8
+    u32 keys[2][4];
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k) {
+        if (k % 2 == 0) load_keys(keys, key_tile, k / 2);
+#pragma unroll
+        for (int n = 0; n < Q_TILES; ++n) mma_16x8x16(chain[k % 2][n], keys[k % 2], q[n][k][0], q[n][k][1]);
+    }
+#else
+    const u32 from = key_tile + KvTile::offset(lane % 16, lane / 16);
 #pragma unroll
     for (int k = 0; k < STEPS; ++k) {
         u32 keys[4];
-        load_matrices(keys, SharedTile::right_of(from, k));
+        load_matrices(keys, KvTile::right_of(from, k));
 #pragma unroll
         for (int n = 0; n < Q_TILES; ++n) mma_16x8x16(chain[k % 2][n], keys, q[n][k][0], q[n][k][1]);
     }
+#endif
     const bool visible[2] = {g >= low && g < high, g + 8 >= low && g + 8 < high};
 #pragma unroll
     for (int n = 0; n < Q_TILES; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            score[n][i] = visible[i / 2] ? (chain[0][n][i] + chain[1][n][i]) * scale_log2 : minus_infinity();
+            score[n][i] = visible[i / 2] ? (chain[0][n][i] + chain[1][n][i]) * scale.of(n, i % 2) : minus_infinity();
     }
 }
 
@@ -109,8 +170,8 @@ __device__ __forceinline__ void weigh_tile(WarpState<Q_TILES>& state, int n, flo
         score[j + 2] = exp2_approx(score[j + 2] - base);
         state.total[n][j] = state.total[n][j] * correction[j] + score[j] + score[j + 2];
     }
-    weights[0] = transpose_matrix(pack_pair(score[0], score[1]));
-    weights[1] = transpose_matrix(pack_pair(score[2], score[3]));
+    weights[0] = transpose_matrix(pack_operand(score[0], score[1]));
+    weights[1] = transpose_matrix(pack_operand(score[2], score[3]));
 #pragma unroll
     for (int m = 0; m < STEPS; ++m) {
 #pragma unroll
@@ -120,38 +181,73 @@ __device__ __forceinline__ void weigh_tile(WarpState<Q_TILES>& state, int n, flo
 
 template <int Q_TILES>
 __device__ __forceinline__ void attend_tile(WarpState<Q_TILES>& state, const u32 (&q)[Q_TILES][STEPS][2], u32 key_tile,
-                                            int low, int high, float scale_log2) {
-    const int lane = threadIdx.x % WARP_SIZE;
+                                            int low, int high, const ScoreScale<Q_TILES>& scale) {
     float score[Q_TILES][4];
-    score_tile(score, q, key_tile, low, high, scale_log2);
+    score_tile(score, q, key_tile, low, high, scale);
     u32 weights[Q_TILES][2];
 #pragma unroll
     for (int n = 0; n < Q_TILES; ++n) weigh_tile(state, n, score[n], weights[n]);
 
-    const u32 from = key_tile + TILE_BYTES + SharedTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+#if QUIRE_KV_FP8
+    u32 values[2][4];
+#pragma unroll
+    for (int m = 0; m < STEPS; ++m) {
+        if (m % 2 == 0) load_values(values, key_tile + TILE_BYTES, m / 2);
+#pragma unroll
+        for (int n = 0; n < Q_TILES; ++n) mma_16x8x16(state.sum[n][m], values[m % 2], weights[n][0], weights[n][1]);
+    }
+#else
+    const int lane = threadIdx.x % WARP_SIZE;
+    const u32 from = key_tile + TILE_BYTES + KvTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
     for (int m = 0; m < STEPS; ++m) {
         u32 values[4];
-        load_matrices_transposed(values, SharedTile::right_of(from, m));
+        load_matrices_transposed(values, KvTile::right_of(from, m));
 #pragma unroll
         for (int n = 0; n < Q_TILES; ++n) mma_16x8x16(state.sum[n][m], values, weights[n][0], weights[n][1]);
     }
+#endif
 }
 
 template <int Q_TILES, typename Rows>
 __device__ __forceinline__ void load_queries(u32 (&fragments)[Q_TILES][STEPS][2], const Rows& rows) {
+    constexpr int SECOND = QUIRE_KV_FP8 ? 1 : 4;
     const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
     for (int n = 0; n < Q_TILES; ++n) {
         const T* row = rows.at(n * 8 + lane / 4);
-        const u32* pairs = reinterpret_cast<const u32*>(row) + lane % 4;
+        const u32* pairs = reinterpret_cast<const u32*>(row) + lane % 4 * (QUIRE_KV_FP8 ? 2 : 1);
 #pragma unroll
         for (int k = 0; k < STEPS; ++k) {
             fragments[n][k][0] = row != nullptr ? pairs[k * 8] : 0;
-            fragments[n][k][1] = row != nullptr ? pairs[k * 8 + 4] : 0;
+            fragments[n][k][1] = row != nullptr ? pairs[k * 8 + SECOND] : 0;
         }
     }
 }
+
+#if SCALES_QUERIES
+// Turns bfloat16 queries into float16, each row with its own scale.
+template <int Q_TILES>
+__device__ __forceinline__ void scale_rows(u32 (&fragments)[Q_TILES][STEPS][2], ScoreScale<Q_TILES>& scale) {
+    const int lane = threadIdx.x % WARP_SIZE;
+#pragma unroll
+    for (int n = 0; n < Q_TILES; ++n) {
+        u32 largest = 0;
+#pragma unroll
+        for (int i = 0; i < 2 * STEPS; ++i) {
+            const u32 pair = fragments[n][i / 2][i % 2];
+            largest = max(largest, max(pair & 0x7fffu, pair >> 16 & 0x7fffu));
+        }
+        largest = max(largest, __shfl_xor_sync(FULL_WARP, largest, 1));
+        largest = max(largest, __shfl_xor_sync(FULL_WARP, largest, 2));
+        const QueryScale by(largest);
+#pragma unroll
+        for (int i = 0; i < 2 * STEPS; ++i) fragments[n][i / 2][i % 2] = by.scaled(fragments[n][i / 2][i % 2]);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) scale.by[n][j] *= __shfl_sync(FULL_WARP, by.down, (lane % 4 * 2 + j) * 4);
+    }
+}
+#endif
 
 #endif
 
@@ -207,10 +303,11 @@ __device__ __forceinline__ void merge_warps(const Results<NUM_ROWS>& results, co
 struct OutputRows {
     T* out;
     int num_rows;
+    float value_scale;
 
     __device__ __forceinline__ bool holds(int row) const { return row < num_rows; }
     __device__ __forceinline__ void store(int row, int d, float (&sum)[4], float, float total) const {
-        const float scale = reciprocal_or_zero(total);
+        const float scale = reciprocal_or_zero(total) * value_scale;
 #pragma unroll
         for (int j = 0; j < 4; ++j) sum[j] *= scale;
         store_four(out + row * HEAD_DIM + d, sum);
@@ -261,7 +358,7 @@ __device__ __forceinline__ bool completes_member(const PrefixGroupMember* member
 // out = the splits of each row, weighted by their shares of the softmax. Splits are `stride` workspace rows apart;
 // `weights` is shared float[ROWS][count].
 __device__ __forceinline__ void combine_splits(const float* sums, const float2* stats, int num_rows, int count,
-                                              int stride, float* weights, T* out) {
+                                              int stride, float* weights, float value_scale, T* out) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     for (int row = warp; row < num_rows; row += WARPS) {
         const float2* splits = stats + row;
@@ -274,7 +371,7 @@ __device__ __forceinline__ void combine_splits(const float* sums, const float2* 
             weights[row * count + i] = weight;
             total += weight * split.y;
         }
-        const float scale = reciprocal_or_zero(warp_sum(total));
+        const float scale = reciprocal_or_zero(warp_sum(total)) * value_scale;
         for (int i = lane; i < count; i += WARP_SIZE) weights[row * count + i] *= scale;
     }
     __syncthreads();
@@ -352,8 +449,9 @@ __device__ __forceinline__ void store_state(const WarpState<Q_TILES>& state, Res
             if (lane < 4) results.stats[warp][row] = make_float2(state.maximum[n][j], total);
 #pragma unroll
             for (int m = 0; m < STEPS; ++m) {
-                results.sum[warp][row][m * 16 + lane / 4] = state.sum[n][m][j];
-                results.sum[warp][row][m * 16 + lane / 4 + 8] = state.sum[n][m][j + 2];
+                const int d = m * 16 + lane / 4 * (QUIRE_KV_FP8 ? 2 : 1);
+                results.sum[warp][row][d] = state.sum[n][m][j];
+                results.sum[warp][row][d + (QUIRE_KV_FP8 ? 1 : 8)] = state.sum[n][m][j + 2];
             }
         }
     }
@@ -379,6 +477,14 @@ __device__ __forceinline__ void attend(const Rows& rows, const PagedHead& head, 
     }
     u32 fragments[Q_TILES][STEPS][2];
     load_queries(fragments, rows);
+    ScoreScale<Q_TILES> scale;
+#if SCALES_QUERIES
+#pragma unroll
+    for (int n = 0; n < Q_TILES; ++n) scale.by[n][0] = scale.by[n][1] = scale_log2;
+    scale_rows(fragments, scale);
+#else
+    scale.by = scale_log2;
+#endif
     WarpState<Q_TILES> state = {};
 #pragma unroll
     for (int n = 0; n < Q_TILES; ++n) state.maximum[n][0] = state.maximum[n][1] = minus_infinity();
@@ -387,7 +493,7 @@ __device__ __forceinline__ void attend(const Rows& rows, const PagedHead& head, 
         const u32 at = ring + stage * 2 * TILE_BYTES;
         wait_for_copies<STAGES - 1>();
         __syncwarp();
-        attend_tile(state, fragments, at, split.first - tile * TILE, split.end - tile * TILE, scale_log2);
+        attend_tile(state, fragments, at, split.first - tile * TILE, split.end - tile * TILE, scale);
         __syncwarp();
         const int ahead = tile + STAGES * WARPS;
         if (ahead < num_tiles) copy_tile(at, head, next_ids, ahead, split.first, split.end);
@@ -422,11 +528,16 @@ __device__ __forceinline__ void attend_group(const GroupRows& rows, const PagedH
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-paged_decode(T* __restrict__ out, const T* __restrict__ q, const T* __restrict__ kv,
+#if QUIRE_KV_FP8
+#define LAUNCH_BOUNDS __launch_bounds__(THREADS, CTAS_PER_SM)
+#else
+#define LAUNCH_BOUNDS __launch_bounds__(THREADS)
+#endif
+extern "C" __global__ void LAUNCH_BOUNDS
+paged_decode(T* __restrict__ out, const T* __restrict__ q, const Kv* __restrict__ kv,
                        const int* __restrict__ block_tables, const KvSplit* __restrict__ splits, float* partial_sums,
                        float2* partial_stats, int num_sequences, int num_blocks, int num_layers, int layer,
-                       int max_blocks, float scale_log2) {
+                       int max_blocks, float scale_log2, const float* kv_scales) {
     extern __shared__ __align__(1024) unsigned char shared[];
     start_next_kernel();
     wait_for_previous_kernel();
@@ -439,12 +550,15 @@ paged_decode(T* __restrict__ out, const T* __restrict__ q, const T* __restrict__
     const PagedHead head(kv, block_tables + static_cast<i64>(split.sequence) * max_blocks, num_blocks, max_blocks,
                          num_layers, layer, num_kv_heads, kv_head);
     const WorkspaceRows workspace{partial_sums + head_row * HEAD_DIM, partial_stats + head_row, num_rows};
+    const KvScales scales(kv_scales, layer, num_kv_heads);
+    const float value_scale = scales.value(kv_head);
+    scale_log2 *= scales.key(kv_head);
     out += head_row * HEAD_DIM;
     q += head_row * HEAD_DIM;
     const auto combine = [&](int sequence, int first, int count) {
         const i64 row = static_cast<i64>(first) * num_heads;
         combine_splits(workspace.sums + row * HEAD_DIM, workspace.stats + row, num_rows, count, num_heads,
-                      reinterpret_cast<float*>(shared), out + static_cast<i64>(sequence) * num_heads * HEAD_DIM);
+                      reinterpret_cast<float*>(shared), value_scale, out + static_cast<i64>(sequence) * num_heads * HEAD_DIM);
     };
 
     if (split.num_members > 0) {
@@ -460,7 +574,7 @@ paged_decode(T* __restrict__ out, const T* __restrict__ q, const T* __restrict__
         return;
     }
     const i64 row = static_cast<i64>(split.sequence) * num_heads;
-    const OutputRows output{out + row * HEAD_DIM, num_rows};
+    const OutputRows output{out + row * HEAD_DIM, num_rows, value_scale};
     if (split.end <= split.begin) {
         const float zeros[4] = {};
         for (int i = threadIdx.x; i < num_rows * (HEAD_DIM / 4); i += THREADS) store_four(output.out + i * 4, zeros);

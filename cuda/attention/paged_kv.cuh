@@ -5,8 +5,15 @@
 // query heads of one kv head. Scores are kept in units of log2, so that a weight is one exp2.
 #pragma once
 
+#include "common/fp8.cuh"
 #include "common/mma.cuh"
 #include "common/types.cuh"
+
+#if QUIRE_KV_FP8
+using Kv = u8;  // e4m3
+#else
+using Kv = T;
+#endif
 
 static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM <= 256, "head_dim is a multiple of 16 up to 256");
 static_assert(BLOCK_SIZE >= 8 && (BLOCK_SIZE & (BLOCK_SIZE - 1)) == 0, "block_size is a power of two from 8 up");
@@ -14,17 +21,34 @@ static_assert(BLOCK_SIZE >= 8 && (BLOCK_SIZE & (BLOCK_SIZE - 1)) == 0, "block_si
 constexpr __host__ __device__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr __host__ __device__ int at_most(int a, int b) { return a < b ? a : b; }
 
+// kv_scales [L, 2, Hkv] of one layer: a key or value is the stored number times its head's scale. 1 in builds whose cache
+// is of type T.
+struct KvScales {
+    const float* of_layer;
+    int num_kv_heads;
+
+    __device__ __forceinline__ KvScales(const float* kv_scales, int layer, int num_kv_heads)
+        : of_layer(kv_scales + 2 * layer * num_kv_heads), num_kv_heads(num_kv_heads) {}
+#if QUIRE_KV_FP8
+    __device__ __forceinline__ float key(int head) const { return __ldg(of_layer + head); }
+    __device__ __forceinline__ float value(int head) const { return __ldg(of_layer + num_kv_heads + head); }
+#else
+    __device__ __forceinline__ float key(int) const { return 1.0f; }
+    __device__ __forceinline__ float value(int) const { return 1.0f; }
+#endif
+};
+
 // The keys and values of one sequence, layer and kv head in kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM]. Tokens of
 // a block id outside the pool read as zeros.
 struct PagedHead {
-    const T* keys;      // token 0 of block 0
+    const Kv* keys;      // token 0 of block 0
     u32 block_stride;   // elements from a block to the next
     u32 value_offset;   // elements from a key to its value
     const int* table;   // the sequence's row of block_tables
     int num_blocks;
     int max_blocks;     // entries of `table`
 
-    __device__ __forceinline__ PagedHead(const T* kv, const int* table, int num_blocks, int max_blocks, int num_layers,
+    __device__ __forceinline__ PagedHead(const Kv* kv, const int* table, int num_blocks, int max_blocks, int num_layers,
                                          int layer, int num_kv_heads, int head)
         : table(table), num_blocks(num_blocks), max_blocks(max_blocks) {
         value_offset = num_kv_heads * BLOCK_SIZE * HEAD_DIM;
@@ -40,7 +64,7 @@ struct PagedHead {
     __device__ __forceinline__ const int* entry(int block) const { return table + min(block, max_blocks - 1); }
 
     // Key `offset` of a block. Not to be dereferenced for an id outside the pool.
-    __device__ __forceinline__ const T* key_at(int block_id, int offset) const {
+    __device__ __forceinline__ const Kv* key_at(int block_id, int offset) const {
         return keys + static_cast<u64>(holds(block_id) ? block_id : 0) * block_stride + offset * HEAD_DIM;
     }
 
@@ -60,13 +84,16 @@ __device__ __forceinline__ float reciprocal_or_zero(float total) {
     return total == 0.0f ? 0.0f : __fdividef(1.0f, total);
 }
 
+#define SCALES_QUERIES (QUIRE_KV_FP8 && QUIRE_DTYPE == 2)
+
 #if QUIRE_DTYPE != 0
 
-// Rows of HEAD_DIM 16-bit elements in shared memory, in 16-byte chunks, laid so that eight rows of one chunk column
-// touch all 32 banks: chunks XORed with the row where their number is a power of two, else an odd number of them a row.
-// The tile's base must be aligned to ROW_BYTES (SWIZZLED) or 16 bytes.
-struct SharedTile {
-    static constexpr int CHUNKS = HEAD_DIM / 8;
+// Rows of 16-byte chunks in shared memory, laid so that eight rows of one chunk column touch all 32 banks: chunks XORed
+// with the row where their number is a power of two, else an odd number of them a row. The tile's base must be aligned
+// to ROW_BYTES (SWIZZLED) or 16 bytes.
+template <int NUM_CHUNKS>
+struct TileOf {
+    static constexpr int CHUNKS = NUM_CHUNKS;
     static constexpr bool SWIZZLED = CHUNKS >= 8 && (CHUNKS & (CHUNKS - 1)) == 0;
     static constexpr int ROW_BYTES = 16 * (SWIZZLED ? CHUNKS : CHUNKS | 1);
 
@@ -79,6 +106,81 @@ struct SharedTile {
         return SWIZZLED ? address ^ (32 * pairs) : address + 32 * pairs;
     }
 };
+using SharedTile = TileOf<HEAD_DIM / 8>;                // of 16-bit elements
+using KvTile = TileOf<HEAD_DIM * sizeof(Kv) / 16>;  // of the cache's
+
+#if QUIRE_KV_FP8
+// Eight e4m3 in shared memory, and their store as float16. Apart, so that loads can precede stores.
+__device__ __forceinline__ uint2 load_eight(u32 from) {
+    uint2 eight;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(eight.x), "=r"(eight.y) : "r"(from) : "memory");
+    return eight;
+}
+
+__device__ __forceinline__ void store_chunk(u32 to, uint4 chunk) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "r"(to), "r"(chunk.x), "r"(chunk.y), "r"(chunk.z), "r"(chunk.w)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_widened(u32 to, uint2 eight) {
+    store_chunk(to, make_uint4(e4m3_to_f16<0>(eight.x), e4m3_to_f16<1>(eight.x), e4m3_to_f16<0>(eight.y),
+                               e4m3_to_f16<1>(eight.y)));
+}
+
+// Queries in float16 are scaled by a power of two, so that the largest becomes 2^14 or more: bfloat16 numbers down to
+// 2^-28 of it are exact. Scores must be multiplied by `down`.
+struct QueryScale {
+    float up, down;
+
+    // `largest`: the bits of the largest magnitude in bfloat16.
+    __device__ __forceinline__ QueryScale(u32 largest) {
+        const u32 exponent = min(max(largest >> 7, 15u), 254u);  // biased
+        up = __uint_as_float((268 - exponent) << 23);
+        down = __uint_as_float((exponent - 14) << 23);
+    }
+    __device__ __forceinline__ u32 scaled(u32 pair) const {
+        const float2 two = unpack_pair(pair);
+        return pack_operand(two.x * up, two.y * up);
+    }
+};
+
+// Turns a warp's bfloat16 queries in shared memory into scaled float16, in place, for all NUM_ROWS rows at once; returns
+// QueryScale.down. `address(row, chunk)` is that of 16 bytes. Rows that `holds` excludes hold anything, and numbers that
+// are not finite must not hide the others.
+template <int NUM_ROWS, typename Address, typename Holds>
+__device__ __forceinline__ float scale_queries(const Address& address, const Holds& holds) {
+    constexpr int CHUNKS = HEAD_DIM / 8;
+    const int lane = threadIdx.x % WARP_SIZE;
+    const auto load = [&](int i) {
+        uint4 chunk;
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(chunk.x), "=r"(chunk.y), "=r"(chunk.z), "=r"(chunk.w)
+                     : "r"(address(i / CHUNKS, i % CHUNKS))
+                     : "memory");
+        return chunk;
+    };
+    const auto finite = [](u32 bits) { return bits < 0x7f80u ? bits : 0u; };
+    u32 largest = 0;
+#pragma unroll 4
+    for (int i = lane; i < NUM_ROWS * CHUNKS; i += WARP_SIZE) {
+        if (!holds(i / CHUNKS)) continue;
+        const uint4 chunk = load(i);
+        const u32 pairs[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+        for (u32 pair : pairs) largest = max(largest, max(finite(pair & 0x7fffu), finite(pair >> 16 & 0x7fffu)));
+    }
+    const QueryScale scale(warp_max(largest));
+#pragma unroll 4
+    for (int i = lane; i < NUM_ROWS * CHUNKS; i += WARP_SIZE) {
+        const uint4 chunk = load(i);
+        store_chunk(address(i / CHUNKS, i % CHUNKS), make_uint4(scale.scaled(chunk.x), scale.scaled(chunk.y),
+                                                                scale.scaled(chunk.z), scale.scaled(chunk.w)));
+    }
+    return scale.down;
+}
+#endif
 
 #else
 
@@ -90,6 +192,17 @@ struct RowState {
     float sum[DIMS] = {};
 };
 
+__device__ __forceinline__ float widened(float x) { return x; }
+__device__ __forceinline__ float widened(u8 x) { return __half2float(__half(__nv_cvt_fp8_to_halfraw(x, __NV_E4M3))); }
+
+#if QUIRE_KV_FP8
+__device__ __forceinline__ float dot_row(const float* a, const u8* b) {
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int d = 0; d < HEAD_DIM; ++d) sum = fmaf(a[d], widened(b[d]), sum);
+    return sum;
+}
+#else
 __device__ __forceinline__ float dot_row(const float* a, const float* b) {
     float sum = 0.0f;
 #pragma unroll 8
@@ -100,6 +213,7 @@ __device__ __forceinline__ float dot_row(const float* a, const float* b) {
     }
     return sum;
 }
+#endif
 
 // Folds the keys begin <= token < end into `state`, 32 at a time, a key a lane; runs of 32 start every `stride` tokens.
 __device__ __forceinline__ void attend_row(RowState& state, const float* q, const PagedHead& head, int begin, int end,
@@ -109,7 +223,7 @@ __device__ __forceinline__ void attend_row(RowState& state, const float* q, cons
         const int token = base + lane;
         const int block_id = *head.entry(token / BLOCK_SIZE);
         const bool is_stored = token < end && head.holds(block_id);
-        const float* key = head.key_at(block_id, token % BLOCK_SIZE);
+        const Kv* key = head.key_at(block_id, token % BLOCK_SIZE);
         const float score = token < end ? (is_stored ? dot_row(q, key) * scale_log2 : 0.0f) : minus_infinity();
 
         const float maximum = fmaxf(state.maximum, warp_max(score));
@@ -124,11 +238,11 @@ __device__ __forceinline__ void attend_row(RowState& state, const float* q, cons
             const bool is_stored_j = __shfl_sync(FULL_WARP, is_stored, j);
             const u64 key_j = __shfl_sync(FULL_WARP, reinterpret_cast<u64>(key), j);
             if (!is_stored_j) continue;
-            const float* value = reinterpret_cast<const float*>(key_j) + head.value_offset;
+            const Kv* value = reinterpret_cast<const Kv*>(key_j) + head.value_offset;
 #pragma unroll
             for (int i = 0; i < RowState::DIMS; ++i) {
                 const int d = lane + i * WARP_SIZE;
-                if (d < HEAD_DIM) state.sum[i] = fmaf(weight_j, value[d], state.sum[i]);
+                if (d < HEAD_DIM) state.sum[i] = fmaf(weight_j, widened(value[d]), state.sum[i]);
             }
         }
     }

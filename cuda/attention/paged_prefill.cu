@@ -146,7 +146,7 @@ __device__ __forceinline__ void add_values(WarpState& state, const float (&weigh
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float(&pair)[4] = weights[r][2 * k + i / 2];
-                rows[r][i] = pack_pair(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
+                rows[r][i] = pack_operand(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
             }
         }
 #pragma unroll
@@ -171,7 +171,8 @@ constexpr int THREADS = WARPS * WARP_SIZE;
 constexpr int ROWS = WARPS * 16 * ROW_TILES;
 
 __device__ __forceinline__ void attend(T* out, const T* q, const PagedHead& head, const Chunk& chunk, int kv_head,
-                                       int num_kv_heads, int context_len, float scale_log2, int window) {
+                                       int num_kv_heads, int context_len, float scale_log2, float value_scale,
+                                       int window) {
     const int lane = threadIdx.x % WARP_SIZE;
     const int end = min(chunk.first_row + ROWS, chunk.num_rows);
     for (int row = chunk.first_row + threadIdx.x / WARP_SIZE; row < end; row += WARPS) {
@@ -180,7 +181,7 @@ __device__ __forceinline__ void attend(T* out, const T* q, const PagedHead& head
         RowState state;
         attend_row(state, q + at, head, max(0, position - window + 1), min(position + 1, context_len), WARP_SIZE,
                    scale_log2);
-        const float scale = reciprocal_or_zero(state.total);
+        const float scale = reciprocal_or_zero(state.total) * value_scale;
 #pragma unroll
         for (int i = 0; i < RowState::DIMS; ++i) {
             const int d = lane + i * WARP_SIZE;
@@ -202,14 +203,23 @@ static_assert(NUM_IDS * 4 <= IDS_BYTES, "a tile's block ids must fit");
 static_assert(WARP_ROWS * SharedTile::CHUNKS % WARP_SIZE == 0, "every lane copies the same number of chunks");
 static_assert(SHARED_BYTES == QUERY_BYTES + 4 * TILE_BYTES + 2 * IDS_BYTES, "the launcher's tile sizes are not these");
 
-// Shared memory: query rows (later the output), then two stages of (keys, values), then their block ids.
+// Shared memory: query rows (later the output), then two stages of (keys, values), then their block ids. Of an e4m3
+// cache: the tile that is multiplied, and in place of the other two stages of bytes, unswizzled.
 struct Shared {
     unsigned char* base;
 
     __device__ __forceinline__ u32 queries() const { return shared_address(base); }
     __device__ __forceinline__ u32 keys(int stage) const {
-        return shared_address(base) + QUERY_BYTES + stage * 2 * TILE_BYTES;
+        return shared_address(base) + QUERY_BYTES + (QUIRE_KV_FP8 ? 0 : stage) * 2 * TILE_BYTES;
     }
+#if QUIRE_KV_FP8
+    static constexpr int FETCHED_BYTES = KEYS * HEAD_DIM;
+    static_assert(2 * FETCHED_BYTES <= TILE_BYTES, "two stages of bytes take the place of one of elements");
+
+    __device__ __forceinline__ u32 fetched(int stage) const { return keys(0) + 2 * TILE_BYTES + stage * 2 * FETCHED_BYTES; }
+#else
+    __device__ __forceinline__ u32 fetched(int stage) const { return keys(stage); }
+#endif
     __device__ __forceinline__ int* ids(int stage) const {
         return reinterpret_cast<int*>(base + QUERY_BYTES + 4 * TILE_BYTES + stage * IDS_BYTES);
     }
@@ -242,24 +252,65 @@ __device__ __forceinline__ void copy_tile(u32 key_tile, const int* ids, const Pa
 #pragma unroll 4  // more at once makes registers spill
     for (int block = 0; block < NUM_IDS; ++block) {
         const int id = ids[block];
-        const T* keys = head.key_at(id, in_block);
+        const Kv* keys = head.key_at(id, in_block);
 #pragma unroll
-        for (int i = 0; i < ceil_div(BLOCK_KEYS * SharedTile::CHUNKS, THREADS); ++i) {
+        for (int i = 0; i < ceil_div(BLOCK_KEYS * KvTile::CHUNKS, THREADS); ++i) {
             const u32 at = threadIdx.x + i * THREADS;
-            const u32 row = at / SharedTile::CHUNKS;
+            const u32 row = at / KvTile::CHUNKS;
             if (row >= BLOCK_KEYS) break;
             const bool wanted = head.holds(id) && block * BLOCK_KEYS + row - low < num_wanted;
+#if QUIRE_KV_FP8
+            const u32 to = key_tile + block * BLOCK_KEYS * HEAD_DIM + at * 16;
+            copy_async_16(to, keys + at * 16, wanted);
+            copy_async_16(to + KEYS * HEAD_DIM, keys + at * 16 + head.value_offset, wanted);
+#else
             const u32 to = key_tile + SharedTile::offset(row, at % SharedTile::CHUNKS) +
                            block * BLOCK_KEYS * SharedTile::ROW_BYTES;
             copy_async_16(to, keys + at * 8, wanted);
             copy_async_16(to + TILE_BYTES, keys + at * 8 + head.value_offset, wanted);
+#endif
         }
     }
 }
 
+#if QUIRE_KV_FP8
+// Widens the keys and values of a fetched tile.
+__device__ __forceinline__ void widen_tile(u32 key_tile, u32 fetched) {
+    constexpr int EIGHTS = KEYS * SharedTile::CHUNKS, BATCH = 4;
+    static_assert(EIGHTS % THREADS == 0, "every thread widens the same number");
+#pragma unroll 1
+    for (int first = threadIdx.x; first < 2 * EIGHTS; first += BATCH * THREADS) {
+        uint2 eights[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i)
+            if (first + i * THREADS < 2 * EIGHTS) eights[i] = load_eight(fetched + (first + i * THREADS) * 8);
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int at = first + i * THREADS, is_value = at >= EIGHTS, of_tile = at - is_value * EIGHTS;
+            if (at >= 2 * EIGHTS) break;
+            store_widened(key_tile + is_value * TILE_BYTES +
+                              SharedTile::offset(of_tile / SharedTile::CHUNKS, of_tile % SharedTile::CHUNKS),
+                          eights[i]);
+        }
+    }
+}
+#endif
+
+#if SCALES_QUERIES
+// Called by a warp for its rows, once these have landed; returns the factor of its scores.
+__device__ __forceinline__ float scale_own_queries(u32 queries, const Chunk& chunk) {
+    const int first = threadIdx.x / WARP_SIZE * WARP_ROWS;
+    const float down = scale_queries<WARP_ROWS>(
+        [&](int row, int column) { return queries + SharedTile::offset(first + row, column); },
+        [&](int row) { return chunk.first_row + first + row < chunk.num_rows; });
+    __syncwarp();
+    return down;
+}
+#endif
+
 // Through the memory of the warp's query rows, so that lanes store 16 adjacent bytes.
 __device__ __forceinline__ void store_rows(const WarpState& state, unsigned char* queries, T* out, const Chunk& chunk,
-                                           int kv_head, int num_kv_heads) {
+                                           int kv_head, int num_kv_heads, float value_scale) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     __syncwarp();
 #pragma unroll
@@ -269,7 +320,7 @@ __device__ __forceinline__ void store_rows(const WarpState& state, unsigned char
             float total = state.total[r][h];
             total += __shfl_xor_sync(FULL_WARP, total, 1);
             total += __shfl_xor_sync(FULL_WARP, total, 2);
-            const float scale = reciprocal_or_zero(total);
+            const float scale = reciprocal_or_zero(total) * value_scale;
             const int row = warp * WARP_ROWS + r * 16 + h * 8 + lane / 4;
 #pragma unroll
             for (int n = 0; n < 2 * STEPS; ++n) {
@@ -289,7 +340,8 @@ __device__ __forceinline__ void store_rows(const WarpState& state, unsigned char
 }
 
 __device__ __forceinline__ void attend(T* out, const T* q, const PagedHead& head, const Chunk& chunk, int kv_head,
-                                       int num_kv_heads, int context_len, float scale_log2, int window) {
+                                       int num_kv_heads, int context_len, float scale_log2, float value_scale,
+                                       int window) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Shared shared{memory};
     const int warp_row = threadIdx.x / WARP_SIZE * WARP_ROWS;
@@ -305,20 +357,29 @@ __device__ __forceinline__ void attend(T* out, const T* q, const PagedHead& head
     wait_for_copies<0>();
     __syncthreads();
     copy_queries(shared.queries(), q, chunk, kv_head, num_kv_heads);
-    copy_tile(shared.keys(0), shared.ids(0), head, tile, first_key, end_key);
+    copy_tile(shared.fetched(0), shared.ids(0), head, tile, first_key, end_key);
     commit_copies();
     WarpState state = {};
 #pragma unroll
     for (int r = 0; r < ROW_TILES; ++r) state.maximum[r][0] = state.maximum[r][1] = minus_infinity();
 
+    [[maybe_unused]] bool is_first = true;
     for (int stage = 0; tile < end_tile; ++tile, stage ^= 1) {
         wait_for_copies<0>();
         __syncthreads();  // the tile has landed, and no warp reads the other stage
         if (tile + 1 < end_tile) {
-            copy_tile(shared.keys(stage ^ 1), shared.ids(stage ^ 1), head, tile + 1, first_key, end_key);
+            copy_tile(shared.fetched(stage ^ 1), shared.ids(stage ^ 1), head, tile + 1, first_key, end_key);
             copy_ids(shared.ids(stage), head, tile + 2);
             commit_copies();
         }
+#if QUIRE_KV_FP8
+        widen_tile(shared.keys(stage), shared.fetched(stage));
+        __syncthreads();
+#endif
+#if SCALES_QUERIES
+        if (is_first) scale_log2 *= scale_own_queries(shared.queries(), chunk);
+        is_first = false;
+#endif
         float score[ROW_TILES][2 * KEY_STEPS][4] = {};
         score_tile(score, shared.queries() + warp_row * SharedTile::ROW_BYTES, shared.keys(stage));
         const bool all_visible = tile * KEYS + KEYS - 1 <= chunk.position(chunk.first_row + warp_row) &&
@@ -328,23 +389,25 @@ __device__ __forceinline__ void attend(T* out, const T* q, const PagedHead& head
         add_values(state, score, shared.keys(stage) + TILE_BYTES);
     }
     wait_for_copies<0>();
-    store_rows(state, memory, out, chunk, kv_head, num_kv_heads);
+    store_rows(state, memory, out, chunk, kv_head, num_kv_heads, value_scale);
 }
 
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-paged_prefill(T* __restrict__ out, const T* __restrict__ q, const T* __restrict__ kv,
+paged_prefill(T* __restrict__ out, const T* __restrict__ q, const Kv* __restrict__ kv,
                         const int* __restrict__ block_tables, const int* __restrict__ context_lens,
                         const int* __restrict__ query_start, int num_blocks, int num_layers, int layer, int max_blocks,
-                        float scale_log2, int window) {
+                        float scale_log2, int window, const float* kv_scales) {
     const int kv_head = blockIdx.x, num_kv_heads = gridDim.x, sequence = blockIdx.y;
     const int start = query_start[sequence], num_tokens = query_start[sequence + 1] - start;
     const int first_row = (ceil_div(num_tokens * GROUP, ROWS) - 1 - static_cast<int>(blockIdx.z)) * ROWS;
     if (first_row < 0) return;
     const int context_len = context_lens[sequence];
     const Chunk chunk = {start, num_tokens * GROUP, context_len - num_tokens, first_row};
+    const KvScales scales(kv_scales, layer, num_kv_heads);
     const PagedHead head(kv, block_tables + static_cast<i64>(sequence) * max_blocks, num_blocks, max_blocks, num_layers,
                          layer, num_kv_heads, kv_head);
-    attend(out, q, head, chunk, kv_head, num_kv_heads, head.clamped(context_len), scale_log2, window);
+    attend(out, q, head, chunk, kv_head, num_kv_heads, head.clamped(context_len),
+           scale_log2 * scales.key(kv_head), scales.value(kv_head), window);
 }

@@ -182,7 +182,8 @@ struct PartialReduction {
     }
 
     // Reduces this split's units, a unit a warp, after all have arrived.
-    __device__ __forceinline__ void reduce(T* out, const QueryTile& query_tile, int warp, int num_kv_heads) const {
+    __device__ __forceinline__ void reduce(T* out, const QueryTile& query_tile, int warp, int num_kv_heads,
+                                           float value_scale) const {
         const int lane = threadIdx.x % WARP_SIZE, slots = num_slots();
         for (int s = warp; s < slots; s += CONSUMER_WARPS) {
             const int u = s * count + index, chunk = u / num_warps, of = u - chunk * num_warps;
@@ -217,7 +218,7 @@ struct PartialReduction {
             for (int h = 0; h < 2; ++h) {
                 const int row = of * 16 + lane / 4 + 8 * h;
                 if (!query_tile.holds(row)) continue;
-                const float scale = reciprocal_or_zero(total[h]);
+                const float scale = reciprocal_or_zero(total[h]) * value_scale;
                 T* to = out + query_tile.head(row, num_kv_heads) * HEAD_DIM + chunk * 16 + lane % 4 * 2;
 #pragma unroll
                 for (int n = 0; n < 2; ++n)
@@ -230,7 +231,13 @@ struct PartialReduction {
 constexpr int BARRIER_BYTES = 8 * (3 + 4 * STAGES);
 static_assert(QUIRE_DTYPE != 0 && (HEAD_DIM == 64 || HEAD_DIM == 128), "fp16 or bf16, rows of 128 or 256 bytes");
 static_assert(REDUCTION_BYTES <= QUERY_BYTES + STAGES * TILE_BYTES, "partial results replace queries and keys");
-static_assert(SHARED_BYTES == 1024 + QUERY_BYTES + 2 * STAGES * TILE_BYTES + BARRIER_BYTES,
+#if QUIRE_KV_FP8
+constexpr int RING_BYTES = FETCHED_STAGES * FETCHED_BYTES, RING_BARRIER_BYTES = 16 * FETCHED_STAGES;
+#else
+constexpr int RING_BYTES = 0, RING_BARRIER_BYTES = 0;
+#endif
+static_assert(SHARED_BYTES ==
+                  1024 + QUERY_BYTES + 2 * STAGES * TILE_BYTES + RING_BYTES + BARRIER_BYTES + RING_BARRIER_BYTES,
               "the launcher's memory is not this");
 
 // Shared memory: query rows and STAGES tiles of keys, replaced by partial results at the end; STAGES of values;
@@ -241,7 +248,10 @@ struct Shared {
     __device__ __forceinline__ u32 queries() const { return base; }
     __device__ __forceinline__ u32 keys(int stage) const { return base + QUERY_BYTES + stage * TILE_BYTES; }
     __device__ __forceinline__ u32 values(int stage) const { return keys(STAGES + stage); }
-    __device__ __forceinline__ u32 barrier(int i) const { return values(STAGES) + 8 * i; }
+    __device__ __forceinline__ u32 barrier(int i) const { return values(STAGES) + RING_BYTES + 8 * i; }
+#if QUIRE_KV_FP8
+    __device__ __forceinline__ FetchedRing fetched() const { return {values(STAGES), barrier(3 + 4 * STAGES)}; }
+#endif
     __device__ __forceinline__ u32 queries_full() const { return barrier(0); }
     __device__ __forceinline__ u32 queries_empty() const { return barrier(1); }
     __device__ __forceinline__ u32 all_sent() const { return barrier(2); }
@@ -268,7 +278,11 @@ struct Producer {
     int cluster_size;
     const int* table;
     int ids;
+#if QUIRE_KV_FP8
+    FetchedRing ring;
+#else
     PipelineState pipeline;
+#endif
 
     // The row of the cache map where this lane's box of keys or values starts.
     __device__ __forceinline__ int row_of(const Task& task, int tile, bool is_value) {
@@ -282,6 +296,18 @@ struct Producer {
         return is_value && row < pool.num_blocks * pool.block_rows ? row + pool.value_rows : row;
     }
 
+#if QUIRE_KV_FP8
+    __device__ __forceinline__ void fetch(const Task& task, int tile) {
+        fetch_bytes(ring, cache_map, row_of(task, tile, false));
+        fetch_bytes(ring, cache_map, row_of(task, tile, true));
+    }
+#else
+    __device__ __forceinline__ void fetch(const Task& task, int tile) {
+        fetch_keys(task, tile);
+        fetch_values(task, tile);
+        ++pipeline.count;
+    }
+
     __device__ __forceinline__ void fetch_keys(const Task& task, int tile) {
         const int row = row_of(task, tile, false), stage = pipeline.stage();
         wait_for(shared.keys_empty(stage), pipeline.parity() ^ 1);
@@ -293,6 +319,7 @@ struct Producer {
         wait_for(shared.values_empty(stage), pipeline.parity() ^ 1);
         fetch_tile(shared.values(stage), cache_map, row, shared.values_full(stage));
     }
+#endif
 
     __device__ __forceinline__ void fetch_queries(const QueryTile& query_tile, int round) const {
         wait_for(shared.queries_empty(), (round + 1) % 2);
@@ -312,13 +339,28 @@ struct Producer {
             if (round == 0) wait_for_previous_kernel();
             if (is_end) return;
             fetch_queries(task.query_tile, round);
-            for (int tile = 0; tile < num_tiles; ++tile, ++pipeline.count) {
-                fetch_keys(task, tile);
-                fetch_values(task, tile);
-            }
+            for (int tile = 0; tile < num_tiles; ++tile) fetch(task, tile);
         }
     }
 };
+
+#if QUIRE_KV_FP8
+// The widening warps: turn fetched tiles into elements, in the order in which they are fetched.
+__device__ __forceinline__ void widen_tiles(const Shared& shared, const Batch& batch, int cluster_size, int warp) {
+    FetchedRing ring = shared.fetched();
+    PipelineState pipeline;
+    for (int round = 0;; ++round) {
+        const Task task = find_task(batch, cluster_size, round);
+        if (task.sequence == batch.num_sequences) return;
+        for (int tile = 0; tile < task.num_tiles(); ++tile, ++pipeline.count) {
+            const int stage = pipeline.stage();
+            const u32 parity = pipeline.parity() ^ 1;
+            widen_tile(ring, shared.keys(stage), shared.keys_empty(stage), parity, shared.keys_full(stage), warp);
+            widen_tile(ring, shared.values(stage), shared.values_empty(stage), parity, shared.values_full(stage), warp);
+        }
+    }
+}
+#endif
 
 __device__ __forceinline__ void start_scores(float (&score)[KEYS / 2], u32 queries, u32 keys) {
     const u64 a = operand(queries, 0), b = operand(keys, 0);
@@ -417,6 +459,10 @@ struct Consumer {
     __device__ __forceinline__ void attend(Rows& rows, const Task& task) {
         const int num_tiles = task.num_tiles();
         if (num_tiles == 0 || !task.query_tile.holds(index * 64)) return skip(task);
+#if SCALES_QUERIES
+        scale_log2 *= scale_own_queries(shared.queries(), task.query_tile, first_row / 16 * 16);
+        sync_named_barrier(1 + index, WARPGROUP_SIZE);
+#endif
         float score[KEYS / 2], correction[2];
         u32 weights[KEYS / 16][4];
         start_tile(score);
@@ -443,7 +489,8 @@ struct Consumer {
         ++pipeline.count;
     }
 
-    __device__ __forceinline__ void consume(const Batch& batch, T* out) {
+    __device__ __forceinline__ void consume(const Batch& batch, T* out, const KvScales& scales) {
+        const float scale_of_scores = scale_log2;
         const int warp = threadIdx.x / WARP_SIZE;
         for (int round = 0;; ++round) {
             const Task task = find_task(batch, cluster_size, round);
@@ -453,17 +500,19 @@ struct Consumer {
             const PartialReduction reduction = {shared.base, shared.all_sent(), first_rank,
                                      task.index,  task.count,        ceil_div(num_rows, 16), 4096 / task.count + 1};
             if (task.count > 1 && threadIdx.x == 0) reduction.expect_partials();
+            const float value_scale = scales.value(task.query_tile.kv_head);
+            scale_log2 = scale_of_scores * scales.key(task.query_tile.kv_head);
             Rows rows;
             wait_for(shared.queries_full(), round % 2);
             attend(rows, task);
             if (task.count == 1) {
-                store_rows(rows, out, task.query_tile, first_row, batch.num_kv_heads);
+                store_rows(rows, out, task.query_tile, first_row, batch.num_kv_heads, value_scale);
                 continue;
             }
             wait_for_cluster();  // no CTA reads queries or keys any more
             reduction.send_partial(rows, warp, scale_log2);
             wait_for_sent(reduction.barrier, 0);
-            reduction.reduce(out, task.query_tile, warp, batch.num_kv_heads);
+            reduction.reduce(out, task.query_tile, warp, batch.num_kv_heads, value_scale);
             return;
         }
     }
@@ -474,7 +523,8 @@ paged_prefill_short_sm90(T* __restrict__ out, const __grid_constant__ TensorMap 
                                    const __grid_constant__ TensorMap cache_map, const int* __restrict__ block_tables,
                                    const int* __restrict__ context_lens, const int* __restrict__ query_start,
                                    int num_sequences, int num_kv_heads, int num_blocks, int num_layers, int layer,
-                                   int max_blocks, int cluster_size, float scale_log2, int window) {
+                                   int max_blocks, int cluster_size, float scale_log2, int window,
+                                   const float* kv_scales) {
     extern __shared__ unsigned char memory[];
     const Shared shared{(shared_address(memory) + 1023) / 1024 * 1024};
     const int warp = threadIdx.x / WARP_SIZE;
@@ -485,9 +535,12 @@ paged_prefill_short_sm90(T* __restrict__ out, const __grid_constant__ TensorMap 
         make_barrier(shared.queries_full(), 1);
         make_barrier(shared.queries_empty(), CONSUMER_WARPS);
         make_barrier(shared.all_sent(), 1);
+#if QUIRE_KV_FP8
+        shared.fetched().make_barriers();
+#endif
         for (int stage = 0; stage < STAGES; ++stage) {
-            make_barrier(shared.keys_full(stage), 1);
-            make_barrier(shared.values_full(stage), 1);
+            make_barrier(shared.keys_full(stage), TILE_ARRIVALS);
+            make_barrier(shared.values_full(stage), TILE_ARRIVALS);
             make_barrier(shared.keys_empty(stage), CONSUMER_WARPS);
             make_barrier(shared.values_empty(stage), CONSUMER_WARPS);
         }
@@ -497,12 +550,19 @@ paged_prefill_short_sm90(T* __restrict__ out, const __grid_constant__ TensorMap 
     const Batch batch = {context_lens, query_start, num_sequences, num_kv_heads, max_blocks, window};
     if (warp >= CONSUMER_WARPS) {
         give_up_registers<56>();
+#if QUIRE_KV_FP8
+        if (warp > CONSUMER_WARPS) return widen_tiles(shared, batch, cluster_size, warp - CONSUMER_WARPS - 1);
+        const FetchedRing pipeline = shared.fetched();
+#else
         if (warp > CONSUMER_WARPS) return;
+        const PipelineState pipeline;
+#endif
         const Pool pool(num_blocks, num_layers, layer, num_kv_heads);
-        Producer{shared, query_map, cache_map, pool, cluster_size, nullptr, 0, {}}.produce(batch, block_tables);
+        Producer{shared, query_map, cache_map, pool, cluster_size, nullptr, 0, pipeline}.produce(batch, block_tables);
     } else {
         take_registers<224>();
         const int first_row = warp * 16 + threadIdx.x % WARP_SIZE / 4;
-        Consumer{shared, warp / 4, first_row, cluster_size, scale_log2, window, {}}.consume(batch, out);
+        Consumer{shared, warp / 4, first_row, cluster_size, scale_log2, window, {}}.consume(
+            batch, out, KvScales(kv_scales, layer, num_kv_heads));
     }
 }

@@ -30,24 +30,34 @@ constexpr int NUM_CONSUMERS = 3;  // warpgroups
 constexpr int WARPGROUP_ROWS = 64;
 static_assert(PADDED_ROWS == NUM_CONSUMERS * WARPGROUP_ROWS, "every row has a warpgroup");
 constexpr int TAIL_BYTES = 256;  // barriers, the query tile and its split
-static_assert(SHARED_BYTES == QUERY_BYTES + 2 * STAGES * TILE_BYTES + TAIL_BYTES, "the launcher's memory is not this");
+#if QUIRE_KV_FP8
+constexpr int RING_BYTES = FETCHED_STAGES * FETCHED_BYTES;
+#else
+constexpr int RING_BYTES = 0;
+#endif
+static_assert(SHARED_BYTES == QUERY_BYTES + 2 * STAGES * TILE_BYTES + RING_BYTES + TAIL_BYTES,
+              "the launcher's memory is not this");
 
-// Shared memory: query rows, STAGES tiles of keys, STAGES of values, barriers, the query tile and its split.
+// Shared memory: query rows, STAGES tiles of keys, STAGES of values, tiles of e4m3 if the cache holds these, barriers,
+// the query tile and its split.
 struct Shared {
     unsigned char* base;
 
     __device__ __forceinline__ u32 queries() const { return shared_address(base); }
     __device__ __forceinline__ u32 keys(int stage) const { return queries() + QUERY_BYTES + stage * TILE_BYTES; }
     __device__ __forceinline__ u32 values(int stage) const { return keys(STAGES + stage); }
-    __device__ __forceinline__ u32 barrier(int i) const { return keys(2 * STAGES) + 8 * i; }
+    __device__ __forceinline__ u32 barrier(int i) const { return keys(2 * STAGES) + RING_BYTES + 8 * i; }
     __device__ __forceinline__ u32 queries_full() const { return barrier(0); }
     __device__ __forceinline__ u32 queries_empty() const { return barrier(1); }
     __device__ __forceinline__ u32 keys_full(int stage) const { return barrier(2 + stage); }
     __device__ __forceinline__ u32 keys_empty(int stage) const { return barrier(2 + STAGES + stage); }
     __device__ __forceinline__ u32 values_full(int stage) const { return barrier(2 + 2 * STAGES + stage); }
     __device__ __forceinline__ u32 values_empty(int stage) const { return barrier(2 + 3 * STAGES + stage); }
+#if QUIRE_KV_FP8
+    __device__ __forceinline__ FetchedRing fetched() const { return {keys(2 * STAGES), barrier(2 + 4 * STAGES)}; }
+#endif
     __device__ __forceinline__ QueryTile* query_tile() const {
-        return reinterpret_cast<QueryTile*>(base + QUERY_BYTES + 2 * STAGES * TILE_BYTES + TAIL_BYTES / 2);
+        return reinterpret_cast<QueryTile*>(base + SHARED_BYTES - TAIL_BYTES / 2);
     }
     __device__ __forceinline__ KvSplit* split() const { return reinterpret_cast<KvSplit*>(query_tile() + 1); }
 };
@@ -108,7 +118,7 @@ struct PartialReduction {
 
     // Reduces this split's share of the tile's rows, a row a warp.
     __device__ __forceinline__ void reduce(T* out, const QueryTile& query_tile, const KvSplit& split, int warp,
-                                           int num_warps, int num_kv_heads) const {
+                                           int num_warps, int num_kv_heads, float value_scale) const {
         const int lane = threadIdx.x % WARP_SIZE;
         for (int row = split.index + warp * split.count; query_tile.holds(row); row += num_warps * split.count) {
             const auto at = [&](int index) {
@@ -126,7 +136,7 @@ struct PartialReduction {
                 for (int j = 0; j < HEAD_DIM / WARP_SIZE; ++j)
                     sum[j] += weight * __ldcg(sums + at(i) * HEAD_DIM + lane + j * WARP_SIZE);
             }
-            const float scale = reciprocal_or_zero(total);
+            const float scale = reciprocal_or_zero(total) * value_scale;
             T* to = out + query_tile.head(row, num_kv_heads) * HEAD_DIM + lane;
 #pragma unroll
             for (int j = 0; j < HEAD_DIM / WARP_SIZE; ++j) to[j * WARP_SIZE] = from_float<T>(sum[j] * scale);
@@ -156,6 +166,9 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& q
     int tile_index = blockIdx.x;
     u32 taken = NONE_TAKEN;
     PipelineState pipeline;
+#if QUIRE_KV_FP8
+    FetchedRing ring = shared.fetched();
+#endif
     for (u32 round = 0;;) {
         QueryTile query_tile;
         KvSplit split;
@@ -193,16 +206,42 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& q
             const int id = is_visible ? table[box * BLOCK_KEYS / BLOCK_SIZE] : -1;
             const int row = pool.row(id, query_tile.kv_head, box * BLOCK_KEYS);
             const int value_row = row < pool.num_blocks * pool.block_rows ? row + pool.value_rows : row;
+#if QUIRE_KV_FP8
+            fetch_bytes(ring, cache_map, row);
+            fetch_bytes(ring, cache_map, value_row);
+#else
             const int stage = pipeline.stage();
             wait_for(shared.keys_empty(stage), pipeline.parity() ^ 1);
             fetch_tile(shared.keys(stage), cache_map, row, shared.keys_full(stage));
             wait_for(shared.values_empty(stage), pipeline.parity() ^ 1);
             fetch_tile(shared.values(stage), cache_map, value_row, shared.values_full(stage));
+#endif
         }
         tile_index = next_tile_index(taken);
         ++round;
     }
 }
+
+#if QUIRE_KV_FP8
+// The widening warps: turn fetched tiles into elements, in the order in which they are fetched.
+__device__ __forceinline__ void widen_tiles(const Shared& shared, int warp) {
+    FetchedRing ring = shared.fetched();
+    PipelineState pipeline;
+    for (u32 round = 0;; ++round) {
+        wait_for(shared.queries_full(), round % 2);
+        const bool is_end = shared.query_tile()->first_row >= shared.query_tile()->num_rows;
+        const int num_tiles = is_end ? 0 : shared.query_tile()->num_key_tiles();
+        release(shared.queries_empty());
+        if (is_end) return;
+        for (int tile = 0; tile < num_tiles; ++tile, ++pipeline.count) {
+            const int stage = pipeline.stage();
+            const u32 parity = pipeline.parity() ^ 1;
+            widen_tile(ring, shared.keys(stage), shared.keys_empty(stage), parity, shared.keys_full(stage), warp);
+            widen_tile(ring, shared.values(stage), shared.values_empty(stage), parity, shared.values_full(stage), warp);
+        }
+    }
+}
+#endif
 
 __device__ __forceinline__ void start_scores(float (&score)[KEYS / 2], u32 queries, u32 keys) {
     const u64 a = operand(queries, 0), b = operand(keys, 0);
@@ -261,6 +300,10 @@ struct Consumer {
         const int first_key_tile = query_tile.first_key_tile();
         int tile = first_key_tile + query_tile.num_key_tiles() - 1;
         if (tile < first_key_tile) return release(shared.queries_empty());
+#if SCALES_QUERIES
+        scale_log2 *= scale_own_queries(shared.queries(), query_tile, first_row / 16 * 16);
+        sync_named_barrier(FIRST_CONSUMER_BARRIER + index, WARPGROUP_SIZE);
+#endif
         for (; tile >= first_key_tile; --tile, ++pipeline.count) {
             const int stage = pipeline.stage();
             float score[KEYS / 2];
@@ -284,7 +327,7 @@ struct Consumer {
 };
 
 __device__ __forceinline__ void consume(const Shared& shared, T* out, const PartialReduction& reduction,
-                                        int num_kv_heads, float scale_log2, int window) {
+                                        int num_kv_heads, const KvScales& scales, float scale_log2, int window) {
     const int index = threadIdx.x / WARPGROUP_SIZE - 1, lane = threadIdx.x % WARP_SIZE;
     const int warp = threadIdx.x / WARP_SIZE - WARPGROUP_SIZE / WARP_SIZE;
     Consumer consumer = {shared, index, warp * 16 + lane / 4, scale_log2, window, {}};
@@ -292,17 +335,19 @@ __device__ __forceinline__ void consume(const Shared& shared, T* out, const Part
         wait_for(shared.queries_full(), round % 2);
         const QueryTile query_tile = *shared.query_tile();
         if (query_tile.first_row >= query_tile.num_rows) return;
+        consumer.scale_log2 = scale_log2 * scales.key(query_tile.kv_head);
         Rows rows;
         consumer.attend(rows, query_tile);
+        const float value_scale = scales.value(query_tile.kv_head);  // not earlier, when registers are scarce
         // A CTA with a split has no other tile: the reduction costs the loop no registers.
         if (shared.split()->count > 1) {
             const KvSplit split = *shared.split();
-            reduction.store_partial(rows, query_tile, split, consumer.first_row, scale_log2);
+            reduction.store_partial(rows, query_tile, split, consumer.first_row, consumer.scale_log2);
             reduction.wait_for_all(split, ALL_CONSUMERS_BARRIER, NUM_CONSUMERS * WARPGROUP_SIZE);
-            reduction.reduce(out, query_tile, split, warp, CONSUMER_WARPS, num_kv_heads);
+            reduction.reduce(out, query_tile, split, warp, CONSUMER_WARPS, num_kv_heads, value_scale);
             return;
         }
-        store_rows(rows, out, query_tile, consumer.first_row, num_kv_heads);
+        store_rows(rows, out, query_tile, consumer.first_row, num_kv_heads, value_scale);
     }
 }
 
@@ -312,16 +357,19 @@ paged_prefill_sm90(T* __restrict__ out, const __grid_constant__ TensorMap query_
                              const int* __restrict__ context_lens, const int* __restrict__ query_start,
                              float* __restrict__ partial_sums, float2* __restrict__ partial_stats, int num_sequences,
                              int num_kv_heads, int num_blocks, int num_layers, int layer, int max_blocks,
-                             float scale_log2, int window) {
+                             float scale_log2, int window, const float* kv_scales) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Shared shared{memory};
     start_next_kernel();
     if (threadIdx.x == 0) {
         make_barrier(shared.queries_full(), 1);
-        make_barrier(shared.queries_empty(), CONSUMER_WARPS);
+        make_barrier(shared.queries_empty(), CONSUMER_WARPS + NUM_WIDENERS);
+#if QUIRE_KV_FP8
+        shared.fetched().make_barriers();
+#endif
         for (int stage = 0; stage < STAGES; ++stage) {
-            make_barrier(shared.keys_full(stage), 1);
-            make_barrier(shared.values_full(stage), 1);
+            make_barrier(shared.keys_full(stage), TILE_ARRIVALS);
+            make_barrier(shared.values_full(stage), TILE_ARRIVALS);
             make_barrier(shared.keys_empty(stage), CONSUMER_WARPS);
             make_barrier(shared.values_empty(stage), CONSUMER_WARPS);
         }
@@ -330,11 +378,16 @@ paged_prefill_sm90(T* __restrict__ out, const __grid_constant__ TensorMap query_
     __syncthreads();
     if (threadIdx.x < WARPGROUP_SIZE) {
         give_up_registers<32>();
+#if QUIRE_KV_FP8
+        if (threadIdx.x >= WARP_SIZE) return widen_tiles(shared, threadIdx.x / WARP_SIZE - 1);
+#else
         if (threadIdx.x >= WARP_SIZE) return;
+#endif
         const Batch batch = {context_lens, query_start, num_sequences, num_kv_heads, max_blocks, window};
         produce(shared, query_map, cache_map, batch, Pool(num_blocks, num_layers, layer, num_kv_heads), block_tables);
     } else {
         take_registers<160>();
-        consume(shared, out, PartialReduction{partial_sums, partial_stats}, num_kv_heads, scale_log2, window);
+        consume(shared, out, PartialReduction{partial_sums, partial_stats}, num_kv_heads,
+                KvScales(kv_scales, layer, num_kv_heads), scale_log2, window);
     }
 }

@@ -195,7 +195,7 @@ __device__ __forceinline__ void weigh_tile(Rows& rows, float (&score)[KEYS / 2],
 // Packs weights to the register operand of the product with the values.
 __device__ __forceinline__ void pack_weights(u32 (&weights)[KEYS / 16][4], const float (&score)[KEYS / 2]) {
 #pragma unroll
-    for (int i = 0; i < KEYS / 4; ++i) weights[i / 4][i % 4] = pack_pair(score[2 * i], score[2 * i + 1]);
+    for (int i = 0; i < KEYS / 4; ++i) weights[i / 4][i % 4] = pack_operand(score[2 * i], score[2 * i + 1]);
 }
 
 // A 4 x 4 transpose among four lanes: lane t gets pair[t] of each, eight adjacent columns.
@@ -216,10 +216,10 @@ __device__ __forceinline__ float sum_of_four(float x) {
 }
 
 __device__ __forceinline__ void store_rows(const Rows& rows, T* out, const QueryTile& tile, int first_row,
-                                           int num_kv_heads) {
+                                           int num_kv_heads, float value_scale) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const float scale = reciprocal_or_zero(sum_of_four(rows.total[h]));
+        const float scale = reciprocal_or_zero(sum_of_four(rows.total[h])) * value_scale;
         const int row = first_row + 8 * h;
         T* to = out + tile.head(row, num_kv_heads) * HEAD_DIM + threadIdx.x % 4 * 8;
         const bool is_mine = tile.holds(row);
@@ -265,6 +265,106 @@ struct Pool {
     }
 };
 
+// Called by a whole warp that has finished reading what the barrier guards.
+__device__ __forceinline__ void release(u32 barrier) {
+    __syncwarp();
+    if (threadIdx.x % WARP_SIZE == 0) arrive(barrier);
+}
+
+#if SCALES_QUERIES
+// Called by a warp for its 16 rows of the query tile, `queries` on, before the first product; returns the factor of its
+// scores. The warps of a product must then meet.
+__device__ __forceinline__ float scale_own_queries(u32 queries, const QueryTile& tile, int first_row) {
+    const float down = scale_queries<16>(
+        [&](int row, int chunk) {
+            const int at = first_row + row;
+            return queries + chunk / 8 * QUERY_COLUMN_BYTES + at * 128 + (chunk % 8 ^ at % 8) * 16;
+        },
+        [&](int row) { return tile.holds(first_row + row); });
+    publish_stores();
+    return down;
+}
+#endif
+
+constexpr int NUM_WIDENERS = QUIRE_KV_FP8 ? 3 : 0;                 // warps that turn tiles of e4m3 into elements
+constexpr int TILE_ARRIVALS = QUIRE_KV_FP8 ? NUM_WIDENERS : 1;  // at a tile's barrier: the copy engine's or theirs
+
+#if QUIRE_KV_FP8
+
+constexpr int FETCHED_BYTES = KEYS * HEAD_DIM;  // of a key tile as e4m3, rows of HEAD_DIM bytes
+
+// The tiles that the copy engine has brought as e4m3, keys and values in turns. `base` is followed by the barriers, at
+// `barriers`.
+struct FetchedRing {
+    u32 base, barriers;
+    int stage = 0;
+    u32 parity = 0;
+
+    __device__ __forceinline__ u32 tile() const { return base + stage * FETCHED_BYTES; }
+    __device__ __forceinline__ u32 full() const { return barriers + 8 * stage; }
+    __device__ __forceinline__ u32 empty() const { return barriers + 8 * (FETCHED_STAGES + stage); }
+    __device__ __forceinline__ void advance() {
+        if (++stage == FETCHED_STAGES) stage = 0, parity ^= 1;
+    }
+    __device__ __forceinline__ void make_barriers() const {
+        for (int i = 0; i < FETCHED_STAGES; ++i) {
+            make_barrier(barriers + 8 * i, 1);
+            make_barrier(barriers + 8 * (FETCHED_STAGES + i), NUM_WIDENERS);
+        }
+    }
+};
+
+// Called by each of the widening warps, 0 <= warp < NUM_WIDENERS: turns the next fetched tile into a tile of float16 in
+// the swizzle of the products' operands.
+//
+// A unit is four steps of eight numbers a lane, whose rows differ by 8: all addresses of a unit are one plus constants,
+// which the few registers demand. A step of the next unit is loaded as soon as one of this unit is stored.
+__device__ __forceinline__ void widen_tile(FetchedRing& ring, u32 to, u32 to_empty, u32 parity, u32 to_full, u32 warp) {
+    constexpr int CHUNKS = HEAD_DIM / 8, ROWS_A_STEP = WARP_SIZE / CHUNKS, SETS = 8 / ROWS_A_STEP, STEPS = 4;
+    constexpr int UNITS = KEYS / 8 / STEPS * SETS;
+    const int lane = threadIdx.x % WARP_SIZE, row = lane / CHUNKS, chunk = lane % CHUNKS;
+    uint2 held[STEPS];
+    const auto from = [&](u32 unit) {
+        return ring.tile() + lane * 8 + unit % SETS * (WARP_SIZE * 8) + unit / SETS * (STEPS * 8 * HEAD_DIM);
+    };
+    wait_for(ring.full(), ring.parity);
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) held[i] = load_eight(from(warp) + i * 8 * HEAD_DIM);
+    wait_for(to_empty, parity);
+    const u32 first = to + chunk / 8 * KEY_COLUMN_BYTES + row * 128 + (chunk % 8 ^ row) * 16;
+#pragma unroll 1
+    for (u32 unit = warp; unit < UNITS; unit += NUM_WIDENERS) {
+        const u32 set_row = unit % SETS * ROWS_A_STEP;
+        const u32 at = (first ^ set_row * 16) + set_row * 128 + unit / SETS * (STEPS * 1024);
+        const u32 next = from(min(unit + NUM_WIDENERS, UNITS - 1u));
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            store_widened(at + i * 1024, held[i]);
+            held[i] = load_eight(next + i * 8 * HEAD_DIM);
+        }
+    }
+    publish_stores();
+    release(ring.empty());
+    if (threadIdx.x % WARP_SIZE == 0) arrive(to_full);
+    ring.advance();
+}
+
+// Called by a whole warp: fetches a key tile, whose box i starts in the row that lane i gives.
+__device__ __forceinline__ void fetch_bytes(FetchedRing& ring, const TensorMap& map, int row) {
+    wait_for(ring.empty(), ring.parity ^ 1);
+    if (threadIdx.x % WARP_SIZE == 0) arrive_expecting(ring.full(), FETCHED_BYTES);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < NUM_IDS; ++i) {
+        const int from = __shfl_sync(FULL_WARP, row, i);
+        if (is_elected()) copy_box(ring.tile() + i * BLOCK_KEYS * HEAD_DIM, map, 0, from, ring.full());
+    }
+    __syncwarp();
+    ring.advance();
+}
+
+#endif
+
 // Called by a whole warp: fetches a key tile, whose box i starts in the row that lane i gives.
 __device__ __forceinline__ void fetch_tile(u32 tile, const TensorMap& map, int row, u32 barrier) {
     if (threadIdx.x % WARP_SIZE == 0) arrive_expecting(barrier, TILE_BYTES);
@@ -291,10 +391,4 @@ __device__ __forceinline__ void start_values(Rows& rows, const u32 (&weights)[KE
 #pragma unroll
     for (int k = 0; k < KEYS / 16; ++k) multiply(rows.sum, weights[k], b + k * 16 * 128 / 16);
     commit_products();
-}
-
-// Called by a whole warp that has finished reading what the barrier guards.
-__device__ __forceinline__ void release(u32 barrier) {
-    __syncwarp();
-    if (threadIdx.x % WARP_SIZE == 0) arrive(barrier);
 }

@@ -17,6 +17,25 @@ __device__ __forceinline__ u16 e4m3_pair(float low, float high) {
     return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
 }
 
+// Bytes 2 HALF and 2 HALF + 1 of `four` as float16, exactly; NaN stays NaN.
+template <int HALF>
+__device__ __forceinline__ u32 e4m3_to_f16(u32 four) {
+#if __CUDA_ARCH__ >= 890
+    u32 pair;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<u16>(four >> (16 * HALF))));
+    return pair;
+#else
+    // Sign, exponent and mantissa are shifted, and the exponents' biases differ by 2^8. Adding 1 carries into the sign's
+    // place for NaN alone, which makes the exponent all ones.
+    const u32 unsigned_bytes = four & 0x7f7f7f7fu;
+    const u32 marked = unsigned_bytes | ((unsigned_bytes + 0x01010101u) & 0x80808080u);
+    const u32 high = __byte_perm(marked, 0, HALF ? 0x3424 : 0x1404), sign = __byte_perm(four, 0, HALF ? 0x3424 : 0x1404);
+    const u32 moved = (high >> 1) | (sign & 0x80008000u);
+    const __half2 pair = __hmul2(*reinterpret_cast<const __half2*>(&moved), __float2half2_rn(256.0f));
+    return *reinterpret_cast<const u32*>(&pair);
+#endif
+}
+
 // The bits of |x|: their order as integers is that of the numbers, with NaN above infinity.
 __device__ __forceinline__ u32 magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 

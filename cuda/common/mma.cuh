@@ -9,9 +9,16 @@
 
 #include "common/types.cuh"
 
+// The type of products' operands: T, but float16 with an e4m3 cache, whose numbers it holds and which widening costs
+// least.
+#ifndef QUIRE_KV_FP8
+#define QUIRE_KV_FP8 0
+#endif
+#define F16_PRODUCTS (QUIRE_DTYPE == 1 || QUIRE_KV_FP8)
+
 // sum += a b, in float.
 __device__ __forceinline__ void mma_16x8x16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-#if QUIRE_DTYPE == 1
+#if F16_PRODUCTS
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
@@ -57,6 +64,17 @@ __device__ __forceinline__ u32 pack_pair(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
 #endif
     return pair;
+}
+
+// Two floats rounded to the operands' type of `mma_16x8x16`.
+__device__ __forceinline__ u32 pack_operand(float low, float high) {
+#if F16_PRODUCTS
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    return pack_pair(low, high);
+#endif
 }
 
 // The two of such a pair, `low` first.

@@ -7,7 +7,7 @@
 #include "common/mma.cuh"
 #include "common/types.cuh"
 
-#if QUIRE_DTYPE == 1
+#if F16_PRODUCTS
 #define WGMMA_TYPES "f16.f16"
 #else
 #define WGMMA_TYPES "bf16.bf16"

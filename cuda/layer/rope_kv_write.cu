@@ -2,7 +2,8 @@
 // the paged cache, return q.
 //
 //   qkv [T, (Hq + 2 Hkv) * D]; cos, sin float32[max_len, D / 2]; positions int32[T]; slots int64[T]
-//   kv [num_blocks, L, 2, Hkv, B, D]; q_norm, k_norm [D] or null; q_out [T, Hq, D]
+//   kv [num_blocks, L, 2, Hkv, B, D], of type T or, with QUIRE_KV_FP8, e4m3 of value / kv_scales float32[L, 2, Hkv]
+//   q_norm, k_norm [D] or null; q_out [T, Hq, D]
 //   A build defines HEAD_DIM and BLOCK_SIZE.
 //   grid (ceil(T * (Hq + 2 Hkv) / (256 / TEAM))), block (256): a team of TEAM lanes takes one head of one token, each
 //   lane 16 bytes of the head's lower half and the 16 bytes they are paired with
@@ -10,7 +11,17 @@
 //   needs: qkv, cos, sin, kv, norms and q_out aligned to 16 bytes; T * (Hq + 2 Hkv) * TEAM below 2^31
 //   A slot outside the cache or a position outside the table writes nothing to kv; such a position gives q of zeros.
 //   roofline: 2 T (Hq + 2 Hkv) D elements moved; 0.85 of copy bandwidth from T = 2048 on
+#include "common/fp8.cuh"
 #include "common/types.cuh"
+
+#ifndef QUIRE_KV_FP8
+#define QUIRE_KV_FP8 0
+#endif
+#if QUIRE_KV_FP8
+using Kv = u8;  // e4m3
+#else
+using Kv = T;
+#endif
 
 constexpr int SIZE = Vec<T>::SIZE;
 constexpr int HALF = HEAD_DIM / 2;
@@ -49,6 +60,21 @@ struct Pair {
         store_vec(head + HALF + i, b);
     }
 
+#if QUIRE_KV_FP8
+    // Rounds to T first, like the values of a cache of that type; NaN stays NaN.
+    __device__ __forceinline__ void store_fp8(u8* head, int i, float scale) const {
+        struct alignas(SIZE) { u16 at[SIZE / 2]; } a, b;
+        const auto scaled = [scale](float x) { return to_float(from_float<T>(x)) / scale; };
+#pragma unroll
+        for (int j = 0; j < SIZE; j += 2) {
+            a.at[j / 2] = e4m3_pair(scaled(low[j]), scaled(low[j + 1]));
+            b.at[j / 2] = e4m3_pair(scaled(high[j]), scaled(high[j + 1]));
+        }
+        *reinterpret_cast<decltype(a)*>(head + i) = a;
+        *reinterpret_cast<decltype(b)*>(head + HALF + i) = b;
+    }
+#endif
+
     __device__ __forceinline__ void normalise(float scale, const T* weight, int i) {
         Pair by;
         by.load(weight, i);
@@ -82,9 +108,10 @@ struct Pair {
 };
 
 extern "C" __global__ void __launch_bounds__(256)
-    rope_kv_write(const T* qkv, const float* cos, const float* sin, const int* positions, const i64* slots, T* kv,
+    rope_kv_write(const T* qkv, const float* cos, const float* sin, const int* positions, const i64* slots, Kv* kv,
                   const T* q_norm, const T* k_norm, T* q_out, int num_tokens, int num_heads, int num_kv_heads,
-                  int num_blocks, int num_layers, int layer, int table_len, float eps) {
+                  int num_blocks, int num_layers, int layer, int table_len, float eps,
+                  const float* kv_scales) {
     start_next_kernel();
     wait_for_previous_kernel();
     const int all_heads = num_heads + 2 * num_kv_heads;
@@ -127,5 +154,10 @@ extern "C" __global__ void __launch_bounds__(256)
     const int offset = slot % BLOCK_SIZE;
     const int kv_head = (head - num_heads) % num_kv_heads;
     const i64 tile = ((block * num_layers + layer) * 2 + is_value) * num_kv_heads + kv_head;
-    pair.store(kv + (tile * BLOCK_SIZE + offset) * HEAD_DIM, i);
+    Kv* to = kv + (tile * BLOCK_SIZE + offset) * HEAD_DIM;
+#if QUIRE_KV_FP8
+    pair.store_fp8(to, i, kv_scales[(2 * layer + is_value) * num_kv_heads + kv_head]);
+#else
+    pair.store(to, i);
+#endif
 }

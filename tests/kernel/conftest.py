@@ -13,7 +13,7 @@ from tests.support.kernel_checks import NUMPY_DTYPES
 
 @pytest.fixture(scope="session")
 def open_ops():
-    """Name of a dtype -> the GPU backend in it, poisoned; one backend a dtype."""
+    """Name of a dtype, dtype of the cache -> the GPU backend in them, poisoned; one backend a pair."""
     cupy = pytest.importorskip("cupy", reason="needs the packages of the cuda extra: no CuPy")
     pytest.importorskip("nvmath", reason="needs the packages of the cuda extra: no nvmath-python")
     try:
@@ -23,10 +23,11 @@ def open_ops():
     backend = importlib.import_module("tests.fakes.poisoned_ops")
     opened = {}
 
-    def open_(dtype: str):
-        if dtype not in opened:
-            opened[dtype] = backend.PoisonedOps(NUMPY_DTYPES[dtype])
-        return opened[dtype]
+    def open_(dtype: str, kv_dtype: np.dtype | None = None):
+        key = dtype, NUMPY_DTYPES[dtype] if kv_dtype is None else kv_dtype
+        if key not in opened:
+            opened[key] = backend.PoisonedOps(NUMPY_DTYPES[dtype], kv_dtype)
+        return opened[key]
 
     return open_
 
@@ -35,8 +36,8 @@ def open_ops():
 def open_hopper_ops(open_ops):
     """As `open_ops`, for kernels of Hopper's own instructions."""
 
-    def open_(dtype: str):
-        ops = open_ops(dtype)
+    def open_(dtype: str, kv_dtype: np.dtype | None = None):
+        ops = open_ops(dtype, kv_dtype)
         if ops.arch != "90a":
             pytest.skip(f"needs a Hopper GPU, not sm_{ops.arch}")
         return ops

@@ -19,8 +19,8 @@ LONG = [(1000, 1000)]
 def open_ops(open_ops, monkeypatch):
     """Without the kernel that Hopper has for itself."""
 
-    def open_(dtype: str):
-        ops = open_ops(dtype)
+    def open_(dtype: str, kv_dtype: np.dtype | None = None):
+        ops = open_ops(dtype, kv_dtype)
         monkeypatch.setattr(ops, "arch", "80")
         return ops
 
@@ -46,6 +46,13 @@ CASES = [
     (Heads("float32", 80, 3, 1, 8), 20, FRESH),
     (Heads("float32", 128, 2, 2, 16), NO_WINDOW, CHUNKS),
     (Heads("float32", 256, 1, 1, 32), 1000, FRESH),
+    (Heads("bfloat16", 128, 4, 2, 16, in_fp8=True), NO_WINDOW, FRESH + CHUNKS),
+    (Heads("bfloat16", 128, 4, 2, 16, in_fp8=True), 100, CHUNKS + LONG),
+    (Heads("bfloat16", 64, 5, 1, 8, in_fp8=True), 1, FRESH),
+    (Heads("bfloat16", 256, 2, 1, 16, in_fp8=True), NO_WINDOW, FRESH + CHUNKS),
+    (Heads("float16", 80, 6, 1, 8, in_fp8=True), NO_WINDOW, FRESH + CHUNKS),
+    (Heads("float16", 96, 4, 1, 128, in_fp8=True), NO_WINDOW, FRESH),
+    (Heads("float32", 80, 3, 1, 8, in_fp8=True), 20, FRESH),
 ]
 
 
@@ -53,7 +60,7 @@ CASES = [
 def test_is_its_reference(open_ops, rng, heads, window, chunks):
     q, cache, start = cached(rng, heads, window, chunks)
     longest, scale = max(n for _, n in chunks), heads.head_dim**-0.5
-    out = prefilled(open_ops(heads.dtype), q, cache, start, longest, scale, window)
+    out = prefilled(open_ops(heads.dtype, heads.kv_dtype), q, cache, start, longest, scale, window)
     assert_close(out, expected(q, cache, start, scale, window), heads.dtype)
 
 
@@ -64,15 +71,18 @@ def test_a_bound_far_above_the_longest_chunk_changes_nothing(open_ops, rng, dtyp
     np.testing.assert_array_equal(tight, prefilled(open_ops(dtype), q, cache, start, 4096, 0.1, NO_WINDOW))
 
 
+@pytest.mark.parametrize("in_fp8", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_block_that_does_not_exist_reads_as_zeros(open_ops, rng, dtype):
-    q, cache, start = cached(rng, Heads(dtype, 64, 4, 2, 8), NO_WINDOW, [(50, 20), (300, 70)])
+def test_a_block_that_does_not_exist_reads_as_zeros(open_ops, rng, dtype, in_fp8):
+    heads = Heads(dtype, 64, 4, 2, 8, in_fp8)
+    q, cache, start = cached(rng, heads, NO_WINDOW, [(50, 20), (300, 70)])
     zeros = cache.block_tables[0, 3], cache.block_tables[1, 10]
     cache.kv[zeros, LAYER] = 0
     wanted = expected(q, cache, start, 0.125, NO_WINDOW)
-    cache.kv[zeros, LAYER] = np.nan
+    cache.kv[zeros, LAYER] = heads.nan
     cache.block_tables[0, 3], cache.block_tables[1, 10] = len(cache.kv), -1
-    assert_close(prefilled(open_ops(dtype), q, cache, start, 70, 0.125, NO_WINDOW), wanted, dtype)
+    ops = open_ops(dtype, heads.kv_dtype)
+    assert_close(prefilled(ops, q, cache, start, 70, 0.125, NO_WINDOW), wanted, dtype)
 
 
 def test_a_nan_in_the_cache_reaches_the_rows_that_see_it_and_no_other(open_ops, rng):
@@ -84,9 +94,10 @@ def test_a_nan_in_the_cache_reaches_the_rows_that_see_it_and_no_other(open_ops, 
     assert np.isfinite(out[:, :4]).all()
 
 
+@pytest.mark.parametrize("in_fp8", [False, True])
 @pytest.mark.parametrize("num_sequences", [1, 4])
-def test_speed(open_ops, rng, monkeypatch, num_sequences):
+def test_speed(open_ops, rng, monkeypatch, num_sequences, in_fp8):
     open_ops("bfloat16")  # skips without a GPU
-    ops = backend()
+    ops = backend(in_fp8)
     monkeypatch.setattr(ops, "arch", "80")
     tell_speed(ops, rng, num_sequences, 4096, "paged_prefill")

@@ -34,6 +34,13 @@ CASES = [
     (Heads("float16", 64, 5, 2, 8), NO_WINDOW, SHORT),
     (Heads("float16", 128, 4, 2, 32), 17, CHUNKS),
     (Heads("float16", 128, 4, 8, 8), NO_WINDOW, [(2112, 64)]),
+    (Heads("bfloat16", 128, 4, 8, 16, in_fp8=True), NO_WINDOW, [(2112, 64)]),
+    (Heads("bfloat16", 128, 4, 8, 16, in_fp8=True), NO_WINDOW, [(1030, 40), (64, 0), (777, 40)]),
+    (Heads("bfloat16", 128, 4, 8, 16, in_fp8=True), 100, PAIRS),
+    (Heads("bfloat16", 128, 16, 1, 32, in_fp8=True), 1500, SHORT),
+    (Heads("bfloat16", 128, 3, 1, 256, in_fp8=True), 50, SHORT),
+    (Heads("float16", 64, 5, 2, 8, in_fp8=True), NO_WINDOW, SHORT),
+    (Heads("float16", 128, 4, 8, 8, in_fp8=True), NO_WINDOW, [(2112, 64)]),
 ]
 
 
@@ -42,7 +49,7 @@ def test_is_its_reference(open_hopper_ops, rng, heads, window, chunks):
     q, cache, start = cached(rng, heads, window, chunks)
     longest, scale = max(n for _, n in chunks), heads.head_dim**-0.5
     wanted = expected(q, cache, start, scale, window)
-    ops = open_hopper_ops(heads.dtype)
+    ops = open_hopper_ops(heads.dtype, heads.kv_dtype)
     first, second = (prefilled(ops, q, cache, start, max(longest, 65), scale, window) for _ in range(2))
     assert_close(first, wanted, heads.dtype)
     np.testing.assert_array_equal(second, first)
@@ -79,15 +86,18 @@ def test_values_at_the_end_of_what_the_type_holds_stay_finite(open_hopper_ops, r
     assert_close(prefilled(open_hopper_ops(dtype), q, large, start, 65, 0.088, NO_WINDOW), wanted, dtype)
 
 
+@pytest.mark.parametrize("in_fp8", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_block_that_does_not_exist_reads_as_zeros(open_hopper_ops, rng, head_dim):
-    q, cache, start = cached(rng, Heads("bfloat16", head_dim, 4, 2, 8), NO_WINDOW, [(50, 20), (900, 70)])
+def test_a_block_that_does_not_exist_reads_as_zeros(open_hopper_ops, rng, head_dim, in_fp8):
+    heads = Heads("bfloat16", head_dim, 4, 2, 8, in_fp8)
+    q, cache, start = cached(rng, heads, NO_WINDOW, [(50, 20), (900, 70)])
     zeros = cache.block_tables[0, 3], cache.block_tables[1, 10]
     cache.kv[zeros, LAYER] = 0
     wanted = expected(q, cache, start, 0.125, NO_WINDOW)
-    cache.kv[zeros, LAYER] = np.nan
+    cache.kv[zeros, LAYER] = heads.nan
     cache.block_tables[0, 3], cache.block_tables[1, 10] = len(cache.kv), -1
-    assert_close(prefilled(open_hopper_ops("bfloat16"), q, cache, start, 70, 0.125, NO_WINDOW), wanted, "bfloat16")
+    ops = open_hopper_ops("bfloat16", heads.kv_dtype)
+    assert_close(prefilled(ops, q, cache, start, 70, 0.125, NO_WINDOW), wanted, "bfloat16")
 
 
 def test_a_nan_in_one_part_reaches_every_row_that_sees_it(open_hopper_ops, rng):

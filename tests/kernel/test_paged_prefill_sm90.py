@@ -37,6 +37,15 @@ CASES = [
     (Heads("float16", 128, 4, 2, 32), 17, LONG),
     (Heads("float16", 64, 1, 2, 32), 200, CHUNKS),
     (Heads("float16", 64, 4, 2, 16), NO_WINDOW, LONG),
+    (Heads("bfloat16", 128, 4, 2, 16, in_fp8=True), NO_WINDOW, FRESH + CHUNKS),
+    (Heads("bfloat16", 128, 4, 2, 16, in_fp8=True), NO_WINDOW, MANY),
+    (Heads("bfloat16", 128, 4, 2, 16, in_fp8=True), 100, CHUNKS + LONG),
+    (Heads("bfloat16", 128, 4, 8, 8, in_fp8=True), 130, [(2500, 2100)]),
+    (Heads("bfloat16", 128, 4, 1, 32, in_fp8=True), NO_WINDOW, SHORT),
+    (Heads("bfloat16", 128, 3, 2, 256, in_fp8=True), 50, LONG),
+    (Heads("float16", 128, 4, 2, 16, in_fp8=True), NO_WINDOW, LONG),
+    (Heads("float16", 64, 5, 2, 8, in_fp8=True), NO_WINDOW, SHORT),
+    (Heads("bfloat16", 64, 8, 1, 16, in_fp8=True), NO_WINDOW, CHUNKS),
 ]
 
 
@@ -51,13 +60,16 @@ def test_is_its_reference(open_hopper_ops, rng, heads, window, chunks):
     longest, scale = max(n for _, n in chunks), heads.head_dim**-0.5
     wanted = expected(q, cache, start, scale, window)
     for _ in range(2):  # the second launch finds the counter as the first left it
-        out = prefilled(open_hopper_ops(heads.dtype), q, cache, start, longest, scale, window)
+        out = prefilled(open_hopper_ops(heads.dtype, heads.kv_dtype), q, cache, start, longest, scale, window)
         assert_close(out, wanted, heads.dtype)
 
 
-def test_parts_make_the_same_bits_each_time(open_hopper_ops, rng):
-    q, cache, start = cached(rng, Heads("bfloat16", 128, 4, 1, 16), NO_WINDOW, SHORT)
-    first, *others = (prefilled(open_hopper_ops("bfloat16"), q, cache, start, 300, 0.088, NO_WINDOW) for _ in range(5))
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_parts_make_the_same_bits_each_time(open_hopper_ops, rng, in_fp8):
+    heads = Heads("bfloat16", 128, 4, 1, 16, in_fp8)
+    q, cache, start = cached(rng, heads, NO_WINDOW, SHORT)
+    ops = open_hopper_ops("bfloat16", heads.kv_dtype)
+    first, *others = (prefilled(ops, q, cache, start, 300, 0.088, NO_WINDOW) for _ in range(5))
     for other in others:
         np.testing.assert_array_equal(other, first)
 
@@ -75,21 +87,27 @@ def test_a_bound_far_above_the_longest_chunk_changes_nothing(open_hopper_ops, rn
     np.testing.assert_array_equal(tight, loose)
 
 
+@pytest.mark.parametrize("in_fp8", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_block_that_does_not_exist_reads_as_zeros(open_hopper_ops, rng, head_dim):
-    q, cache, start = cached(rng, Heads("bfloat16", head_dim, 4, 2, 8), NO_WINDOW, [(50, 20), (300, 70)])
+def test_a_block_that_does_not_exist_reads_as_zeros(open_hopper_ops, rng, head_dim, in_fp8):
+    heads = Heads("bfloat16", head_dim, 4, 2, 8, in_fp8)
+    q, cache, start = cached(rng, heads, NO_WINDOW, [(50, 20), (300, 70)])
     zeros = cache.block_tables[0, 3], cache.block_tables[1, 10]
     cache.kv[zeros, LAYER] = 0
     wanted = expected(q, cache, start, 0.125, NO_WINDOW)
-    cache.kv[zeros, LAYER] = np.nan
+    cache.kv[zeros, LAYER] = heads.nan
     cache.block_tables[0, 3], cache.block_tables[1, 10] = len(cache.kv), -1
-    assert_close(prefilled(open_hopper_ops("bfloat16"), q, cache, start, 70, 0.125, NO_WINDOW), wanted, "bfloat16")
+    ops = open_hopper_ops("bfloat16", heads.kv_dtype)
+    assert_close(prefilled(ops, q, cache, start, 70, 0.125, NO_WINDOW), wanted, "bfloat16")
 
 
-def test_a_nan_in_the_cache_reaches_the_rows_that_see_it_and_no_other(open_hopper_ops, rng):
-    q, cache, start = cached(rng, Heads("bfloat16", 128, 4, 2, 16), NO_WINDOW, [(100, 100)])
-    cache.kv[cache.block_tables[0, 2], LAYER, 0, 1, 5, 7] = np.nan  # key 37 of the second kv head
-    out = prefilled(open_hopper_ops("bfloat16"), q, cache, start, 100, 0.1, NO_WINDOW).astype(np.float32)
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_a_nan_in_the_cache_reaches_the_rows_that_see_it_and_no_other(open_hopper_ops, rng, in_fp8):
+    heads = Heads("bfloat16", 128, 4, 2, 16, in_fp8)
+    q, cache, start = cached(rng, heads, NO_WINDOW, [(100, 100)])
+    cache.kv[cache.block_tables[0, 2], LAYER, 0, 1, 5, 7] = heads.nan  # key 37 of the second kv head
+    ops = open_hopper_ops("bfloat16", heads.kv_dtype)
+    out = prefilled(ops, q, cache, start, 100, 0.1, NO_WINDOW).astype(np.float32)
     assert np.isnan(out[37:, 4:]).all()
     assert np.isfinite(out[:37]).all()
     assert np.isfinite(out[:, :4]).all()
@@ -103,7 +121,8 @@ def test_a_nan_in_one_part_reaches_every_row_that_sees_it(open_hopper_ops, rng):
     assert np.isfinite(out[:, 4:]).all()
 
 
+@pytest.mark.parametrize("in_fp8", [False, True])
 @pytest.mark.parametrize(("num_sequences", "length"), [(16, 1024), (1, 4096), (4, 4096), (1, 16384)])
-def test_speed(open_hopper_ops, rng, num_sequences, length):
+def test_speed(open_hopper_ops, rng, num_sequences, length, in_fp8):
     open_hopper_ops("bfloat16")  # skips without a GPU
-    tell_speed(backend(), rng, num_sequences, length, "paged_prefill_sm90")
+    tell_speed(backend(in_fp8), rng, num_sequences, length, "paged_prefill_sm90")

@@ -1,11 +1,14 @@
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
+from model.ops.fp8 import narrow
 from model.ops.interface import HeadRotation
 from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, assert_close, normal, seconds_of, tell_bandwidth
+from tests.support.paged_cache import in_e4m3
 
 pytestmark = pytest.mark.gpu
 
@@ -23,6 +26,7 @@ class Case:
     layer: int = 1
     max_len: int = 60
     num_blocks: int = 20
+    in_fp8: bool = False  # the cache
 
     def __post_init__(self):
         num_heads, num_kv_heads = self.heads
@@ -35,6 +39,9 @@ class Case:
         self.slots = self.rng.permutation(num_slots)[: self.num_tokens].astype(np.int64)
         cache = (self.num_blocks, 3, 2, num_kv_heads, self.block_size, self.head_dim)
         self.kv = normal(self.rng, cache, self.dtype)
+        self.kv_scales = None
+        if self.in_fp8:
+            self.kv, self.kv_scales = in_e4m3(self.rng, self.kv)
         self.q_norm, self.k_norm = (normal(self.rng, (self.head_dim,), self.dtype) for _ in range(2))
 
     def run(self, ops, with_norms: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -44,7 +51,8 @@ class Case:
         with ops.scratch():
             rotation = HeadRotation(ops.upload(self.cos), ops.upload(self.sin), *norms, 1e-6)
             rows = [ops.upload(each) for each in (self.positions, self.slots)]
-            q = ops.download(ops.rope_kv_write(ops.upload(self.qkv), rotation, *rows, kv, self.layer))
+            scales = None if self.kv_scales is None else ops.upload(self.kv_scales)
+            q = ops.download(ops.rope_kv_write(ops.upload(self.qkv), rotation, *rows, kv, self.layer, scales))
         return q, ops.download(kv)
 
 
@@ -62,6 +70,34 @@ def check(ops, case: Case, with_norms: bool) -> None:
 @pytest.mark.parametrize("with_norms", [False, True])
 def test_heads_of_all_sizes(open_ops, rng, dtype, head_dim, with_norms):
     check(open_ops(dtype), Case(rng, dtype, 21, head_dim, 16, heads=(6, 2)), with_norms)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("with_norms", [False, True])
+def test_a_cache_in_e4m3_holds_what_rounding_the_stored_values_gives(open_ops, rng, dtype, head_dim, with_norms):
+    """Equal bytes where the value before rounding is the same, which rotation and norm make it but for its last bit."""
+    case = Case(rng, dtype, 21, head_dim, 16, heads=(6, 2), in_fp8=True)
+    plain = copy(case)
+    plain.kv, plain.kv_scales = np.zeros(case.kv.shape, NUMPY_DTYPES[dtype]), None
+    q, kv = case.run(open_ops(dtype, np.dtype(np.uint8)), with_norms)
+    expected_q, stored = plain.run(open_ops(dtype), with_norms)
+    np.testing.assert_array_equal(q, expected_q)
+    written = np.zeros(kv.shape[0] * kv.shape[4], bool)
+    written[case.slots] = True
+    written = np.broadcast_to(written.reshape(kv.shape[0], 1, 1, 1, -1), kv.shape[:-1]).copy()
+    written[:, np.arange(kv.shape[1]) != case.layer] = False
+    scaled = stored.astype(np.float32) / case.kv_scales[None, :, :, :, None, None]
+    np.testing.assert_array_equal(kv[written], narrow(scaled)[written])
+    np.testing.assert_array_equal(kv[~written], case.kv[~written])
+
+
+def test_e4m3_saturates_and_keeps_nan(open_ops, rng):
+    case = Case(rng, "bfloat16", 5, 64, 16, heads=(2, 1), in_fp8=True)
+    case.qkv[:, -64:] = np.array([np.inf, -1e30, np.nan, 1e-30, -0.0], np.float32)[:, None]
+    _, kv = case.run(open_ops("bfloat16", np.dtype(np.uint8)), with_norms=False)
+    rows = kv[case.slots // 16, case.layer, 1, 0, case.slots % 16]
+    np.testing.assert_array_equal(rows, np.array([[0x7E], [0xFE], [0x7F], [0], [0x80]], np.uint8).repeat(64, axis=1))
 
 
 @pytest.mark.parametrize("block_size", [8, 32])

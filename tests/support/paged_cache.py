@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from model.ops.fp8 import narrow
 from tests.support.kernel_checks import NUMPY_DTYPES, normal
 
 LAYER, NUM_LAYERS = 1, 2
+E4M3_NAN = 0x7F
 UNKNOWN_BLOCKS = np.array([1 << 30, -1, -(1 << 31)], np.int32)
 
 
@@ -20,10 +22,20 @@ class Heads:
     group: int
     num_kv_heads: int
     block_size: int
+    in_fp8: bool = False  # the cache
 
     @property
     def num_heads(self) -> int:
         return self.group * self.num_kv_heads
+
+    @property
+    def kv_dtype(self) -> np.dtype:
+        return np.dtype(np.uint8) if self.in_fp8 else NUMPY_DTYPES[self.dtype]
+
+    @property
+    def nan(self) -> float:
+        """NaN as an element of the cache."""
+        return E4M3_NAN if self.in_fp8 else np.nan
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,7 @@ class PagedCache:
     kv: np.ndarray  # [num_blocks, NUM_LAYERS, 2, Hkv, block_size, head_dim], only LAYER is not NaN
     block_tables: np.ndarray  # int32[S, max_blocks]
     context_lens: np.ndarray  # int32[S]
+    kv_scales: np.ndarray | None = None  # float32[NUM_LAYERS, 2, Hkv] of a cache in e4m3
 
     def known_tables(self) -> np.ndarray:
         """The tables with block 0 for what does not exist, for the reference: it reads what it does not use."""
@@ -54,7 +67,14 @@ def paged_cache(rng: np.random.Generator, heads: Heads, context_lens: list[int],
         at = np.arange(min(first_seen[s], length), length)
         shown = normal(rng, (len(at), 2, heads.num_kv_heads, heads.head_dim), heads.dtype)
         kv[tables[s, at // size], LAYER, :, :, at % size] = shown
-    return PagedCache(kv, tables.astype(np.int32), lens)
+    bits, scales = in_e4m3(rng, kv) if heads.in_fp8 else (kv, None)
+    return PagedCache(bits, tables.astype(np.int32), lens, scales)
+
+
+def in_e4m3(rng: np.random.Generator, kv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Random numbers as e4m3 with a scale of each layer, side and head, all of them different."""
+    scales = rng.uniform(0.005, 0.05, kv.shape[1:4]).astype(np.float32)
+    return narrow(kv.astype(np.float32) / scales[None, :, :, :, None, None]), scales
 
 
 def poisoned(ops, like: np.ndarray):
@@ -79,8 +99,9 @@ def captured(ops, launches: list[Callable[[], object]]) -> Callable[[], object]:
 def large_cache(ops, num_blocks: int, num_layers: int, heads: Heads):
     """A cache on the device that is too large to be made on the host: every block holds the same random numbers."""
     shape = (num_blocks, num_layers, 2, heads.num_kv_heads, heads.block_size, heads.head_dim)
-    kv = ops.empty(shape, NUMPY_DTYPES[heads.dtype])
-    block = ops.upload(normal(np.random.default_rng(0), shape[1:], heads.dtype))
+    kv = ops.empty(shape, heads.kv_dtype)
+    random = normal(np.random.default_rng(0), (1, *shape[1:]), heads.dtype)
+    block = ops.upload(in_e4m3(np.random.default_rng(0), random)[0] if heads.in_fp8 else random)
     for i in range(num_blocks):
         (kv.data + i * block.nbytes).copy_from_device_async(block.data, block.nbytes, ops.stream)
     ops.synchronize()

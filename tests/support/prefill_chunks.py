@@ -31,7 +31,8 @@ def expected(q: np.ndarray, cache: PagedCache, start: np.ndarray, scale: float, 
     some = np.flatnonzero(np.diff(start))
     tables, lens, longest = cache.known_tables()[some], cache.context_lens[some], int(np.diff(start).max())
     start = np.append(start[some], start[-1])
-    batch = AttentionBatch(cache.kv, LAYER, tables, lens, scale, window, start, longest)
+    chunks = {"query_start": start, "max_query_len": longest}
+    batch = AttentionBatch(cache.kv, LAYER, tables, lens, scale, window, **chunks, kv_scales=cache.kv_scales)
     NumpyOps().paged_prefill_attention(q, batch, out)
     return out.astype(q.dtype)
 
@@ -46,7 +47,8 @@ def prefilled(
     rows = ops.upload(cache.block_tables), ops.upload(cache.context_lens)
     chunks = ops.upload(start), max_query_len
     with ops.scratch():
-        batch = AttentionBatch(ops.upload(cache.kv), LAYER, *rows, scale, window, *chunks)
+        scales = None if cache.kv_scales is None else ops.upload(cache.kv_scales)
+        batch = AttentionBatch(ops.upload(cache.kv), LAYER, *rows, scale, window, *chunks, kv_scales=scales)
         ops.paged_prefill_attention(ops.upload(q), batch, out)
         out = ops.download(out)
     assert np.isnan(out[num_rows:].astype(np.float32)).all()
@@ -61,14 +63,17 @@ def cached(rng, heads: Heads, window: int, chunks: list[tuple[int, int]]):
     return normal(rng, (start[-1], heads.num_heads, heads.head_dim), heads.dtype), cache, start
 
 
-def backend():
+def backend(in_fp8: bool = False):
     """The GPU backend in bfloat16 with temporaries that are not poisoned, for timing."""
-    return importlib.import_module("model.ops.gpu.ops").CudaOps(NUMPY_DTYPES["bfloat16"])
+    kv_dtype = np.dtype(np.uint8) if in_fp8 else None
+    return importlib.import_module("model.ops.gpu.ops").CudaOps(NUMPY_DTYPES["bfloat16"], kv_dtype)
 
 
 def tell_speed(ops, rng, num_sequences: int, length: int, what: str) -> None:
     """Of whole prompts with the heads of Llama-3.1-8B."""
-    heads, num_layers = Heads("bfloat16", 128, 4, 8, 16), 4
+    in_fp8 = ops.kv_dtype == np.uint8
+    heads, num_layers = Heads("bfloat16", 128, 4, 8, 16, in_fp8), 4
+    scales = ops.upload(np.ones((num_layers, 2, heads.num_kv_heads), np.float32)) if in_fp8 else None
     blocks_each = length // heads.block_size
     kv = large_cache(ops, num_sequences * blocks_each, num_layers, heads)
     tables = rng.permutation(num_sequences * blocks_each).astype(np.int32).reshape(num_sequences, -1)
@@ -77,11 +82,11 @@ def tell_speed(ops, rng, num_sequences: int, length: int, what: str) -> None:
     q, out = ops.upload(normal(rng, shape, "bfloat16")), ops.empty(shape, ops.dtype)
     arrays = ops.upload(tables), ops.upload(np.full(num_sequences, length, np.int32))
     batches = [
-        AttentionBatch(kv, layer, *arrays, 0.088, query_start=start, max_query_len=length)
+        AttentionBatch(kv, layer, *arrays, 0.088, query_start=start, max_query_len=length, kv_scales=scales)
         for layer in range(num_layers)
     ]
     launches = [lambda batch=batch: ops.paged_prefill_attention(q, batch, out) for batch in batches]
     seconds = seconds_of(ops, [captured(ops, launches)] * 8) / num_layers  # eight, to hide the first one's launch
     num_flops = 4 * heads.head_dim * heads.num_heads * num_sequences * length * (length + 1) // 2
-    tell_flops(f"{what} {num_sequences} x {length}", num_flops, seconds)
+    tell_flops(f"{what} {heads.kv_dtype} {num_sequences} x {length}", num_flops, seconds)
     assert np.isfinite(ops.download(out).astype(np.float32)).all()

@@ -18,6 +18,13 @@ _FP32 = 0
 _DECODE_CTAS_PER_SM = 2
 """Decode blocks of an H100's SM (96 KiB each): splits aim at one full wave."""
 
+_FP8_CTAS_PER_SM = 4
+"""Decode blocks of an SM with an e4m3 cache (48 KiB and 128 registers a thread). More splits than for two cost more
+than they save."""
+
+_STAGES = 3
+"""STAGES of paged_decode.cu."""
+
 _MIN_SPLIT_TOKENS = 128
 """Least tokens of a split; shorter ones cost more than they save."""
 
@@ -45,6 +52,9 @@ _HOPPER_ROWS, _HOPPER_KEYS, _HOPPER_THREADS = 192, 128, 512
 _SHORT_ROWS, _SHORT_KEYS, _SHORT_STAGES, _SHORT_THREADS = 128, 64, 4, 384
 """PADDED_ROWS, KEYS, STAGES and THREADS of paged_prefill_short_sm90.cu."""
 
+_HOPPER_FETCHED, _SHORT_FETCHED = 3, 6
+"""FETCHED_STAGES of both: tiles of an e4m3 cache that are under way."""
+
 _MAX_CLUSTER_SPLITS = 8
 """MAX_CLUSTER_SPLITS of paged_prefill_short_sm90.cu."""
 
@@ -67,7 +77,7 @@ def plan_decode_attention(device: KernelLauncher, num_heads: int, batch: Attenti
     """Return int32[num_slots + rows of members, 8]: `KvSplit`s of kv_split.cuh, then `PrefixGroupMember`s."""
     kv, tables = batch.kv, batch.block_tables
     split = split_decode(device, num_heads, batch)
-    tiles = _decode_tiles(device.dtype_code, kv.shape[5], num_heads // kv.shape[3])
+    tiles = _decode_tiles(device.dtype_code, kv, num_heads // kv.shape[3])
     num_member_rows = math.ceil(split.num_groups * tiles["MEMBERS"] * _MEMBER_INTS / _SPLIT_INTS)
     plan = device.temporary((split.num_slots + num_member_rows, _SPLIT_INTS), np.int32)
     sizes = (split.num_slots, split.target_splits, split.num_groups, tables.shape[1], batch.window)
@@ -98,12 +108,12 @@ def decode_attention(device: KernelLauncher, q: Array, batch: AttentionBatch, ou
     num_partials = split.num_rows * num_heads
     partial_sums = device.temporary((num_partials, head_dim), np.float32)
     partial_stats = device.temporary((num_partials, 2), np.float32)
-    tiles = _decode_tiles(device.dtype_code, head_dim, num_heads // num_kv_heads)
+    tiles = _decode_tiles(device.dtype_code, kv, num_heads // num_kv_heads)
     sizes = map(np.int32, (num_sequences, num_blocks, num_layers, batch.layer, tables.shape[1]))
     device.launch(
         "paged_decode",
         (split.num_ctas, split.num_slots),
-        (out, q, kv, tables, plan, partial_sums, partial_stats, *sizes, _scale_log2(batch.scale)),
+        (out, q, kv, tables, plan, partial_sums, partial_stats, *sizes, _scale_log2(batch.scale), batch.kv_scales),
         threads=32 * tiles["WARPS"],
         shared_bytes=tiles["SHARED_BYTES"],
         overlaps=True,
@@ -111,6 +121,7 @@ def decode_attention(device: KernelLauncher, q: Array, batch: AttentionBatch, ou
         BLOCK_SIZE=block_size,
         GROUP=num_heads // num_kv_heads,
         **tiles,
+        **kv_build(kv),
     )
 
 
@@ -133,7 +144,7 @@ def prefill_attention(device: KernelLauncher, q: Array, batch: AttentionBatch, o
     device.launch(
         "paged_prefill",
         (num_kv_heads, len(lens), num_tiles),
-        (out, q, kv, tables, lens, batch.query_start, *sizes, _scale_log2(batch.scale), np.int32(batch.window)),
+        (out, q, kv, tables, lens, batch.query_start, *sizes, *_scales(batch)),
         threads=32 * tiles["WARPS"],
         shared_bytes=tiles["SHARED_BYTES"],
         overlaps=False,
@@ -142,6 +153,7 @@ def prefill_attention(device: KernelLauncher, q: Array, batch: AttentionBatch, o
         BLOCK_SIZE=block_size,
         GROUP=group,
         **tiles,
+        **kv_build(kv),
     )
 
 
@@ -156,8 +168,10 @@ def _prefill_on_hopper(device: KernelLauncher, q: Array, batch: AttentionBatch, 
     group = num_heads // num_kv_heads
     tokens = _HOPPER_ROWS // group  # of a query tile
     query_map = device.tensor_maps.get(q, q.shape[::-1], (64, group, tokens))
-    cache_map = device.tensor_maps.get(kv, (head_dim, math.prod(kv.shape[:-1])), (64, min(_HOPPER_KEYS, block_size)))
-    shared_bytes = 2 * head_dim * (_HOPPER_ROWS + 4 * _HOPPER_KEYS) + 256  # queries, two stages of KV
+    cache_map = _cache_map(device, kv, _HOPPER_KEYS)
+    is_fp8 = is_e4m3(kv)
+    fetched_bytes = _HOPPER_FETCHED * _HOPPER_KEYS * head_dim if is_fp8 else 0
+    shared_bytes = 2 * head_dim * (_HOPPER_ROWS + 4 * _HOPPER_KEYS) + fetched_bytes + 256  # queries, two stages of KV
     sizes = (len(lens), num_kv_heads, num_blocks, num_layers, batch.layer, tables.shape[1])
     num_ctas = min(device.num_sms, _HOPPER_MOST_CTAS)
     workspace = (device.temporary((num_ctas, _HOPPER_ROWS, n), np.float32) for n in (head_dim, 2))
@@ -165,7 +179,7 @@ def _prefill_on_hopper(device: KernelLauncher, q: Array, batch: AttentionBatch, 
     device.launch(
         "paged_prefill_sm90",
         (num_ctas,),
-        (*args, _scale_log2(batch.scale), np.int32(batch.window)),
+        (*args, *_scales(batch)),
         threads=_HOPPER_THREADS,
         shared_bytes=shared_bytes,
         overlaps=True,
@@ -175,24 +189,26 @@ def _prefill_on_hopper(device: KernelLauncher, q: Array, batch: AttentionBatch, 
         PADDED_ROWS=_HOPPER_ROWS,
         KEYS=_HOPPER_KEYS,
         SHARED_BYTES=shared_bytes,
+        **({"FETCHED_STAGES": _HOPPER_FETCHED} if is_fp8 else {}),
+        **kv_build(kv),
     )
 
 
 def _prefill_short_on_hopper(device: KernelLauncher, q: Array, batch: AttentionBatch, out: Array) -> None:
     kv, tables, lens = batch.kv, batch.block_tables, batch.context_lens
-    num_tokens, num_heads, head_dim = q.shape
-    num_blocks, num_layers, _, num_kv_heads, block_size, _ = kv.shape
+    num_tokens, num_heads, _ = q.shape
+    num_blocks, num_layers, _, num_kv_heads, _, _ = kv.shape
     group = num_heads // num_kv_heads
     query_map = device.tensor_maps.get(q, q.shape[::-1], (64, group, _SHORT_ROWS // group))
-    cache_map = device.tensor_maps.get(kv, (head_dim, math.prod(kv.shape[:-1])), (64, min(_SHORT_KEYS, block_size)))
-    build = _short_build(head_dim, block_size, group)
+    cache_map = _cache_map(device, kv, _SHORT_KEYS)
+    build = _short_build(kv, group)
     cluster, num_clusters = _clusters(device, build, math.ceil(num_tokens * group / _SHORT_ROWS) * num_kv_heads)
     sizes = (len(lens), num_kv_heads, num_blocks, num_layers, batch.layer, tables.shape[1], cluster)
     args = (out, query_map, cache_map, tables, lens, batch.query_start, *map(np.int32, sizes))
     device.launch(
         "paged_prefill_short_sm90",
         (cluster * num_clusters,),
-        (*args, _scale_log2(batch.scale), np.int32(batch.window)),
+        (*args, *_scales(batch)),
         overlaps=True,
         cluster=cluster,
         **build,
@@ -208,9 +224,14 @@ def _clusters(device: KernelLauncher, build: dict[str, int], num_query_tiles: in
     return 1, device.num_sms
 
 
-def _short_build(head_dim: int, block_size: int, group: int) -> dict[str, int]:
-    """Return sizes: shared memory is queries, stages of KV, barriers."""
+def _short_build(kv: Array, group: int) -> dict[str, int]:
+    """Return sizes: shared memory is queries, stages of KV, barriers; tiles of e4m3 with theirs."""
+    block_size, head_dim = kv.shape[4:]
     shared_bytes = 1024 + 2 * head_dim * (_SHORT_ROWS + 2 * _SHORT_STAGES * _SHORT_KEYS) + 8 * (3 + 4 * _SHORT_STAGES)
+    fetched = {}
+    if is_e4m3(kv):
+        shared_bytes += _SHORT_FETCHED * (_SHORT_KEYS * head_dim + 16)
+        fetched = {"FETCHED_STAGES": _SHORT_FETCHED}
     return {
         "threads": _SHORT_THREADS,
         "shared_bytes": shared_bytes,
@@ -221,21 +242,27 @@ def _short_build(head_dim: int, block_size: int, group: int) -> dict[str, int]:
         "KEYS": _SHORT_KEYS,
         "STAGES": _SHORT_STAGES,
         "SHARED_BYTES": shared_bytes,
+        **fetched,
+        **kv_build(kv),
     }
 
 
-def _decode_tiles(dtype_code: int, head_dim: int, group: int) -> dict[str, int]:
+def _decode_tiles(dtype_code: int, kv: Array, group: int) -> dict[str, int]:
     """Return macros: each warp streams tiles of 16 keys and values."""
-    warps, stages = 4 if head_dim <= 128 else 2, 3
-    most_rows = _MAX_GROUP_ROWS if 64 < head_dim <= 128 else _MAX_GROUP_ROWS // 2
-    shared_bytes = 8 << 10 if dtype_code == _FP32 else warps * stages * 2 * 16 * _shared_row_bytes(head_dim)
-    return {
+    head_dim, is_fp8 = kv.shape[5], is_e4m3(kv)
+    warps, stages = 4 if head_dim <= 128 else 2, _STAGES
+    most_rows = _MAX_GROUP_ROWS if 64 < head_dim <= 128 and not is_fp8 else _MAX_GROUP_ROWS // 2
+    members = min(_MAX_MEMBERS, most_rows // min(group, 16))
+    ring_bytes = warps * stages * 2 * 16 * _shared_row_bytes(head_dim * (1 if is_fp8 else 2))
+    result_bytes = warps * members * min(group, 16) * (4 * (head_dim + 4) + 8)
+    tiles = {
         "WARPS": warps,
         "STAGES": stages,
-        "MEMBERS": min(_MAX_MEMBERS, most_rows // min(group, 16)),
+        "MEMBERS": members,
         "MAX_SPLITS": _MAX_SPLITS,
-        "SHARED_BYTES": shared_bytes,
+        "SHARED_BYTES": 8 << 10 if dtype_code == _FP32 else max(ring_bytes, result_bytes),
     }
+    return tiles | {"CTAS_PER_SM": _FP8_CTAS_PER_SM} if is_fp8 else tiles
 
 
 def _prefill_tiles(dtype_code: int, head_dim: int, max_rows: int) -> dict[str, int]:
@@ -243,7 +270,7 @@ def _prefill_tiles(dtype_code: int, head_dim: int, max_rows: int) -> dict[str, i
     keys = 64 if head_dim <= 128 else 32
     tiles = {"WARPS": 4, "ROW_TILES": 2 if head_dim <= 128 and max_rows > 64 else 1, "KEYS": keys}
     num_rows = _prefill_rows(tiles) + 4 * keys
-    return tiles | {"SHARED_BYTES": 0 if dtype_code == _FP32 else num_rows * _shared_row_bytes(head_dim) + 128}
+    return tiles | {"SHARED_BYTES": 0 if dtype_code == _FP32 else num_rows * _shared_row_bytes(2 * head_dim) + 128}
 
 
 def _prefill_rows(tiles: dict[str, int]) -> int:
@@ -264,7 +291,7 @@ def split_decode(device: KernelLauncher, num_heads: int, batch: AttentionBatch) 
     num_slots = min(num_sequences + 2 * target_splits, num_sequences * most_splits)
     if num_slots == num_sequences:
         return _Split(num_ctas, 0, num_slots, 0, 0)
-    members = _decode_tiles(device.dtype_code, kv.shape[5], group)["MEMBERS"]
+    members = _decode_tiles(device.dtype_code, kv, group)["MEMBERS"]
     may_share = members > 1 and target_splits > 1 and _MIN_COMMON_TOKENS < num_tokens <= window
     if not may_share or not 1 < num_sequences <= _PLAN_THREADS:
         return _Split(num_ctas, target_splits, num_slots, 0, num_slots)
@@ -273,11 +300,33 @@ def split_decode(device: KernelLauncher, num_heads: int, batch: AttentionBatch) 
     return _Split(num_ctas, target_splits, num_slots + num_groups, num_groups, num_rows)
 
 
-def _shared_row_bytes(head_dim: int) -> int:
-    """Return the row stride of `SharedTile` (paged_kv.cuh)."""
-    chunks = head_dim // 8
+def _shared_row_bytes(row_bytes: int) -> int:
+    """Return the row stride of `TileOf` (paged_kv.cuh)."""
+    chunks = row_bytes // 16
     is_swizzled = chunks >= 8 and chunks & (chunks - 1) == 0
     return 16 * (chunks if is_swizzled else chunks | 1)
+
+
+def is_e4m3(kv: Array) -> bool:
+    return bool(kv.dtype.itemsize == 1)
+
+
+def kv_build(kv: Array) -> dict[str, int]:
+    """Return the macro of a cache in e4m3."""
+    return {"QUIRE_KV_FP8": 1} if is_e4m3(kv) else {}
+
+
+def _cache_map(device: KernelLauncher, kv: Array, keys: int) -> np.ndarray:
+    """Return the map of the cache as rows of head_dim, in boxes of rows of a block."""
+    *_, block_size, head_dim = kv.shape
+    width, item_bytes = (head_dim, 1) if is_e4m3(kv) else (64, 2)
+    sizes, box = (head_dim, math.prod(kv.shape[:-1])), (width, min(keys, block_size))
+    return device.tensor_maps.get(kv, sizes, box, item_bytes)
+
+
+def _scales(batch: AttentionBatch) -> tuple[np.float32, np.int32, Array | None]:
+    """Return the last arguments of prefill."""
+    return _scale_log2(batch.scale), np.int32(batch.window), batch.kv_scales
 
 
 def _scale_log2(scale: float) -> np.float32:

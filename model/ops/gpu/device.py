@@ -45,8 +45,8 @@ class CudaDevice:
         self.kv_dtype = self.dtype if kv_dtype is None else np.dtype(kv_dtype)
         if self.dtype not in DTYPE_CODES:
             raise ValueError(f"dtype: {self.dtype} is not supported (float32, float16, bfloat16)")
-        if self.kv_dtype != self.dtype:
-            raise ValueError(f"kv_dtype: {self.kv_dtype} is not supported ({self.dtype}, as the activations)")
+        if self.kv_dtype not in (self.dtype, np.uint8):
+            raise ValueError(f"kv_dtype: {self.kv_dtype} is not supported ({self.dtype}, as the activations, or fp8)")
         device = cupy.cuda.Device()
         self.device_name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
         self.dtype_code = DTYPE_CODES[self.dtype]

@@ -12,7 +12,7 @@ from model.ops.weight import Array
 class TensorMapSource(Protocol):
     """`TensorMaps`."""
 
-    def get(self, array: Array, sizes: tuple[int, ...], box: tuple[int, ...]) -> np.ndarray: ...
+    def get(self, array: Array, sizes: tuple[int, ...], box: tuple[int, ...], item_bytes: int = 2) -> np.ndarray: ...
 
 
 class KernelLauncher(Protocol):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from model.ops.cpu.quantised import dequantise
-from model.ops.gpu.attention import decode_attention, plan_decode_attention, prefill_attention
+from model.ops.gpu.attention import decode_attention, kv_build, plan_decode_attention, prefill_attention
 from model.ops.gpu.device import DTYPE_CODES, THREADS, CudaDevice, expect
 from model.ops.gpu.fp8 import Fp8Linear, dequantise_rows, expect_fp8, quantised_by
 from model.ops.gpu.int4.linear import MAX_FUSED_ROWS, Int4Linear, expect_int4
@@ -25,6 +25,7 @@ from model.ops.weight import Weight, WeightFormat
 _VEC_BYTES = 16
 _FIND_BLOCKS_PER_SM = 8
 _COPY_VECS_PER_THREAD = 4  # VECS_PER_THREAD of copy_blocks.cu
+_UINT8 = np.dtype(np.uint8)
 _INT32 = np.dtype(np.int32)
 _INT64 = np.dtype(np.int64)
 _FLOAT32 = np.dtype(np.float32)
@@ -168,6 +169,7 @@ class CudaOps(CudaDevice):
         rows, max_len = len(qkv), len(rotation.cos)
         num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
         expect("kv", kv, self.kv_dtype, num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
+        _expect_scales(kv_scales, self.kv_dtype, num_layers, num_kv_heads)
         expect("qkv", qkv, self.dtype, rows, (num_heads + 2 * num_kv_heads) * head_dim)
         expect("cos", rotation.cos, _FLOAT32, max_len, head_dim // 2)
         expect("sin", rotation.sin, _FLOAT32, max_len, head_dim // 2)
@@ -187,10 +189,11 @@ class CudaOps(CudaDevice):
         self.launch(
             "rope_kv_write",
             (math.ceil(rows * (num_heads + 2 * num_kv_heads) / heads_per_block),),
-            (*tables, *map(np.int32, sizes), np.float32(rotation.eps)),
+            (*tables, *map(np.int32, sizes), np.float32(rotation.eps), kv_scales),
             overlaps=True,
             HEAD_DIM=head_dim,
             BLOCK_SIZE=block_size,
+            **kv_build(kv),
         )
         return out
 
@@ -306,6 +309,7 @@ class CudaOps(CudaDevice):
         kv, layer, num_sequences = batch.kv, batch.layer, len(batch.context_lens)
         num_blocks, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
         expect("kv", kv, self.kv_dtype, num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
+        _expect_scales(batch.kv_scales, self.kv_dtype, num_layers, num_kv_heads)
         expect("q", q, self.dtype, None, None, head_dim)
         expect("out", out, self.dtype, *q.shape)
         expect("context_lens", batch.context_lens, _INT32, None)
@@ -313,3 +317,10 @@ class CudaOps(CudaDevice):
         if q.shape[1] % num_kv_heads or not 0 <= layer < num_layers:
             heads = f"{q.shape[1]} query heads and {num_kv_heads} of keys"
             raise ValueError(f"attention: {heads} in layer {layer} of {num_layers} are not supported")
+
+
+def _expect_scales(kv_scales: Array | None, kv_dtype: np.dtype, num_layers: int, num_kv_heads: int) -> None:
+    if (kv_scales is None) == (kv_dtype == _UINT8):
+        raise ValueError(f"kv_scales: a cache of {kv_dtype} has {'none' if kv_scales is None else 'some'} (e4m3 only)")
+    if kv_scales is not None:
+        expect("kv_scales", kv_scales, _FLOAT32, num_layers, 2, num_kv_heads)

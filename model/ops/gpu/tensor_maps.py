@@ -12,6 +12,14 @@ from model.ops.interface import Array
 
 _BYTES = 128
 _REMEMBERED = 2048
+_TYPES = {
+    1: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+    2: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+}
+_SWIZZLES = {
+    1: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+    2: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+}
 
 
 class TensorMaps:
@@ -20,22 +28,22 @@ class TensorMaps:
     def __init__(self) -> None:
         self._encode = lru_cache(_REMEMBERED)(_encode)
 
-    def get(self, array: Array, sizes: tuple[int, ...], box: tuple[int, ...]) -> np.ndarray:
-        """Return a map of contiguous 16-bit elements of these `sizes`, in boxes; the fastest dimension first.
+    def get(self, array: Array, sizes: tuple[int, ...], box: tuple[int, ...], item_bytes: int = 2) -> np.ndarray:
+        """Return a map of contiguous elements of these `sizes`, in boxes; the fastest dimension first.
 
-        Boxes arrive in the 128-byte swizzle (`box[0]` is 64), zeros outside the array. A kernel takes the map by value,
-        as a `__grid_constant__`. Raises ValueError if the driver refuses.
+        Boxes of 16-bit elements arrive in the 128-byte swizzle (`box[0]` is 64), of bytes row after row; zeros outside
+        the array. A kernel takes the map by value, as a `__grid_constant__`. Raises ValueError if the driver refuses.
         """
-        return self._encode(array.data.ptr, sizes, box)
+        return self._encode(array.data.ptr, sizes, box, item_bytes)
 
 
-def _encode(address: int, sizes: tuple[int, ...], box: tuple[int, ...]) -> np.ndarray:
-    strides, stride = [], 2
+def _encode(address: int, sizes: tuple[int, ...], box: tuple[int, ...], item_bytes: int) -> np.ndarray:
+    strides, stride = [], item_bytes
     for size in sizes[:-1]:
         stride *= size
         strides.append(driver.cuuint64_t(stride))
     status, encoded = driver.cuTensorMapEncodeTiled(
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+        _TYPES[item_bytes],
         len(sizes),
         address,
         [driver.cuuint64_t(size) for size in sizes],
@@ -43,7 +51,7 @@ def _encode(address: int, sizes: tuple[int, ...], box: tuple[int, ...]) -> np.nd
         [driver.cuuint32_t(size) for size in box],
         [driver.cuuint32_t(1)] * len(sizes),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        _SWIZZLES[item_bytes],
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

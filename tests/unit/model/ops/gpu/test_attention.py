@@ -24,7 +24,7 @@ class RecordingOps:
 
     def __init__(self, dtype_code: int, arch: str = "80"):
         self.dtype_code, self.arch = dtype_code, arch
-        self.tensor_maps = SimpleNamespace(get=lambda array, sizes, box: (sizes, box))
+        self.tensor_maps = SimpleNamespace(get=lambda array, sizes, box, item_bytes=2: (sizes, box))
         self.kernels = SimpleNamespace(get=self._get)
         self.temporaries = []
         self.build, self.grid, self.block, self.shared_bytes, self.cluster = None, None, None, None, None

@@ -22,7 +22,9 @@ DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 SHAPE = {"HEAD_DIM": 128, "BLOCK_SIZE": 16}
 ALSO = {
     "add_bias": ({"OUT_FLOAT": 0}, {"OUT_FLOAT": 1}),
-    "rope_kv_write": tuple({"HEAD_DIM": head_dim} for head_dim in (64, 80, 96, 128, 256)),
+    "rope_kv_write": tuple(
+        {"HEAD_DIM": head_dim, **cache} for head_dim in (64, 80, 96, 128, 256) for cache in ({}, {"QUIRE_KV_FP8": 1})
+    ),
 }
 LAYOUTS = (Int4Layout(1, False, True), Int4Layout(4, True, False))
 NAMES = sorted(path.stem for path in (ROOT / "cuda").glob("*/*.cu"))
@@ -46,6 +48,14 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
         return [{"QUIRE_DTYPE": dtype_code, **layout.defines} for layout in LAYOUTS]
     if not name.startswith(("plan_decode", "paged_decode", "paged_prefill")):
         return [{"QUIRE_DTYPE": dtype_code, **SHAPE, **more} for more in ALSO.get(name, ({},))]
+    builds = attention_builds(dtype_code, architecture, np.float32) + attention_builds(
+        dtype_code, architecture, np.uint8
+    )
+    return [defines for asked, defines in builds if asked == name]
+
+
+def attention_builds(dtype_code: int, architecture: str, kv_dtype: type) -> list[tuple[str, dict[str, int]]]:
+    """(kernel, defines) of decodes and prefills with Llama-3.1-8B's heads; uint8 is a cache in e4m3."""
     builds = []
 
     def get(asked, *, shared_bytes, **defines):
@@ -65,17 +75,14 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
         temporary=np.empty,
         tensor_maps=SimpleNamespace(get=lambda *_: None),
     )
-    q, kv = np.empty((2048, 32, 128), np.float32), np.empty((1, 1, 2, 8, 16, 128), np.float32)
+    q, kv = np.empty((2048, 32, 128), np.float32), np.empty((1, 1, 2, 8, 16, 128), kv_dtype)
     ints = np.zeros(97, np.int32)
     tables = np.zeros((96, 64), np.int32)
-    if name in ("plan_decode", "paged_decode"):
-        decode_attention(ops, q[:96], AttentionBatch(kv, 0, tables, ints[:96], 0.1), q[:96])
-    else:
-        for num_tokens, longest in ((96, 1), (96, 96), (2048, 96)):
-            rows = q[:num_tokens]
-            batch = AttentionBatch(kv, 0, tables, ints[:96], 0.1, NO_WINDOW, ints, longest)
-            prefill_attention(ops, rows, batch, rows)
-    return [defines for asked, defines in builds if asked == name]
+    decode_attention(ops, q[:96], AttentionBatch(kv, 0, tables, ints[:96], 0.1), q[:96])
+    for num_tokens, longest in ((96, 1), (96, 96), (2048, 96)):
+        rows = q[:num_tokens]
+        prefill_attention(ops, rows, AttentionBatch(kv, 0, tables, ints[:96], 0.1, NO_WINDOW, ints, longest), rows)
+    return builds
 
 
 def gemv_builds(dtype_code: int) -> list[dict[str, int]]:
