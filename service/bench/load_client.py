@@ -12,7 +12,8 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 
 import aiohttp
@@ -31,6 +32,9 @@ class Task:
     vocab_size: int
     max_seconds: float
     requests: list[tuple[int, int, int, float]]
+    prompts: list[list[int]] | None = None  # token ids of each; None: random ones
+    ignore_eos: bool = True
+    max_concurrency: int | None = None  # open requests of this process
 
 
 @dataclass
@@ -44,23 +48,31 @@ class Answer:
     error: str | None = None  # None: complete
 
 
-def body_of(task: Task, number: int, num_prompt: int, num_output: int) -> bytes:
-    """Return the request, made of `number` alone, so that every run sends the same."""
-    prompt = random.Random(number).choices(range(task.vocab_size), k=num_prompt)
-    params = {"max_tokens": num_output, "temperature": 0, "ignore_eos": True, "stream": True}
+def body_of(task: Task, number: int, num_prompt: int, num_output: int, prompt: list[int] | None = None) -> bytes:
+    """Return the request. Without a prompt it is made of `number` alone, so that every run sends the same."""
+    prompt = prompt or random.Random(number).choices(range(task.vocab_size), k=num_prompt)
+    params = {"max_tokens": num_output, "temperature": 0, "ignore_eos": task.ignore_eos, "stream": True}
     usage = {"stream_options": {"include_usage": True}}
     return json.dumps({"model": task.model, "prompt": prompt, **params, **usage}).encode()
 
 
-async def ask(http: aiohttp.ClientSession, url: str, body: bytes, due_s: float, deadline_s: float) -> Answer:
-    """Send one request at `due_s` and read its answer; times of `time.monotonic`."""
+async def ask(
+    http: aiohttp.ClientSession,
+    url: str,
+    body: bytes,
+    due_s: float,
+    deadline_s: float,
+    places: AbstractAsyncContextManager[object],
+) -> Answer:
+    """Send one request at `due_s`, or when it enters `places`, and read its answer; times of `time.monotonic`."""
     answer = Answer()
     try:
         async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
             while (left_s := due_s - time.monotonic()) > 0:  # a timer may fire slightly early
                 await asyncio.sleep(left_s)
-            answer.sent_s = time.monotonic() - due_s
-            await _follow(http, url, body, due_s, answer)
+            async with places:
+                answer.sent_s = time.monotonic() - due_s
+                await _follow(http, url, body, due_s, answer)
     except TimeoutError:
         answer.error = "unfinished at the end of the run"
     except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -101,7 +113,9 @@ def _note(event: bytes, now_s: float, answer: Answer) -> None:
 
 async def run(task: Task, wait_for_start: Callable[[], float]) -> list[Answer]:
     """Run the task; `wait_for_start` is called once requests are prepared and returns the start."""
-    bodies = [body_of(task, *request[:3]) for request in task.requests]
+    prompts: Sequence[list[int] | None] = task.prompts or [None] * len(task.requests)
+    bodies = [body_of(task, *request[:3], prompt) for request, prompt in zip(task.requests, prompts, strict=True)]
+    places = nullcontext() if task.max_concurrency is None else asyncio.Semaphore(task.max_concurrency)
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
     if task.api_key:
         headers["Authorization"] = f"Bearer {task.api_key}"
@@ -111,7 +125,7 @@ async def run(task: Task, wait_for_start: Callable[[], float]) -> list[Answer]:
         deadline_s, url = start_s + task.max_seconds, task.url + "/v1/completions"
         due = [start_s + request[3] for request in task.requests]
         return await asyncio.gather(
-            *(ask(http, url, body, due_s, deadline_s) for body, due_s in zip(bodies, due, strict=True))
+            *(ask(http, url, body, due_s, deadline_s, places) for body, due_s in zip(bodies, due, strict=True))
         )
 
 

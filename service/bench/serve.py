@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -17,10 +18,12 @@ from urllib.parse import urlsplit
 import aiohttp
 import numpy as np
 
+from service.bench.datasets import add_dataset_flags, make_dataset, read_rate
 from service.bench.flag_values import positive_number, whole_number
 from service.bench.load_client import Answer, Task
 from service.bench.report import Figure, Spread, python_script, script_environment, write_report
 from service.bench.trace import TracedRequest, read_trace
+from service.bench.vllm_table import TITLES, Load, vllm_table
 from service.cli.client.api import unreachable
 from service.cli.table import print_table, shown
 from service.config.settings import Settings
@@ -36,6 +39,8 @@ GRACE_S = 30.0
 
 ANSWER_LINE_BYTES = 1 << 28
 CURVE_POINTS = 400
+OPEN_PER_CLIENT = 64
+"""Open requests of one client process under --max-concurrency, so that few share the limit unevenly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +54,9 @@ class Plan:
     slo_gap_ms: float
     vocab_size: int
     requests: list[TracedRequest]
+    prompts: list[list[int]] | None = None
+    ignore_eos: bool = True
+    max_concurrency: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +82,36 @@ class ServeFigures:
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", metavar="URL", required=True, help="the service, such as http://127.0.0.1:8000")
-    parser.add_argument("--trace", type=Path, metavar="FILE", required=True, help="lengths and arrivals of requests")
-    parser.add_argument("--rate", metavar="X", required=True, help="requests/s; arrivals are divided by it")
+    parser.add_argument(
+        "--url", "--base-url", metavar="URL", help="the service (default: http://--host:--port, http://127.0.0.1:8000)"
+    )
+    parser.add_argument(
+        "--host", dest="asked_host", metavar="TEXT", default="127.0.0.1", help="the service's host (default: 127.0.0.1)"
+    )
+    parser.add_argument(
+        "--port", dest="asked_port", metavar="N", default="8000", help="the service's port (default: 8000)"
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="lengths and arrivals of requests (default: --dataset-name)"
+    )
+    parser.add_argument("--rate", metavar="X", help="requests/s of a trace; arrivals are divided by it")
+    add_dataset_flags(parser)
+    parser.add_argument("--max-concurrency", metavar="N", help="max open requests (default: no limit)")
+    parser.add_argument(
+        "--ignore-eos", action="store_true", help="answers have their full length (a trace's always have)"
+    )
+    parser.add_argument("--backend", choices=("vllm", "openai"), help="no effect: /v1/completions is asked")
+    parser.add_argument("--endpoint", choices=("/v1/completions",), help="no effect: /v1/completions is asked")
+    parser.add_argument("--tokenizer", metavar="TEXT", help="no effect: the service tokenizes")
+    parser.add_argument(
+        "--percentile-metrics",
+        metavar="NAMES",
+        default="ttft,tpot,itl",
+        help="latencies in vLLM's table, of ttft, tpot, itl and e2el (default: ttft,tpot,itl)",
+    )
+    parser.add_argument(
+        "--metric-percentiles", metavar="NUMBERS", default="99", help="percentiles in vLLM's table (default: 99)"
+    )
     parser.add_argument("--num-requests", metavar="N", help="first N requests of the trace (default: all)")
     parser.add_argument(
         "--max-seconds", metavar="X", default="600", help="seconds until open requests count as failed (default: 600)"
@@ -97,38 +132,73 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_serve_bench(_: Settings, flags: argparse.Namespace) -> int:
     """Return the exit status, 1 if a request failed. Raises StartupError."""
-    plan = read_plan(flags)
-    answers = asyncio.run(drive(plan, flags.asked_model))
+    metrics, percentiles = read_table_flags(flags)
+    plan, answers = asyncio.run(_plan_and_drive(flags))
     figures = summarize(plan, answers)
     rows = [(name.replace("_", " "), _shown(value)) for name, value in vars(figures).items() if name != "errors"]
     print_table(rows)
     if figures.errors:  # apart: the texts may be long
         print_table([(f"error: {error}", f"{count:,}") for error, count in figures.errors.items()])
-    record = {"bench": "serve", "url": plan.url, "trace": flags.trace.stem, "clients": plan.num_clients}
+    if flags.dataset_name is not None:
+        load = Load(rate=plan.rate, max_concurrency=plan.max_concurrency, duration_s=figures.total_s)
+        print("\n" + vllm_table(load, plan.requests, answers, metrics, percentiles))
+    workload = flags.dataset_name or flags.trace.stem
+    record = {"bench": "serve", "url": plan.url, "trace": workload, "clients": plan.num_clients}
     record |= {"slo_ttft_ms": plan.slo_ttft_ms, "slo_gap_ms": plan.slo_gap_ms}
-    write_report(flags, {**record, **asdict(figures)}, _figure(plan, answers))
+    rate = {"rate": plan.rate if math.isfinite(plan.rate) else "inf"}
+    write_report(flags, {**record, **asdict(figures), **rate}, _figure(plan, answers))
     return 1 if figures.num_errors else 0
 
 
+def read_table_flags(flags: argparse.Namespace) -> tuple[list[str], list[float]]:
+    """Return the latencies and percentiles of vLLM's table. Raises StartupError."""
+    metrics = [name.strip() for name in flags.percentile_metrics.split(",")]
+    if unknown := [name for name in metrics if name not in TITLES]:
+        raise StartupError(f"--percentile-metrics: {unknown[0]!r} is not supported ({', '.join(TITLES)})")
+    texts = flags.metric_percentiles.split(",")
+    return metrics, [positive_number("--metric-percentiles", text.strip(), high=100) for text in texts]
+
+
+async def _plan_and_drive(flags: argparse.Namespace) -> tuple[Plan, list[Answer]]:
+    plan = read_plan(flags)
+    model = flags.asked_model or await first_model(plan)
+    if flags.dataset_name is not None:
+        async with aiohttp.ClientSession(headers=_headers(plan)) as http:
+            dataset = await make_dataset(flags, http, plan.url, model)
+        plan = replace(plan, requests=dataset.requests, prompts=dataset.prompts)
+    plan = replace(plan, num_clients=min(plan.num_clients, len(plan.requests)))
+    return plan, await drive(plan, model)
+
+
 def read_plan(flags: argparse.Namespace) -> Plan:
-    """Check the flags. Raises StartupError with the flag."""
-    parts = urlsplit(flags.url)
+    """Check the flags; the requests of a dataset come later. Raises StartupError with the flag."""
+    if (flags.trace is None) == (flags.dataset_name is None):
+        raise StartupError("--trace: give it or --dataset-name")
+    if flags.trace is not None and flags.rate is None:
+        raise StartupError("--rate: missing")
+    url = flags.url or f"http://{flags.asked_host}:{flags.asked_port}"
+    parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.path not in ("", "/"):
-        raise StartupError(f"--url: {flags.url!r} is not of the form http://host:port")
-    requests = read_trace(flags.trace)
+        raise StartupError(f"--url: {url!r} is not of the form http://host:port")
+    requests = [] if flags.trace is None else read_trace(flags.trace)
     if flags.num_requests is not None:
         requests = requests[: whole_number("--num-requests", flags.num_requests)]
+    limit = flags.max_concurrency
+    limit = None if limit is None else whole_number("--max-concurrency", limit)
+    num_clients = whole_number("--clients", flags.clients, high=64)
     keys = (flags.shown_key or os.environ.get(API_KEY_VARIABLE) or "").split(",")
     return Plan(
         url=f"{parts.scheme}://{parts.netloc}",
         api_key=keys[0].strip() or None,
-        rate=positive_number("--rate", flags.rate),
-        num_clients=min(whole_number("--clients", flags.clients, high=64), len(requests)),
+        rate=read_rate(flags) if flags.trace is None else positive_number("--rate", flags.rate),
+        num_clients=num_clients if limit is None else min(num_clients, max(1, limit // OPEN_PER_CLIENT)),
         max_seconds=positive_number("--max-seconds", flags.max_seconds, high=86400),
         slo_ttft_ms=positive_number("--slo-ttft-ms", flags.slo_ttft_ms),
         slo_gap_ms=positive_number("--slo-gap-ms", flags.slo_gap_ms),
         vocab_size=whole_number("--vocab-size", flags.vocab_size),
         requests=requests,
+        ignore_eos=flags.ignore_eos or flags.trace is not None,
+        max_concurrency=limit,
     )
 
 
@@ -166,9 +236,8 @@ def _gaps_ms(answer: Answer) -> list[float]:
     return [1e3 * (later - earlier) for earlier, later in pairwise(answer.chunks_s)]
 
 
-async def drive(plan: Plan, model: str | None) -> list[Answer]:
+async def drive(plan: Plan, model: str) -> list[Answer]:
     """Return every answer, in the plan's order."""
-    model = model or await first_model(plan)
     clients: list[asyncio.subprocess.Process] = []
     try:
         for number in range(plan.num_clients):
@@ -201,8 +270,7 @@ async def _let_run(clients: Sequence[asyncio.subprocess.Process]) -> list[bytes]
 
 
 async def first_model(plan: Plan) -> str:
-    headers = {"Authorization": f"Bearer {plan.api_key}"} if plan.api_key else {}
-    timeout = aiohttp.ClientTimeout(total=10)
+    headers, timeout = _headers(plan), aiohttp.ClientTimeout(total=10)
     try:
         async with (
             aiohttp.ClientSession(headers=headers, timeout=timeout) as http,
@@ -217,6 +285,10 @@ async def first_model(plan: Plan) -> str:
         raise StartupError(f"--url: {plan.url} lists no model: {error or type(error).__name__}") from None
 
 
+def _headers(plan: Plan) -> dict[str, str]:
+    return {"Authorization": f"Bearer {plan.api_key}"} if plan.api_key else {}
+
+
 async def _start_client(plan: Plan, model: str, number: int) -> asyncio.subprocess.Process:
     """Start a client for the requests with index % num_clients == number."""
     share = [
@@ -224,7 +296,18 @@ async def _start_client(plan: Plan, model: str, number: int) -> asyncio.subproce
         for index, each in enumerate(plan.requests)
         if index % plan.num_clients == number
     ]
-    task = Task(plan.url, plan.api_key, model, plan.vocab_size, plan.max_seconds, share)
+    limit, num_clients = plan.max_concurrency, plan.num_clients
+    task = Task(
+        plan.url,
+        plan.api_key,
+        model,
+        plan.vocab_size,
+        plan.max_seconds,
+        share,
+        prompts=None if plan.prompts is None else plan.prompts[number::num_clients],
+        ignore_eos=plan.ignore_eos,
+        max_concurrency=None if limit is None else limit // num_clients + (number < limit % num_clients),
+    )
     process = await asyncio.create_subprocess_exec(
         *python_script("load_client"),
         env=script_environment(),

@@ -177,9 +177,68 @@ async def test_errors_are_counted_by_name_and_the_run_is_bounded(trace, tmp_path
     assert "num errors" in shown
 
 
+async def test_vllms_words_against_a_gateway(model_folder, tmp_path, capsys):
+    async with open_gateway(model_folder) as gateway:
+        gateway.worker.script = lambda job: Script([[65]] * 64, step_s=0.001)
+        port = gateway.url.rpartition(":")[2]
+        words = "--dataset-name random --random-input-len 8 --random-output-len 4 --num-prompts 12 --request-rate inf"
+        more = "--max-concurrency 2 --ignore-eos --backend vllm --vocab-size 64 --percentile-metrics ttft,e2el"
+        status = await bench("--port", port, *words.split(), *more.split(), "--out", tmp_path / "out.json")
+        jobs = [(len(job.prompt) // 4, job.sampling.max_tokens, job.sampling.ignore_eos) for job in gateway.worker.jobs]
+    assert status == 0
+    assert jobs == [(8, 4, True)] * 12
+    shown = capsys.readouterr().out
+    rows = {"Successful requests": 12, "Total input tokens": 96, "Total generated tokens": 48}
+    for label, value in {**rows, "Maximum request concurrency": 2}.items():
+        assert f"{label + ':':<40} {value}\n" in shown
+    assert "num requests" in shown
+    assert "P99 E2EL (ms):" in shown
+    assert "TPOT" not in shown
+    assert json.loads((tmp_path / "out.json").read_text())["rate"] == "inf"
+
+
+async def test_no_more_are_open_than_the_limit(tmp_path):
+    num_open, most_open = 0, 0
+
+    async def slow(request: web.Request) -> web.Response:
+        nonlocal num_open, most_open
+        num_open += 1
+        most_open = max(most_open, num_open)
+        await asyncio.sleep(0.02)
+        num_open -= 1
+        done = 'data: {"choices": [{"text": "a"}], "usage": {"completion_tokens": 1}}\n\ndata: [DONE]\n\n'
+        return web.Response(text=done)
+
+    async with answering(slow) as url:
+        words = ("--dataset-name", "random", "--num-prompts", 20, "--max-concurrency", 3, "--model", "m")
+        assert await bench("--base-url", url, *words) == 0
+    assert most_open == 3
+
+
+async def test_sharegpt_against_a_gateway(model_folder, tmp_path, capsys):
+    path = tmp_path / "sharegpt.json"
+    turns = [[{"value": text}, {"value": "a fox and a hen"}] for text in ("a long tale of a fox", "hi", "of hens " * 9)]
+    path.write_text(json.dumps([{"conversations": pair} for pair in turns]))
+    words = ("--dataset-name", "sharegpt", "--dataset-path", path, "--sharegpt-output-len", 5)
+    async with open_gateway(model_folder) as gateway:
+        gateway.worker.script = lambda job: Script([[65]] * 64, step_s=0.001)
+        assert await bench("--url", gateway.url, *words, "--num-prompts", 2) == 0
+        jobs = gateway.worker.jobs
+        assert await bench("--url", gateway.url, *words, "--num-prompts", 3) == 2
+    lengths = sorted(len(job.prompt) // 4 for job in jobs)
+    assert len(lengths) == 2
+    assert lengths[0] >= 4  # "hi" is too short
+    assert all((job.sampling.max_tokens, job.sampling.ignore_eos) == (5, False) for job in jobs)
+    assert "has 2 that fit" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
+        (["--trace", "x", "--dataset-name", "random"], "--trace: give it or --dataset-name"),
+        (["--percentile-metrics", "ttft,x"], "--percentile-metrics: 'x' is not supported (ttft, tpot, itl, e2el)"),
+        (["--metric-percentiles", "101"], "--metric-percentiles: 101 is not above 0 and at most 100"),
+        (["--max-concurrency", "0"], "--max-concurrency: 0 is out of range"),
         (["--url", "host:8000"], "--url: 'host:8000' is not of the form"),
         (["--url", "ftp://host"], "--url"),
         (["--url", "http://host/v1"], "--url"),
