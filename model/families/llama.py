@@ -58,6 +58,8 @@ class LlamaWeights:
     layers: tuple[Layer, ...]
     final_norm: Array  # [H]
     lm_head: Weight  # [V, H]
+    kv_scales: Array | None = None  # float32[L, 2, Hkv] of an e4m3 cache
+    has_stored_kv_scales: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -147,7 +149,8 @@ class Llama:
         tables, lens = batch.block_tables[:n], batch.context_lens[:n]
         return {
             window: self.ops.plan_decode_attention(
-                self.config.num_heads, AttentionBatch(kv, 0, tables, lens, window=window)
+                self.config.num_heads,
+                AttentionBatch(kv, 0, tables, lens, window=window, kv_scales=self.weights.kv_scales),
             )
             for window in dict.fromkeys(self.config.windows)
         }
@@ -156,34 +159,36 @@ class Llama:
         self, index: int, x: Array | Fp8Rows, batch: Batch, kv: Array, plans: Mapping[int, Array | None]
     ) -> Array:
         """x [T, H] -> [T, H]: grouped-query attention, each row's own key included."""
-        ops, layer = self.ops, self.weights.layers[index]
+        ops, kv_scales, layer = self.ops, self.weights.kv_scales, self.weights.layers[index]
         q = self._rotated(index, ops.linear(x, layer.qkv, layer.qkv_bias), batch, kv)
         out = ops.temporary(q.shape, ops.dtype)
         scale, window, n = self.config.attention_scale, self.config.windows[index], batch.num_decodes
         tables, lens = batch.block_tables, batch.context_lens
         if n > 0:
-            decodes = AttentionBatch(kv, index, tables[:n], lens[:n], scale, window, plan=plans[window])
+            decodes = AttentionBatch(
+                kv, index, tables[:n], lens[:n], scale, window, plan=plans[window], kv_scales=kv_scales
+            )
             ops.paged_decode_attention(q[:n], decodes, out[:n])
         if n < batch.num_sequences:
-            chunks = AttentionBatch(
-                kv, index, tables[n:], lens[n:], scale, window, batch.query_start, batch.max_query_len
-            )
+            rows = batch.query_start, batch.max_query_len
+            chunks = AttentionBatch(kv, index, tables[n:], lens[n:], scale, window, *rows, kv_scales=kv_scales)
             ops.paged_prefill_attention(q, chunks, out)
         return ops.linear(self._input(out.reshape(len(out), -1), layer.output), layer.output, layer.output_bias)
 
     def _rotated(self, index: int, qkv: Array, batch: Batch, kv: Array) -> Array:
         """qkv [T, (Hq + 2 Hkv) * D] -> q [T, Hq, D], normed and rotated; write keys and values to `kv`."""
         ops, layer, eps = self.ops, self.weights.layers[index], self.config.rms_norm_eps
+        target = (batch.positions, batch.slots, kv, index, self.weights.kv_scales)
         tables, norms = layer.rotation, (layer.q_norm, layer.k_norm)
         if self.config.qk_norm_whole:
             ops.normalise_qk(qkv, *norms, eps)
             norms = (None, None)
         rotation = HeadRotation(tables.cos, tables.sin, *norms, eps)
         if tables.query_cos is None:
-            return ops.rope_kv_write(qkv, rotation, batch.positions, batch.slots, kv, index)
+            return ops.rope_kv_write(qkv, rotation, *target)
         scaled = HeadRotation(tables.query_cos, tables.query_sin, *norms, eps)
-        q = ops.rope_kv_write(qkv, scaled, batch.positions, batch.slots, kv, index)
-        ops.rope_kv_write(qkv, rotation, batch.positions, batch.slots, kv, index)  # overwrites the scaled keys
+        q = ops.rope_kv_write(qkv, scaled, *target)
+        ops.rope_kv_write(qkv, rotation, *target)  # overwrites the scaled keys
         return q
 
     def _mlp(self, layer: Layer, x: Array | Fp8Rows) -> Array:

@@ -11,8 +11,8 @@ from model.errors import ModelError
 from model.ops.cpu.ops import NumpyOps
 from model.ops.interface import Ops
 
-KV_DTYPES = {"auto": None, "fp8": np.dtype(np.uint8), "fp8_e4m3": np.dtype(np.uint8)}
-"""The cache's dtypes by name; auto: the activations'; uint8: bits of e4m3."""
+FP8_WORDS = ("fp8", "fp8_e4m3")
+"""An e4m3 cache, uint8 in arrays."""
 
 log = logging.getLogger("quire.model")
 
@@ -20,8 +20,9 @@ log = logging.getLogger("quire.model")
 def open_ops(device: str, dtype: str, model_dtype: str, kv_dtype: str = "auto") -> Ops:
     """Open `device` "auto" | "cpu" | "cuda" for activations in `dtype` "auto" | "float32" | "float16" | "bfloat16".
 
-    Device auto is a usable GPU, else the CPU. Dtype auto is `model_dtype` on a GPU, float32 on a CPU. `kv_dtype` is one
-    of KV_DTYPES or the activations' dtype. Raises ModelError for a missing device or an unsupported dtype.
+    Device auto is a usable GPU, else the CPU. Dtype auto is `model_dtype` on a GPU, float32 on a CPU. `kv_dtype` is
+    "auto", the activations' dtype, or "fp8" | "fp8_e4m3". Raises ModelError for a missing device or an unsupported
+    dtype.
     """
     if device == "cpu":
         return _open_cpu(dtype, kv_dtype)
@@ -36,11 +37,16 @@ def open_ops(device: str, dtype: str, model_dtype: str, kv_dtype: str = "auto") 
 
 
 def _open_cpu(dtype: str, kv_dtype: str) -> Ops:
-    return NumpyOps(NUMPY_DTYPES["float32" if dtype == "auto" else dtype], _cache_dtype(kv_dtype))
+    own_dtype = "float32" if dtype == "auto" else dtype
+    return NumpyOps(NUMPY_DTYPES[own_dtype], _cache_dtype(kv_dtype, own_dtype))
 
 
-def _cache_dtype(name: str) -> np.dtype | None:
-    return NUMPY_DTYPES[name] if name in NUMPY_DTYPES else KV_DTYPES[name]
+def _cache_dtype(name: str, dtype: str) -> np.dtype:
+    if name in FP8_WORDS:
+        return np.dtype(np.uint8)
+    if name not in ("auto", dtype):
+        raise ModelError(f"--kv-cache-dtype: {name} is not supported with activations in {dtype} (auto, fp8)")
+    return NUMPY_DTYPES[dtype]
 
 
 def _open_cuda(dtype: str, kv_dtype: str) -> Ops:
@@ -48,8 +54,9 @@ def _open_cuda(dtype: str, kv_dtype: str) -> Ops:
         from model.ops.gpu.ops import CudaOps
     except ImportError as error:
         raise ModelError(f"device cuda: the GPU packages cannot be imported: {error}") from error
+    cache_dtype = _cache_dtype(kv_dtype, dtype)
     try:
-        return CudaOps(NUMPY_DTYPES[dtype], _cache_dtype(kv_dtype))
+        return CudaOps(NUMPY_DTYPES[dtype], cache_dtype)
     except ValueError as error:
         raise ModelError(f"device cuda: {error}") from error
     except RuntimeError as error:  # CuPy's errors

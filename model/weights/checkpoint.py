@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from model.weights.formats.gguf import read_gguf_weights
 from model.weights.formats.quantisation import Quantisation
 from model.weights.formats.registry import read_quantisation
 from model.weights.formats.stored_matrix import FLOATS, ModuleTensors, StoredMatrix
+from model.weights.kv_scales import is_kv_scale, read_kv_scales
 from model.weights.name_spelling import find_spelling
 from model.weights.safetensors_file import DTYPE_WORDS, FLOAT_DTYPES, StoredTensor, read_safetensors
 
@@ -34,9 +36,9 @@ HEAD = "lm_head"
 IGNORED = re.compile(
     r"rotary_emb\.inv_freq$"
     r"|\.self_attn\.(attn\.)?(q|k|v|kv|prob)_scale$"
-    r"|\.self_attn\.[qkv]_proj\.([kv]_scale|output_scale)$"
+    r"|\.self_attn\.([qkv]|qkv)_proj\.([kv]_scale|output_scale)$"
 )
-"""Rotary frequencies, which follow from the config, and scales of an 8-bit KV cache."""
+"""Rotary frequencies, which follow from the config, and scales of 8-bit attention: see `kv_scales`."""
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -66,9 +68,16 @@ def stores_quantised(directory: Path) -> bool:
 class Checkpoint:
     """Tensors of a folder, checked except their values."""
 
-    def __init__(self, tensors: dict[str, StoredTensor], matrices: dict[str, StoredMatrix], label: str):
+    def __init__(
+        self,
+        tensors: dict[str, StoredTensor],
+        matrices: dict[str, StoredMatrix],
+        label: str,
+        read_kv_scales: Callable[[], np.ndarray | None] = lambda: None,
+    ):
         """Take quantised `matrices` by the names of their plain tensors."""
         self.label = label
+        self._read_kv_scales = read_kv_scales
         self._tensors = tensors
         self._matrices = matrices
 
@@ -84,6 +93,8 @@ class Checkpoint:
             return _open_gguf(directory, path, config)
         else:
             raise ModelError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} nor a .gguf file is there")
+        scales = {name: tensor for name, tensor in tensors.items() if is_kv_scale(name)}
+        read_scales = partial(read_kv_scales, scales, config, directory)
         spelling = find_spelling(tensors, config)
         tensors = {
             known: tensor
@@ -95,12 +106,12 @@ class Checkpoint:
         shapes, quantisation = expected_shapes(config), read_quantisation(directory)
         if quantisation is None:
             _check_names(directory, shapes, tensors)
-            return Checkpoint(tensors, {}, "")
+            return Checkpoint(tensors, {}, "", read_scales)
         scheme_of = quantisation.scheme_of
         quantisation = replace(quantisation, scheme_of=lambda module: scheme_of(spelling.stored(module)))
         matrices = _read_matrices(directory, shapes, tensors, quantisation)
         _check_names(directory, {name: shape for name, shape in shapes.items() if name not in matrices}, tensors)
-        return Checkpoint(tensors, matrices, quantisation.label)
+        return Checkpoint(tensors, matrices, quantisation.label, read_scales)
 
     @property
     def keeps_formats(self) -> bool:
@@ -113,6 +124,10 @@ class Checkpoint:
         quantised = [matrix for name in shapes if (matrix := self.matrix(name)) is not None]
         dense = sum(math.prod(shape) for name, shape in shapes.items() if self.matrix(name) is None)
         return dense * np.dtype(dtype).itemsize + sum(matrix.form.num_bytes(*matrix.shape) for matrix in quantised)
+
+    def kv_scales(self) -> np.ndarray | None:
+        """Return float32[L, 2, Hkv] of an fp8 KV cache; None if none is stored. Raises ModelError."""
+        return self._read_kv_scales()
 
     def matrix(self, name: str) -> StoredMatrix | None:
         """Return the quantised matrix; None if it is read in the dtype of activations."""

@@ -73,6 +73,9 @@ class DummyWeights:
     def nonfinite(self, name: str, dtype: np.dtype) -> ModelError:
         return ModelError(f"dummy weights: tensor {name!r}: not finite in {dtype.name}")
 
+    def kv_scales(self) -> np.ndarray | None:
+        return None
+
 
 @dataclass(frozen=True)
 class _TiledRows:
@@ -132,10 +135,11 @@ def load_model(
     """Load a model in the memory and dtype of `ops`, for sequences of at most `max_model_len` tokens.
 
     load_format "dummy" makes random weights, in the formats of `directory` if it is quantised. quantization "fp8"
-    rounds the layers' matrices to e4m3. `progress` shows a bar if stderr is a terminal. Raises ModelError.
+    rounds the layers' matrices to e4m3. Scales of an fp8 cache are 1 if none are stored (`measure_kv_scales`).
+    `progress` shows a bar if stderr is a terminal. Raises ModelError.
     """
     if load_format == "dummy":
-        source: TensorSource = DummyWeights(config, ops.dtype, _open_quantised(directory, config))
+        source: DummyWeights | Checkpoint = DummyWeights(config, ops.dtype, _open_quantised(directory, config))
     elif directory is None:
         raise ModelError("weights cannot be loaded without a model folder")
     else:
@@ -154,13 +158,25 @@ def load_model(
     plan.fill(progress)
     plan.check()
     layers = tuple(_prepared(layer, ops) for layer in layers)
+    kv_scales, has_stored_scales = _kv_scales(source, config, ops)
     weights = LlamaWeights(
         embedding=embedding,
         layers=layers,
         final_norm=final_norm,
         lm_head=ops.prepare_weight(lm_head),
+        kv_scales=kv_scales,
+        has_stored_kv_scales=has_stored_scales,
     )
     return Llama(config, ops, weights)
+
+
+def _kv_scales(source: DummyWeights | Checkpoint, config: ModelConfig, ops: Ops) -> tuple[Array | None, bool]:
+    """Return the scales of an fp8 cache, and whether they are the checkpoint's; (None, False) for another cache."""
+    if ops.kv_dtype != np.uint8:
+        return None, False
+    stored = source.kv_scales()
+    ones = np.ones((config.num_layers, 2, config.num_kv_heads), np.float32)
+    return ops.upload(ones if stored is None else stored), stored is not None
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
     config = read_model_config(settings)
     wanted_len = wanted_model_len(settings, config)
     try:
-        ops = open_ops(settings.device, settings.dtype, config.dtype)
+        ops = open_ops(settings.device, settings.dtype, config.dtype, settings.kv_cache_dtype)
     except ModelError as error:
         raise StartupError(str(error)) from None
     weights = planned_weights(settings, config, ops)

@@ -110,7 +110,7 @@ class Settings:
     )
     dtype: str = _one_of(
         "auto",
-        "type of weights, activations and KV cache; auto: as stored on a GPU, float32 on a CPU",
+        "type of weights and activations; auto: as stored on a GPU, float32 on a CPU",
         ("auto", "float32", "float16", "bfloat16"),
         verbs=_ENGINE_VERBS,
     )
@@ -132,6 +132,12 @@ class Settings:
         "format of the layers' weights; auto: as stored; fp8: 16-bit weights are rounded to 8 bits while loading",
         ("auto", "fp8"),
         verbs=(CHECK, BENCH, WORKER, SERVE),
+    )
+    kv_cache_dtype: str = _one_of(
+        "auto",
+        "type of the KV cache; auto: the activations'; fp8 (e4m3): twice the tokens of 16 bits in the same memory",
+        ("auto", "fp8", "fp8_e4m3", "float16", "bfloat16"),
+        verbs=_ENGINE_VERBS,
     )
     model_config: str | None = _setting(
         None,

@@ -8,6 +8,7 @@ from pathlib import Path
 from model.config import ModelConfig
 from model.errors import GrammarError, ModelError
 from model.kv_cache import allocate
+from model.kv_scales import KvFormat, kv_format
 from model.ops.backend import open_ops
 from model.ops.interface import Ops
 from model.presets import PRESETS
@@ -51,12 +52,16 @@ class BuiltEngine:
     ops: Ops
     memory: MemoryPlan
     limits: Limits
+    weight_format: str
+    kv_format: KvFormat
 
 
 @dataclass(frozen=True)
 class SizedModel:
     executor: ModelExecutor
     memory: MemoryPlan
+    weight_format: str
+    kv_format: KvFormat
     workspace_bytes: int
     budget: int  # tokens of one step
 
@@ -80,7 +85,7 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     config = read_model_config(settings)
     grammars = Grammars(partial(grammar_compiler, settings, config))
     try:
-        ops = open_ops(settings.device, settings.dtype, config.dtype)
+        ops = open_ops(settings.device, settings.dtype, config.dtype, settings.kv_cache_dtype)
     except ModelError as error:
         raise StartupError(str(error)) from None
     sized = size_engine(settings, config, ops, load_format=settings.load_format, progress=progress)
@@ -99,6 +104,7 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
         memory.num_blocks,
         memory.block_size,
         block_bytes=memory.block_bytes,
+        format_key=sized.kv_format.key,
         prefix_caching=settings.enable_prefix_caching,
         swapping=num_host_blocks > 0,
     )
@@ -107,11 +113,8 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     )
     engine = Engine(executor, kv, limits, frozenset(config.eos_token_ids), grammars, preemption)
     _check_generation(engine, memory.max_model_len)
-    log.info(
-        "engine ready %s",
-        fields(device=ops.name, dtype=ops.dtype, num_blocks=memory.num_blocks, max_model_len=memory.max_model_len),
-    )
-    return BuiltEngine(engine, executor, config, ops, memory, limits)
+    _log_ready(sized, ops)
+    return BuiltEngine(engine, executor, config, ops, memory, limits, sized.weight_format, sized.kv_format)
 
 
 def size_engine(settings: Settings, config: ModelConfig, ops: Ops, *, load_format: str, progress: bool) -> SizedModel:
@@ -120,7 +123,8 @@ def size_engine(settings: Settings, config: ModelConfig, ops: Ops, *, load_forma
     A GPU pool is sized after the largest steps. A CPU pool is sized before loading: others use its memory.
     """
     wanted_len = wanted_model_len(settings, config)
-    weights = planned_weights(settings, config, ops).num_bytes
+    planned_format = planned_weights(settings, config, ops)
+    weights, weight_format = planned_format.num_bytes, planned_format.label or ops.dtype.name
     free_bytes = ops.memory_bytes()[0]
     planned = plan_memory(settings, config, ops, wanted_len, reserved_bytes=weights)
     try:
@@ -139,12 +143,31 @@ def size_engine(settings: Settings, config: ModelConfig, ops: Ops, *, load_forma
     max_blocks = -(-wanted_len // settings.block_size)
     executor = ModelExecutor(model, frozenset(config.eos_token_ids), settings.max_num_seqs, max_blocks)
     if ops.name != "cuda":
-        return SizedModel(executor, planned, 0, budget)
+        return SizedModel(
+            executor, planned, weight_format, kv_format(model, settings.block_size, wanted_len), 0, budget
+        )
     sizes = (min(budget, wanted_len), settings.max_num_seqs, wanted_len)
     ops.warm_up(partial(warm_up, model, settings.block_size, *sizes))
     warm_up_sizes(model, settings.block_size, budget, *sizes[1:])
+    cache_format = kv_format(model, settings.block_size, wanted_len)  # its kernels are compiled now
     memory = plan_memory(settings, config, ops, wanted_len)
-    return SizedModel(executor, memory, free_bytes - weights - ops.memory_bytes()[0], budget)
+    workspace_bytes = free_bytes - weights - ops.memory_bytes()[0]
+    return SizedModel(executor, memory, weight_format, cache_format, workspace_bytes, budget)
+
+
+def _log_ready(sized: SizedModel, ops: Ops) -> None:
+    memory, kv = sized.memory, sized.kv_format
+    log.info(
+        "engine ready %s",
+        fields(
+            device=ops.name,
+            dtype=ops.dtype,
+            weights=sized.weight_format,
+            kv_cache=f"{kv.dtype}, {kv.scales} scales" if kv.scales else kv.dtype,
+            num_blocks=memory.num_blocks,
+            max_model_len=memory.max_model_len,
+        ),
+    )
 
 
 def model_folder(settings: Settings) -> Path | None:

@@ -46,7 +46,18 @@ NO_API = ("aiohttp", "msgspec", f"{GATEWAY}.openai")
 """The gateway's core knows no API: it takes and gives dataclasses, without HTTP or JSON."""
 
 TEXT = ("text",)
-ARRAYS = ("weights", "families", "ops", "cuda_graphs", "rope", "kv_cache", "batch", "sampler", "step_inputs")
+ARRAYS = (
+    "weights",
+    "families",
+    "ops",
+    "cuda_graphs",
+    "rope",
+    "kv_cache",
+    "kv_scales",
+    "batch",
+    "sampler",
+    "step_inputs",
+)
 COMMON = (
     "config", "config_fields", "gguf_config", "gguf_file",
     "presets", "rope_config", "families.configs", "sampling_params", "dtypes", "json_files", "errors", "hub",

@@ -10,6 +10,7 @@ from model.ops.interface import Array
 from service.engine.execution.executor import ModelExecutor
 from service.engine.kv.block_pool import BlockPool
 from service.engine.step import StepPlan
+from tests.support.paged import nan_of
 
 
 class PoisoningExecutor(ModelExecutor):
@@ -21,7 +22,7 @@ class PoisoningExecutor(ModelExecutor):
 
     def attach(self, kv: Array, *, num_host_blocks: int = 0, progress: bool = False) -> None:
         super().attach(kv, num_host_blocks=num_host_blocks, progress=progress)
-        self.model.ops.load_parallel([kv[-1:]], lambda _, start, out: out.fill(np.nan))
+        self.model.ops.load_parallel([kv[-1:]], lambda _, start, out: out.fill(nan_of(out.dtype)))
         self._poison()
 
     def launch(self, plan: StepPlan) -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from model.config import ModelConfig
 from model.kv_cache import allocate
+from model.kv_scales import kv_format
 from model.ops.interface import Ops
 from model.sampling_params import SamplingParams
 from model.text.grammar_matcher import GrammarCompiler
@@ -40,11 +41,12 @@ Told = dict[str, tuple[list[int], list[TokenLogprob]]]
 
 
 class DemoEngines:
-    """Engines that share one copy of the model on `ops`."""
+    """Engines that share one copy of the model on `ops`, its weights rounded to `quantization`."""
 
-    def __init__(self, ops: Ops):
+    def __init__(self, ops: Ops, quantization: str = "auto"):
         self._config = ModelConfig.read(DEMO)
-        self.model = load_model(DEMO, self._config, ops, MAX_LEN)
+        self.model = load_model(DEMO, self._config, ops, MAX_LEN, quantization=quantization)
+        self._format_key = kv_format(self.model, BLOCK_SIZE, MAX_LEN).key
         self.eos_token_ids = frozenset(self._config.eos_token_ids)
 
     def make(
@@ -58,7 +60,13 @@ class DemoEngines:
         poisons: bool = False,
     ) -> Engine:
         """With `poisons`, blocks hold NaN from when they are freed until they are written."""
-        kv = KVManager(num_blocks, block_size, prefix_caching=prefix_caching, swapping=num_host_blocks > 0)
+        kv = KVManager(
+            num_blocks,
+            block_size,
+            format_key=self._format_key,
+            prefix_caching=prefix_caching,
+            swapping=num_host_blocks > 0,
+        )
         poisoned = kv.pool if poisons else None
         executor = self.executor(num_blocks, max_num_seqs, block_size, num_host_blocks, poisoned)
         limits = Limits(

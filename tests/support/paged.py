@@ -9,6 +9,11 @@ from model.families.llama import Llama
 from model.kv_cache import block_shape
 
 
+def nan_of(kv_dtype: np.dtype) -> float | int:
+    """What a cache holds for NaN."""
+    return 0x7F if kv_dtype == np.uint8 else np.nan
+
+
 class PagedSequences:
     """Some sequences of up to `max_len` tokens with all their blocks at hand; memory nobody has written holds NaN."""
 
@@ -22,7 +27,7 @@ class PagedSequences:
         self._model = model
         self._block_size = block_size
         shape = (num_blocks, *block_shape(model.config, block_size))
-        self._kv = model.ops.upload(np.full(shape, np.nan, model.ops.dtype))
+        self._kv = model.ops.upload(np.full(shape, nan_of(model.ops.kv_dtype), model.ops.kv_dtype))
 
     def forward(self, chunks: list[tuple[int, np.ndarray]]) -> list[np.ndarray]:
         """One step of (sequence, its next token ids) -> for each its logits, float32[length, V]."""

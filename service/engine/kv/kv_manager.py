@@ -40,7 +40,8 @@ class KVManager:
     """Block tables on the GPU, with an optional host tier.
 
     Full blocks of known tokens are cached. A sequence starts from its longest cached prefix: with `prefix_caching` of
-    its salt, else its own from before a preemption. The cached part of a table is a path of the tree.
+    its salt, else its own from before a preemption. The cached part of a table is a path of the tree. `format_key`
+    names the dtype and scales of the cache (`KvFormat`).
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class KVManager:
         block_size: int,
         *,
         block_bytes: int = 0,
+        format_key: str = "",
         prefix_caching: bool = False,
         swapping: bool = False,
     ):
         self.block_size = block_size
         self.block_bytes = block_bytes
+        self._format_key = format_key
         self.num_copies = 0
         self.num_query_tokens = self.num_hit_tokens = 0
         self._prefix_caching = prefix_caching
@@ -298,7 +301,9 @@ class KVManager:
         return held, held - sum(empty.values())
 
     def _salt(self, sequence: Sequence) -> str:
-        return sequence.request.cache_salt if self._prefix_caching else sequence.request_id
+        """Return the root of its blocks in both tiers: those of another cache format never match."""
+        owner = sequence.request.cache_salt if self._prefix_caching else sequence.request_id
+        return f"{self._format_key}\n{owner}"
 
     def _extend_tail(self, sequence: Sequence, tail: PrefixNode, num_tokens: int, *, may_replace: bool) -> PrefixNode:
         if self._cache is None:

@@ -67,3 +67,24 @@ def test_auto_falls_back_and_says_why_while_cuda_refuses(gpu_backend, caplog, ba
     assert problem in caplog.text
     with pytest.raises(ModelError, match=f"device cuda: .*{problem}"):
         open_ops("cuda", "auto", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "kv_dtype"),
+    [
+        ("auto", "auto", "float32"),
+        ("bfloat16", "auto", "bfloat16"),
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("auto", "fp8", "uint8"),
+        ("float16", "fp8_e4m3", "uint8"),
+    ],
+)
+def test_the_cache_s_dtype(dtype: str, name: str, kv_dtype: str):
+    assert open_ops("cpu", dtype, "bfloat16", name).kv_dtype.name == kv_dtype
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto", "cuda"])
+def test_a_cache_in_another_float_is_refused(gpu_backend, device: str):
+    gpu_backend(FakeCudaOps)
+    with pytest.raises(ModelError, match="--kv-cache-dtype: float16 is not supported with activations in"):
+        open_ops(device, "bfloat16", "bfloat16", "float16")
