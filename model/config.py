@@ -16,6 +16,7 @@ from model.gguf_config import gguf_config
 from model.gguf_file import find_gguf, read_gguf
 from model.json_files import parse_json_object, read_json_object
 from model.rope_config import RopeConfig, read_rope
+from model.stored_names import is_base_model
 
 CONFIG_BYTES = 1 << 20
 SAMPLING_FIELDS = frozenset(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"))
@@ -37,6 +38,7 @@ class ModelConfig:
     rope: RopeConfig
     max_position: int  # longest sequence in tokens, after rope scaling
     tied_embeddings: bool = False
+    has_head: bool = True  # False: a base model, which gives hidden states but no logits
     qkv_bias: bool = False
     output_bias: bool = False  # o_proj
     mlp_bias: bool = False
@@ -57,7 +59,7 @@ class ModelConfig:
         """Number of matrix elements, without norms and biases."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings or not self.has_head else 2)
         return self.num_layers * (attention + mlp) + embeddings
 
     @property
@@ -81,8 +83,8 @@ class ModelConfig:
 
     @property
     def shares_embedding(self) -> bool:
-        """True if the head is the embedding's array."""
-        return self.tied_embeddings and self.embedding_factor == 1
+        """True if the head is the embedding's array, which also takes the place of a missing head."""
+        return not self.has_head or (self.tied_embeddings and self.embedding_factor == 1)
 
     @staticmethod
     def read(directory: Path) -> ModelConfig:
@@ -93,6 +95,8 @@ class ModelConfig:
             config = ModelConfig.from_dict(read_json_object(path, CONFIG_BYTES), str(path))
         else:
             config = ModelConfig.from_dict(gguf_config(read_gguf(gguf)), str(gguf))
+        if gguf is None and not config.tied_embeddings and is_base_model(Path(directory)):
+            config = replace(config, has_head=False)
         generation = Path(directory) / "generation_config.json"
         if not generation.exists():
             return config

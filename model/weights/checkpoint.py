@@ -17,6 +17,7 @@ from model.errors import ModelError
 from model.gguf_file import find_gguf
 from model.json_files import read_json_object
 from model.ops.weight import WeightFormat
+from model.stored_names import INDEX_BYTES, INDEX_FILE, SINGLE_FILE
 from model.weights.formats.gguf import read_gguf_weights
 from model.weights.formats.quantisation import Quantisation
 from model.weights.formats.registry import read_quantisation
@@ -24,11 +25,6 @@ from model.weights.formats.stored_matrix import FLOATS, ModuleTensors, StoredMat
 from model.weights.kv_scales import is_kv_scale, read_kv_scales
 from model.weights.name_spelling import find_spelling
 from model.weights.safetensors_file import DTYPE_WORDS, FLOAT_DTYPES, StoredTensor, read_safetensors
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-INDEX_BYTES = 64 << 20
-"""Index limit; 400 billion parameters take 0.1 MB."""
 
 EMBEDDING, FINAL_NORM = "model.embed_tokens.weight", "model.norm.weight"
 LM_HEAD = "lm_head.weight"
@@ -48,7 +44,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for layer in range(config.num_layers):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(config).items()}
     shapes[FINAL_NORM] = (hidden,)
-    if not config.tied_embeddings:
+    if config.has_head and not config.tied_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, hidden)
     return shapes
 

@@ -17,7 +17,8 @@ from model.config import ModelConfig, text_config
 from model.errors import ModelError
 from model.json_files import read_json_object
 from model.ops.fp8 import E4M3, E4M3_MAX
-from model.weights.checkpoint import SINGLE_FILE, Checkpoint, expected_shapes, is_projection
+from model.stored_names import SINGLE_FILE
+from model.weights.checkpoint import Checkpoint, expected_shapes, is_projection
 from model.weights.formats.integers import pack_nibbles
 from model.weights.formats.method import CONFIG_BYTES
 from model.weights.safetensors_file import DTYPE_WORDS
@@ -148,10 +149,11 @@ def _plan(config: ModelConfig, checkpoint: Checkpoint, format: OutputFormat) -> 
     shapes = expected_shapes(config)
     outputs = {}
     for name, shape in shapes.items():
+        stored = name if config.has_head else name.removeprefix("model.")
         if is_projection(name):
-            outputs[name] = format.tensors(name.removesuffix(".weight"), shape)
+            outputs[name] = format.tensors(stored.removesuffix(".weight"), shape)
         else:
-            outputs[name] = [OutputTensor(name, checkpoint.dtype(name), shape)]
+            outputs[name] = [OutputTensor(stored, checkpoint.dtype(name), shape)]
     return _Plan(format, shapes, outputs)
 
 

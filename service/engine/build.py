@@ -4,6 +4,7 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from model.config import ModelConfig
 from model.errors import GrammarError, ModelError
@@ -95,6 +96,7 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
         max_num_batched_tokens=sized.budget,
         max_prefill_chunk=settings.max_prefill_chunk or DEFAULT_PREFILL_CHUNK[ops.name],
         max_model_len=memory.max_model_len,
+        generates=config.has_head,
         fit_prompts=executor.fit_prompts,
     )
     num_host_blocks = num_swap_blocks(settings, ops, memory)
@@ -112,7 +114,7 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
         kv, FairShare(kv, limits.max_num_seqs), calibrate_swap_cost(executor, memory), settings.preemption_mode
     )
     engine = Engine(executor, kv, limits, frozenset(config.eos_token_ids), grammars, preemption)
-    _check_generation(engine, memory.max_model_len)
+    _check_generation(engine, limits)
     _log_ready(sized, ops)
     return BuiltEngine(engine, executor, config, ops, memory, limits, sized.weight_format, sized.kv_format)
 
@@ -229,9 +231,11 @@ def wanted_model_len(settings: Settings, config: ModelConfig) -> int:
     return settings.max_model_len
 
 
-def _check_generation(engine: Engine, max_model_len: int) -> None:
-    prompt = (0, 1)[: max_model_len - 1]
-    params = SamplingParams(max_tokens=min(2, max_model_len - len(prompt)), temperature=0.0, ignore_eos=True)
+def _check_generation(engine: Engine, limits: Limits) -> None:
+    prompt = (0, 1)[: limits.max_model_len - 1]
+    num_tokens = min(2, limits.max_model_len - len(prompt))
+    pooling: Literal["last"] | None = None if limits.generates else "last"
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, pooling=pooling)
     engine.add_request(EngineRequest(request_id="canary", prompt=prompt, sampling=params))
     while engine.has_work:
         engine.step()

@@ -117,7 +117,8 @@ class Engine:
         return 0 if self._kv.host is None else self._kv.host.num_transfers_in_flight
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queue a request. It ends at once if it can never fit (TOO_LARGE) or its history is complete."""
+        """Queue a request. It ends at once if it can never fit (TOO_LARGE), asks a model without a head for tokens
+        (INVALID), or its history is complete."""
         outputs = self._output_processor
         if request.request_id in outputs.open_groups:
             raise ValueError(f"request {request.request_id} is already here")
@@ -125,6 +126,9 @@ class Engine:
         group = kind(request, self._eos_token_ids)
         if not self._can_hold(group):
             outputs.emit(group, (), EndReason.TOO_LARGE)
+            return
+        if not self._limits.generates and request.sampling.pooling is None:
+            outputs.emit(group, (), EndReason.INVALID)
             return
         if request.sampling.grammar is not None and self._grammars is None:
             outputs.emit(group, (), EndReason.GRAMMAR)

@@ -60,7 +60,8 @@ ARRAYS = (
 )
 COMMON = (
     "config", "config_fields", "gguf_config", "gguf_file",
-    "presets", "rope_config", "families.configs", "sampling_params", "dtypes", "json_files", "errors", "hub",
+    "presets", "rope_config", "stored_names", "families.configs", "sampling_params", "dtypes", "json_files", "errors",
+    "hub",
     "ops.host_blocks", "ops.interface", "ops.packing", "ops.weight",
 )  # fmt: skip
 TRAINING = "demo"

@@ -66,6 +66,8 @@ class Admission:
         `request_id`: of a request that another gateway may have admitted; its default seed follows from the id.
         """
         self._model.require(request.model)
+        if not self._model.generates and not request.sampling.embeds:
+            raise RequestError(400, "This model has no head: it only embeds (/v1/embeddings).", param="model")
         request = replace(request, model=self._model.name)
         self._check_choices(request)
         view = await self._check_room(tenant, len(request.prompts))

@@ -68,6 +68,7 @@ class ServedModel:
     aliases: tuple[str, ...] = ()  # other names that requests may use
     vocab_size: int  # width of the logits; bounds every token id
     max_model_len: int  # tokens of prompt and output; workers may allow less
+    generates: bool = True  # False: a base model without a head, which only embeds
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -100,6 +101,7 @@ class ServedModel:
             aliases=tuple(aliases),
             vocab_size=config.vocab_size,
             max_model_len=min(config.max_position, settings.max_model_len or config.max_position),
+            generates=config.has_head,
             eos_token_ids=config.eos_token_ids,
             tokenizer=tokenizer,
             template=template,

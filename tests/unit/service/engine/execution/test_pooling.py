@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import SamplingParams
+from service.config.settings import Settings
+from service.engine.build import build_engine
 from service.engine.request import EngineRequest
 from service.errors import EndReason
 from tests.support.demo_engine import DemoEngines
+from tests.support.goldens import Golden
 from tests.support.paged import PagedSequences
 from tests.unit.service.engine.execution.test_executor import FLOAT32, AheadOps
 
@@ -103,3 +108,16 @@ def test_a_cancelled_request_tells_none_and_leaves_nothing(engines):
     engine.cancel("r", EndReason.CANCELLED)
     assert run(engine) == {}
     assert run(engine, ask("again", PROMPT[:3])).keys() == {"again"}
+
+
+def test_a_model_without_a_head_embeds_and_refuses_to_generate(tmp_path):
+    golden = Golden.load("qwen3_embedding_base_bf16")
+    raw = json.loads((golden.folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "tie_word_embeddings": False}))
+    (tmp_path / "model.safetensors").symlink_to(golden.folder / "model.safetensors")
+    engine = build_engine(Settings(model=str(tmp_path), device="cpu"), progress=False).engine
+    prompt = tuple(golden.token_ids.tolist())
+    with np.load(golden.folder / "golden.npz") as arrays:
+        np.testing.assert_allclose(run(engine, ask("a", prompt, "last"))["a"], arrays["embedding"], atol=1e-4)
+    engine.add_request(ask("b", prompt, pooling=None))
+    assert [output.end for output in engine.drain_request_outputs()] == [EndReason.INVALID]

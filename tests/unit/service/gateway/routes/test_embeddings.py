@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import openai
 import pytest
 
@@ -80,3 +82,14 @@ async def test_a_worker_without_a_vector_is_a_fault(served):
     gateway.worker.script = lambda job: Script([[5]], EndReason.LENGTH)
     status, _ = await gateway.post(EMBEDDINGS, {"model": MODEL, "input": "Hi"})
     assert status == 500
+
+
+async def test_a_model_without_a_head_only_embeds(model_folder, tmp_path):
+    base = shutil.copytree(model_folder, tmp_path / MODEL)
+    (base / "model.safetensors.index.json").write_text('{"weight_map": {"embed_tokens.weight": "model-1.safetensors"}}')
+    async with open_gateway(base, enable_embeddings=True) as gateway:
+        gateway.worker.script = vector_of
+        status, answer = await gateway.post("/v1/completions", {"model": MODEL, "prompt": "Hi"})
+        assert (status, answer["error"]["message"]) == (400, "This model has no head: it only embeds (/v1/embeddings).")
+        assert (await gateway.post(EMBEDDINGS, {"model": MODEL, "input": "Hi"}))[0] == 200
+        assert len(gateway.worker.jobs) == 1
