@@ -4,12 +4,10 @@
 //   x [M, K]; tiles, scale and zero (or null) as in int4.cuh; bias [N] or null, out [M, N]; M <= X_ROWS; group_spans are
 //   the spans of 128 columns in a group (1 with GROUPS > 1)
 //   A build defines WARPS (a block), ROW_TILES (weight rows of a tile, in sixteens), X_ROWS (1, 4, 8 or 16), STAGES
-//   (spans that a warp keeps in registers), BLOCKS_PER_SM, OUT_FLOAT: out has the build's type (0) or float32 (1), and
+//   (of a warp's ring in shared memory, a span each), BLOCKS_PER_SM, OUT_FLOAT: out has the build's type (0) or float32 (1), and
 //   those of int4.cuh.
-//   grid (up to N / (16 ROW_TILES), rounded up), block (32 WARPS), dynamic shared memory 8 WARPS X_ROWS 16 ROW_TILES
-//   bytes and x: persistent blocks. The warps of a block split K, and their sums are added in the order of the warps:
-//   results are deterministic. Weights are loaded straight into registers, since a lane reads no other's; the first
-//   STAGES spans of a warp from before the previous kernel has ended.
+//   grid (up to N / (16 ROW_TILES), rounded up), block (32 WARPS), dynamic shared memory: rings, two sets of sums, x.
+//   The warps of a block split K, and their sums are added in the order of the warps: results are deterministic.
 //   reference: NumpyOps.linear
 //   needs: all arrays aligned to 16 bytes, N a multiple of 16, K of 128
 //   roofline: N K / 2 bytes and the scales moved; 0.85 of copy bandwidth at one row
@@ -32,59 +30,71 @@ constexpr int TILE_ROWS = BLOCK_ROWS * ROW_TILES;
 constexpr int PARTIAL_FLOATS = WARPS * X_ROWS * TILE_ROWS;
 constexpr u32 ONES = QUIRE_DTYPE == 1 ? 0x3c003c00u : 0x3f803f80u;
 
-// A warp's position in the weights: its spans of K in one tile, then in the next.
-struct Position {
-    int tile, span;
+constexpr int WEIGHT_BYTES = ROW_TILES * SPAN_BYTES;
+constexpr int SCALES_BYTES = GROUPS * ROW_TILES * SCALE_BYTES;
+constexpr int STAGE_BYTES = WEIGHT_BYTES + SCALES_BYTES + GROUPS * ROW_TILES * ZERO_BYTES;
+constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
+constexpr int PIECES = GROUPS * ROW_TILES * 2;  // of 16 bytes of a stage's scales: a lane copies one
+static_assert(PIECES <= WARP_SIZE, "a lane copies a piece");
 
-    __device__ __forceinline__ void advance(int warp, int num_spans) {
-        span += WARPS;
-        if (span >= num_spans) {
-            span = warp;
-            tile += gridDim.x;
-        }
-    }
-};
-
-// A lane's weights of one span, with the scales and zero points of its rows.
-struct Stage {
-    uint4 words[ROW_TILES][2];
-    u32 scales[ROW_TILES][GROUPS];
-    u16 zeros[ROW_TILES][GROUPS];
-};
-
-__device__ __forceinline__ uint4 load_once(const u8* from) {
-    uint4 four;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
-                 : "l"(from));
-    return four;
-}
-
-struct Weights {
+// Copies a warp's spans of one tile, then of the next, into its ring. The integer units are as busy as the memory, so all
+// but increments is computed once a tile. (Loads to registers would share a scoreboard: a wait for the first is one for
+// the last.)
+struct Loader {
     const u8* tiles;
-    const u16* scale;
+    const u8* scale;
     const u8* zero;
     int num_blocks, num_spans, group_spans;  // sixteens of rows, then along K
+    const u8* weights_from;                  // this lane's, of the next span
+    const u8* scales_from;
+    const u8* zeros_from;
+    int tile, span;
 
-    // Loads the weights at a position; past the end, those of the last sixteen rows.
-    __device__ __forceinline__ void load(Stage& stage, Position at) const {
-        const int lane = threadIdx.x % WARP_SIZE, first = at.tile * ROW_TILES;
-        if (at.span >= num_spans || first >= num_blocks) return;
-        int group = at.span * GROUPS;
-        if (GROUPS == 1 && group_spans > 1) group = at.span / group_spans;
+    // The first sixteen of a tile. The last tile begins earlier where it is not whole.
+    __device__ __forceinline__ int first_block(int at) const { return min(at * ROW_TILES, num_blocks - ROW_TILES); }
+
+    __device__ __forceinline__ i64 piece() const {
+        const int lane = threadIdx.x % WARP_SIZE;
+        int group = span * GROUPS + lane / 2 / ROW_TILES;
+        if (GROUPS == 1 && group_spans > 1) group = span / group_spans;
+        return static_cast<i64>(group) * num_blocks + first_block(tile) + lane / 2 % ROW_TILES;
+    }
+    __device__ __forceinline__ void begin_tile() {
+        const int lane = threadIdx.x % WARP_SIZE;
+        span = threadIdx.x / WARP_SIZE;
+        weights_from = tiles + static_cast<i64>(span * num_blocks + first_block(tile)) * SPAN_BYTES + lane * 16;
+        scales_from = scale + piece() * SCALE_BYTES + lane % 2 * 16;
+        if (ZEROS) zeros_from = zero + piece() * ZERO_BYTES;
+    }
+    __device__ __forceinline__ void load(u32 stage) {
+        const int lane = threadIdx.x % WARP_SIZE;
+        if (tile * ROW_TILES < num_blocks) {
+            if (span < num_spans) {
 #pragma unroll
-        for (int i = 0; i < ROW_TILES; i++) {
-            const int block = ROW_TILES == 1 ? first : min(first + i, num_blocks - 1);
-            const u8* from = tiles + static_cast<i64>(at.span * num_blocks + block) * SPAN_BYTES + lane * 16;
-            stage.words[i][0] = load_once(from);
-            stage.words[i][1] = load_once(from + TILE_BYTES);
-#pragma unroll
-            for (int n = 0; n < GROUPS; n++) {
-                const i64 row = static_cast<i64>(group + n) * num_blocks + block;
-                stage.scales[i][n] = __ldg(reinterpret_cast<const u32*>(scale) + row * 8 + lane / 4);
-                if (ZEROS) stage.zeros[i][n] = __ldg(reinterpret_cast<const u16*>(zero) + row * 8 + lane / 4);
+                for (int i = 0; i < 2 * ROW_TILES; i++)
+                    copy_async_16(stage + lane * 16 + i * TILE_BYTES, weights_from + i * TILE_BYTES, true);
+                if (lane < PIECES) {
+                    copy_async_16(stage + WEIGHT_BYTES + lane * 16, scales_from, true);
+                    if (ZEROS && lane % 2 == 0)
+                        copy_async_16(stage + WEIGHT_BYTES + SCALES_BYTES + lane * 8, zeros_from, true);
+                }
+            }
+            span += WARPS;
+            if (span < num_spans) {
+                weights_from += static_cast<i64>(WARPS) * SPAN_BYTES * num_blocks;
+                if (GROUPS > 1 || group_spans == 1) {
+                    scales_from += static_cast<i64>(WARPS) * GROUPS * SCALE_BYTES * num_blocks;
+                    if (ZEROS) zeros_from += static_cast<i64>(WARPS) * GROUPS * ZERO_BYTES * num_blocks;
+                } else {
+                    scales_from = scale + piece() * SCALE_BYTES + lane % 2 * 16;
+                    if (ZEROS) zeros_from = zero + piece() * ZERO_BYTES;
+                }
+            } else {
+                tile += gridDim.x;
+                begin_tile();
             }
         }
+        commit_copies();
     }
 };
 
@@ -95,19 +105,29 @@ struct SharedX {
     int row_bytes;
 
     __device__ __forceinline__ void fill(const T* x, int num_rows) const {
-        const int chunks = row_bytes / 16;
-        for (int m = 0; m < num_rows; m++) {
-            for (int chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) {
-                const uint4 eight = reinterpret_cast<const uint4*>(x)[static_cast<i64>(m) * chunks + chunk];
-                *reinterpret_cast<uint4*>(base + m * row_bytes + (chunk ^ (m % 8)) * 16) = eight;
+        constexpr int HELD = 4, THREADS = 32 * WARPS;
+        const int chunks = row_bytes / 16, all = num_rows * chunks;
+        const uint4* from = reinterpret_cast<const uint4*>(x);
+        for (int first = threadIdx.x; first < all; first += HELD * THREADS) {
+            uint4 held[HELD];
+#pragma unroll
+            for (int i = 0; i < HELD; i++)
+                if (first + i * THREADS < all) held[i] = from[first + i * THREADS];
+#pragma unroll
+            for (int i = 0; i < HELD; i++) {
+                const int at = first + i * THREADS, m = X_ROWS == 1 ? 0 : at / chunks, chunk = at - m * chunks;
+                if (at < all) *reinterpret_cast<uint4*>(base + m * row_bytes + (chunk ^ (m % 8)) * 16) = held[i];
             }
         }
     }
 
-    // The fragments of 64 columns for rows 8 j to 8 j + 7.
-    __device__ __forceinline__ void load(u32 (&columns)[4][2], int j, int span, int half) const {
+    // Where this lane's row begins, for rows 8 j to 8 j + 7.
+    __device__ __forceinline__ u32 row_address(int j) const {
+        return shared_address(base) + min(8 * j + static_cast<int>(threadIdx.x) % 8, X_ROWS - 1) * row_bytes;
+    }
+    // The fragments of 64 columns of such rows.
+    static __device__ __forceinline__ void load(u32 (&columns)[4][2], u32 at, int j) {
         const int lane = threadIdx.x % WARP_SIZE, row = min(8 * j + lane % 8, X_ROWS - 1);
-        const u32 at = shared_address(base) + row * row_bytes + span * (SPAN * 2) + half * 128;
 #pragma unroll
         for (int n = 0; n < 2; n++) {
             u32 matrices[4];
@@ -126,7 +146,8 @@ __device__ __forceinline__ void clear(Sums& sum) {
 }
 
 // Adds the products of one span.
-__device__ __forceinline__ void add_span(Sums& sum, const Stage& stage, const SharedX& x, int span) {
+__device__ __forceinline__ void add_span(Sums& sum, const char* stage, const u32 (&x_at)[COL_TILES], int span) {
+    const int lane = threadIdx.x % WARP_SIZE;
     constexpr int HALF_GROUPS = GROUPS == 4 ? 2 : 1;  // that a half of the span has, or has a part of
     const u32 ones[4] = {ONES, ONES, ONES, ONES};
     Sums of_group;
@@ -136,7 +157,7 @@ __device__ __forceinline__ void add_span(Sums& sum, const Stage& stage, const Sh
         u32 columns[COL_TILES][4][2];
 #pragma unroll
         for (int j = 0; j < COL_TILES; j++) {
-            x.load(columns[j], j, span, half);
+            SharedX::load(columns[j], x_at[j] + span * (SPAN * 2) + half * 128, j);
 #pragma unroll
             for (int s = 0; s < 4; s++) {
                 if ((half * 4 + s) % GROUP_STEPS == 0) {
@@ -148,7 +169,8 @@ __device__ __forceinline__ void add_span(Sums& sum, const Stage& stage, const Sh
         }
 #pragma unroll
         for (int i = 0; i < ROW_TILES; i++) {
-            const uint4 four = stage.words[i][half];
+            const uint4 four =
+                *reinterpret_cast<const uint4*>(stage + i * SPAN_BYTES + half * TILE_BYTES + lane * 16);
             const u32 words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
             for (int s = 0; s < 4; s++) {
@@ -163,10 +185,14 @@ __device__ __forceinline__ void add_span(Sums& sum, const Stage& stage, const Sh
                     mma_16x8x16(of_group[i][j], a, columns[j][s][0], columns[j][s][1]);
                 }
                 if (step % GROUP_STEPS != GROUP_STEPS - 1) continue;
-                const float2 scales = widen_scales(stage.scales[i][step / GROUP_STEPS]);
+                const char* parameters = stage + WEIGHT_BYTES;
+                const int block = step / GROUP_STEPS * ROW_TILES + i;
+                const float2 scales =
+                    widen_scales(*reinterpret_cast<const u32*>(parameters + block * SCALE_BYTES + lane / 4 * 4));
                 float near = OFFSET + DEFAULT_ZERO, far = near;
                 if (ZEROS) {
-                    const u32 both = stage.zeros[i][step / GROUP_STEPS];
+                    const u32 both = *reinterpret_cast<const u16*>(parameters + SCALES_BYTES + block * ZERO_BYTES +
+                                                                   lane / 4 * 2);
                     near = OFFSET + (both & 0xffu);
                     far = OFFSET + (both >> 8);
                 }
@@ -182,8 +208,8 @@ __device__ __forceinline__ void add_span(Sums& sum, const Stage& stage, const Sh
 }
 
 // Adds the warps' sums of a tile, stores them, and clears them.
-__device__ __forceinline__ void store_tile(Sums& sum, float* partial, int tile, const T* bias, Out* out, int num_rows,
-                                           int n_size) {
+__device__ __forceinline__ void store_tile(Sums& sum, float* partial, int first_row, const T* bias, Out* out,
+                                           int num_rows, int n_size) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int i = 0; i < ROW_TILES; i++) {
@@ -196,8 +222,7 @@ __device__ __forceinline__ void store_tile(Sums& sum, float* partial, int tile, 
     clear(sum);
     __syncthreads();
     for (int task = threadIdx.x; task < num_rows * TILE_ROWS; task += blockDim.x) {
-        const int m = task / TILE_ROWS, n = tile * TILE_ROWS + task % TILE_ROWS;
-        if (n >= n_size) continue;
+        const int m = task / TILE_ROWS, n = first_row + task % TILE_ROWS;
         float total = bias == nullptr ? 0.0f : to_float(bias[n]);
 #pragma unroll
         for (int w = 0; w < WARPS; w++) total += partial[w * X_ROWS * TILE_ROWS + task];
@@ -209,40 +234,42 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     gemv_w4a16(const T* x, const u8* tiles, const u16* scale, const u8* zero, const T* bias, Out* out, int num_rows,
                int n_size, int k_size, int group_spans) {
     extern __shared__ __align__(128) char shared[];
-    float* partials = reinterpret_cast<float*>(shared);
-    const SharedX shared_x = {shared + 2 * PARTIAL_FLOATS * sizeof(float), k_size * 2};
+    float* partials = reinterpret_cast<float*>(shared + RING_BYTES);
+    const SharedX shared_x = {shared + RING_BYTES + 2 * PARTIAL_FLOATS * sizeof(float), k_size * 2};
     const int warp = threadIdx.x / WARP_SIZE, num_spans = k_size / SPAN;
-    const Weights weights = {tiles, scale, zero, n_size / BLOCK_ROWS, num_spans, group_spans};
+    Loader loader = {tiles, reinterpret_cast<const u8*>(scale), zero, n_size / BLOCK_ROWS, num_spans, group_spans};
+    const char* ring = shared + warp * STAGES * STAGE_BYTES;
+    const u32 ring_address = shared_address(ring);
 
     start_next_kernel();
-    Position ahead = {static_cast<int>(blockIdx.x), warp};
-    Position at = ahead;
-    Stage stages[STAGES];
+    loader.tile = blockIdx.x;
+    loader.begin_tile();
 #pragma unroll
-    for (int stage = 0; stage < STAGES; stage++) {
-        weights.load(stages[stage], ahead);
-        ahead.advance(warp, num_spans);
-    }
+    for (int stage = 0; stage < STAGES - 1; stage++) loader.load(ring_address + stage * STAGE_BYTES);
     wait_for_previous_kernel();
     shared_x.fill(x, num_rows);
     __syncthreads();
 
+    u32 x_at[COL_TILES];
+#pragma unroll
+    for (int j = 0; j < COL_TILES; j++) x_at[j] = shared_x.row_address(j);
     Sums sum;
     clear(sum);
-    int parity = 0;
-    while (true) {
-#pragma unroll
-        for (int stage = 0; stage < STAGES; stage++) {
-            if (at.tile * TILE_ROWS >= n_size) return;
-            if (at.span < num_spans) add_span(sum, stages[stage], shared_x, at.span);
-            weights.load(stages[stage], ahead);
-            ahead.advance(warp, num_spans);
-            const int tile = at.tile;
-            at.advance(warp, num_spans);
-            if (at.tile == tile) continue;
-            // The buffers alternate, so that the next tile's sums need no barrier.
-            store_tile(sum, partials + parity * PARTIAL_FLOATS, tile, bias, out, num_rows, n_size);
-            parity ^= 1;
-        }
+    int stage = 0, next = STAGES - 1, parity = 0;
+    for (int tile = blockIdx.x; tile * TILE_ROWS < n_size; tile += gridDim.x) {
+        int span = warp;
+        do {  // a warp without a span takes part too
+            wait_for_copies<STAGES - 2>();
+            __syncwarp();  // the stage has landed, and all lanes have read the previous one
+            loader.load(ring_address + next * STAGE_BYTES);
+            if (span < num_spans) add_span(sum, ring + stage * STAGE_BYTES, x_at, span);
+            next = stage;
+            stage = stage == STAGES - 1 ? 0 : stage + 1;
+            span += WARPS;
+        } while (span < num_spans);
+        // The buffers alternate, so that the next tile's sums need no barrier.
+        store_tile(sum, partials + parity * PARTIAL_FLOATS, loader.first_block(tile) * BLOCK_ROWS, bias, out, num_rows,
+                   n_size);
+        parity ^= 1;
     }
 }

@@ -32,7 +32,7 @@ from service.engine.build import BuiltEngine, build_engine
 from service.errors import StartupError
 from service.garbage import freeze_heap
 from tests.bench.step_growth import growth_of, tell_growth
-from tests.bench.step_table import KernelEvent, StepTable, table_of
+from tests.bench.step_table import PRODUCTS, KernelEvent, StepTable, table_of
 
 PROFILED_STEPS = 8
 TIMED_STEPS = 32
@@ -41,7 +41,11 @@ TIMED_STEPS = 32
 def main() -> None:
     """Needs a GPU."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model-config", required=True)
+    parser.add_argument("--model-config")
+    parser.add_argument(
+        "--model", help="a folder, of tests.bench.sparse_folder for example, in place of --model-config"
+    )
+    parser.add_argument("--quantization", default="auto")
     parser.add_argument("--batch", default="1,64,256,512")
     parser.add_argument("--context", default="1100", help="mean tokens a sequence holds; several, one by one")
     add_report_flags(parser)
@@ -49,7 +53,8 @@ def main() -> None:
     check_report_flags(flags)
     batches, contexts = whole_numbers("--batch", flags.batch), whole_numbers("--context", flags.context)
     torch.cuda.init()  # before the cache takes the memory
-    named = replace(Settings(), model_config=flags.model_config, load_format="dummy", device="cuda")
+    named = replace(Settings(), model_config=flags.model_config, model=flags.model, quantization=flags.quantization)
+    named = replace(named, load_format="dummy", device="cuda")
     # no swap space: one batch's prefix cache must not be evicted to the host during the next
     settings = replace(named, max_num_seqs=max(batches), max_prefill_chunk=WHOLE_STEPS, swap_space=0.0)
     built = build_engine(settings, progress=True)
@@ -66,7 +71,8 @@ def main() -> None:
         tell(tables[-1])
     growth = growth_of(tables, built.config, built.ops.dtype.itemsize)
     tell_growth(growth)
-    record = {"bench": "step_profile", "device": built.ops.device_name, "model": flags.model_config}
+    record = {"bench": "step_profile", "device": built.ops.device_name, "model": flags.model_config or flags.model}
+    record |= {"weights": built.executor.model.weights.layers[0].qkv.format}
     panel = {"kind": "bars", "title": "", "x": "us a step", "y": "", "series": []}
     for table in tables:
         bars = {"x": [row.op for row in table.rows], "y": [row.time_us for row in table.rows]}
@@ -84,9 +90,10 @@ def profile_decode(built: BuiltEngine, batch: int, context: int, ceilings: Ceili
         held = engine.stats().num_slots_filled
         events = _events(lambda: [engine.step() for _ in range(PROFILED_STEPS)], built)
         mean_context = (held + engine.stats().num_slots_filled) / 2 / batch
-    item = built.ops.dtype.itemsize
+    item, layer = built.ops.dtype.itemsize, built.executor.model.weights.layers[0]
+    weight_bytes = {name: getattr(layer, name).nbytes for name in PRODUCTS}
     times = (1e6 * timed_s, 1e3 * host_s)
-    return table_of(events, PROFILED_STEPS, batch, mean_context, *times, config, item, ceilings)
+    return table_of(events, PROFILED_STEPS, batch, mean_context, *times, config, item, ceilings, weight_bytes)
 
 
 def _timed(built: BuiltEngine) -> tuple[float, float]:

@@ -76,7 +76,7 @@ def _kind(kernel: str) -> str:
         return COPIES
     if "splitkreduce" in lowered or "memset" in lowered:
         return "part of a product"
-    if "nvjet" in lowered or "gemm" in lowered or "cutlass" in lowered or kernel in ("gemv", "small_m_sm90"):
+    if "nvjet" in lowered or "gem" in lowered or "cutlass" in lowered or kernel.startswith("small_m"):
         return "product"
     return kernel
 
@@ -127,16 +127,22 @@ def least_us(work: Mapping[str, tuple[float, float]], ceilings: Ceilings) -> dic
 
 def table_of(
     events: Sequence[KernelEvent], num_steps: int, batch: int, mean_context: float, timed_us: float, host_ms: float,
-    config: ModelConfig, item: int, ceilings: Ceilings,
+    config: ModelConfig, item: int, ceilings: Ceilings, weight_bytes: Mapping[str, int] | None = None,
 ) -> StepTable:  # fmt: skip
-    """Return the table of `num_steps` whole steps; the longest operation first."""
+    """Return the table of `num_steps` whole steps; the longest operation first.
+
+    `weight_bytes` are of a layer's quantised products, whose FLOPs are counted as those of 16 bits.
+    """
     events = sorted(events, key=lambda event: (event.begin_us, event.end_us))
     added, idle_us = added_us(events)
     times, launches = {}, {}
     for name, time_us in zip(op_names(events, config.num_layers), added, strict=True):
         times[name] = times.get(name, 0.0) + time_us / num_steps
         launches[name] = launches.get(name, 0) + 1
-    least = least_us(work_of(config, batch, mean_context, item), ceilings)
+    work = work_of(config, batch, mean_context, item)
+    for name, num_bytes in (weight_bytes or {}).items():
+        work[f"linear {name}"] = (config.num_layers * num_bytes, work[f"linear {name}"][1])
+    least = least_us(work, ceilings)
     step_us = sum(times.values()) + idle_us / num_steps
     rows = [
         OperationRow(

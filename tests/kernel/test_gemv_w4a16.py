@@ -15,18 +15,22 @@ KINDS = [(128, False, "bfloat16"), (64, True, "float16"), (32, False, "float16")
 """Group size (None: K), whether there are zero points, the scales' dtype."""
 
 
-@pytest.fixture(params=range(4))
+@pytest.fixture(params=[(1, 1), (1, 2), (1, 3), (4, 2), (8, 3), (16, 2)], ids=lambda build: "x".join(map(str, build)))
 def launch(request, open_ops):
-    """ops, x, weight, bias, out -> launches one build of the kernel."""
+    """ops, x, weight, bias, out -> launches a build of so many rows of x and sixteens of a tile's weight rows."""
     reason = "needs the packages of the cuda extra"
-    build = pytest.importorskip("model.ops.gpu.int4.builds").GEMV_W4_BUILDS[request.param]
+    builds = pytest.importorskip("model.ops.gpu.int4.builds")
     int4 = pytest.importorskip("model.ops.gpu.int4.linear", reason=reason, exc_type=ImportError)
+    x_rows, row_tiles = request.param
 
     def launch_(ops, x, weight, bias, out):
-        if len(out) > build.x_rows:
+        if len(out) > x_rows:
             pytest.skip("more rows than this build takes")
-        if build.shared_bytes(weight.shape[1]) > ops.max_shared_bytes:
-            pytest.skip("this build needs more shared memory than the device has")
+        build, layout = builds.GemvW4Build(row_tiles, x_rows, stages=3), int4.layout_of(weight)
+        if build.shared_bytes(weight.shape[1], layout) > ops.max_shared_bytes:
+            build = builds.GemvW4Build(row_tiles, x_rows, stages=2)
+        if build.shared_bytes(weight.shape[1], layout) > ops.max_shared_bytes or weight.shape[0] < 16 * row_tiles:
+            pytest.skip("this build needs more shared memory, or rows")
         int4.Int4Linear(ops, None).launch_gemv(build, x, weight, bias, out)
 
     return launch_

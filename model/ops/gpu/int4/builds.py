@@ -52,47 +52,51 @@ class Int4Layout:
 
 @dataclass(frozen=True)
 class GemvW4Build:
-    """Macros of gemv_w4a16.cu, and its blocks per SM."""
+    """Macros of gemv_w4a16.cu, one block an SM."""
 
-    warps: int
     row_tiles: int
     x_rows: int
     stages: int
-    blocks_per_sm: int
-    max_blocks_per_sm: int  # two let the next kernel begin early
+    warps: int = 16
+    blocks_per_sm: int = 1
 
     def defines(self, layout: Int4Layout) -> dict[str, int]:
         sizes = {"WARPS": self.warps, "ROW_TILES": self.row_tiles, "X_ROWS": self.x_rows, "STAGES": self.stages}
-        return sizes | {"BLOCKS_PER_SM": self.max_blocks_per_sm} | layout.defines
+        return sizes | {"BLOCKS_PER_SM": self.blocks_per_sm} | layout.defines
 
-    def shared_bytes(self, k: int) -> int:
-        """Bytes of x and two sets of sums."""
-        return self.x_rows * (2 * k + 2 * self.warps * BLOCK_ROWS * self.row_tiles * 4)
+    def shared_bytes(self, k: int, layout: Int4Layout) -> int:
+        """Bytes of rings, two sets of sums, and x."""
+        ring = self.stages * self.row_tiles * (_SPAN_BYTES + layout.parameter_bytes)
+        sums = 2 * self.x_rows * BLOCK_ROWS * self.row_tiles * 4
+        return self.warps * (ring + sums) + self.x_rows * 2 * k
 
     def num_blocks(self, n: int, num_sms: int) -> int:
         return min(math.ceil(n / (BLOCK_ROWS * self.row_tiles)), self.blocks_per_sm * num_sms)
 
 
-GEMV_W4_BUILDS = (
-    GemvW4Build(16, 2, 1, 3, 1, 1),
-    GemvW4Build(16, 2, 4, 3, 1, 1),
-    GemvW4Build(16, 2, 8, 2, 1, 1),
-    GemvW4Build(8, 2, 16, 3, 1, 1),
-)
-"""Sorted by x_rows."""
-
+GEMV_X_ROWS = (1, 4, 8, 16)
+_GEMV_STAGES = 2
+_GEMV_ROW_TILES = (3, 2, 1)
+_MAX_ROW_TILES = {1: 3, 4: 3, 8: 3, 16: 2}  # by rows of x: as registers allow
 _MAX_LAUNCHES = 4  # more take longer than unpacking
 
 
-def gemv_w4_build(num_rows: int, k: int, max_shared_bytes: int) -> GemvW4Build | None:
+def gemv_w4_build(
+    num_rows: int, n: int, k: int, layout: Int4Layout, num_sms: int, max_shared_bytes: int
+) -> GemvW4Build | None:
     """Return a build for `num_rows` rows of x in one or more launches, or None."""
-    if num_rows > GEMV_W4_BUILDS[-1].x_rows:
+    if num_rows > GEMV_X_ROWS[-1]:
         return None
-    fitting = [build for build in GEMV_W4_BUILDS if build.shared_bytes(k) <= max_shared_bytes]
-    for build in fitting:
-        if num_rows <= build.x_rows:
-            return build
-    return fitting[-1] if fitting and num_rows <= _MAX_LAUNCHES * fitting[-1].x_rows else None
+    sixteens = n // BLOCK_ROWS
+    of_tile = [tiles for tiles in _GEMV_ROW_TILES if tiles <= sixteens]
+    of_tile.sort(key=lambda tiles: tiles * math.ceil(math.ceil(sixteens / tiles) / num_sms))
+    enough = next(x_rows for x_rows in GEMV_X_ROWS if x_rows >= num_rows)
+    for x_rows in reversed([x_rows for x_rows in GEMV_X_ROWS if num_rows / _MAX_LAUNCHES <= x_rows <= enough]):
+        for row_tiles in of_tile:
+            build = GemvW4Build(row_tiles, x_rows, _GEMV_STAGES)
+            if build.shared_bytes(k, layout) < max_shared_bytes and row_tiles <= _MAX_ROW_TILES[x_rows]:
+                return build
+    return None
 
 
 @dataclass(frozen=True)

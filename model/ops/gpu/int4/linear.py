@@ -69,7 +69,7 @@ class Int4Linear:
         if weight.input_order is not None:
             x = self._gather_columns(x, weight.input_order)
         is_fast = ops.dtype != _FLOAT32 and (x.data.ptr | out.data.ptr) % _ALIGNMENT == 0
-        gemv = gemv_w4_build(m, weight.shape[1], ops.max_shared_bytes) if is_fast else None
+        gemv = self.gemv_build(m, weight) if is_fast else None
         small_m = self.small_m_build(min(m, MAX_SMALL_M_ROWS), weight) if is_fast and ops.arch == "90a" else None
         if gemv is not None and (small_m is None or m <= min(gemv.x_rows, MAX_GEMV_ROWS)):
             for rows in _pieces(m, gemv.x_rows):
@@ -109,18 +109,29 @@ class Int4Linear:
         )
         return out
 
+    def gemv_build(self, m: int, weight: Weight) -> GemvW4Build | None:
+        ops = self._ops
+        return gemv_w4_build(m, *weight.shape, layout_of(weight), ops.num_sms, ops.max_shared_bytes)
+
     def small_m_build(self, m: int, weight: Weight) -> SmallMW4Build | None:
         ops = self._ops
         return small_m_w4_build(m, *weight.shape, layout_of(weight), ops.num_sms, ops.max_shared_bytes)
 
-    def launch_gemv(self, build: GemvW4Build, x: Array, weight: Weight, bias: Array | None, out: Array) -> None:
+    def launch_gemv(
+        self,
+        build: GemvW4Build,
+        x: Array,
+        weight: Weight,
+        bias: Array | None,
+        out: Array,
+    ) -> None:
         ops = self._ops
         ops.launch(
             "gemv_w4a16",
             (build.num_blocks(weight.shape[0], ops.num_sms),),
             (x, weight.data, weight.scale, weight.zero_point, bias, out, *_sizes(out, weight)),
             threads=32 * build.warps,
-            shared_bytes=build.shared_bytes(weight.shape[1]),
+            shared_bytes=build.shared_bytes(weight.shape[1], layout_of(weight)),
             overlaps=True,
             OUT_FLOAT=int(out.dtype == _FLOAT32),
             **build.defines(layout_of(weight)),

@@ -24,8 +24,22 @@ def test_there_is_no_build_for_more_rows_or_too_little_memory():
 
 
 def test_few_rows_are_multiplied_at_once_or_in_a_few_launches():
-    assert gemv_w4_build(1, 14336, H200[1]).x_rows == 1
-    assert gemv_w4_build(8, 4096, H200[1]).x_rows == 8
-    assert gemv_w4_build(8, 14336, H200[1]).x_rows == 4
-    assert gemv_w4_build(16, 14336, 99 << 10) is None
-    assert gemv_w4_build(17, 4096, H200[1]) is None
+    layout = LAYOUTS[0]
+    assert gemv_w4_build(1, 4096, 14336, layout, *H200).x_rows == 1
+    assert gemv_w4_build(8, 6144, 4096, layout, *H200).x_rows == 8
+    assert gemv_w4_build(8, 4096, 14336, layout, *H200).x_rows == 4
+    assert gemv_w4_build(16, 4096, 14336, layout, 132, 99 << 10) is None
+    assert gemv_w4_build(17, 4096, 4096, layout, *H200) is None
+
+
+@pytest.mark.parametrize(("n", "row_tiles"), [(4096, 2), (6144, 3), (28672, 2)])
+def test_tiles_leave_few_sms_without_work(n, row_tiles):
+    assert gemv_w4_build(1, n, 4096, LAYOUTS[0], *H200).row_tiles == row_tiles
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("memory", [99 << 10, 163 << 10, 227 << 10])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_every_device_has_a_build_for_one_row(n, k, layout, memory):
+    build = gemv_w4_build(1, n, k, layout, 132, memory)
+    assert build.shared_bytes(k, layout) <= memory
