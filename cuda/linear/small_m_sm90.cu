@@ -15,120 +15,10 @@
 // A tile of out, transposed, is ROWS weight rows times COLS rows of x, by wgmma: 64 weight rows a warpgroup. Another
 // warp fetches both, 64 elements of K a stage. Only AHEAD stages of weights are fetched early, since x would wait for
 // more. With SPLIT 2 each block sends half of its sums to the other, in a fixed order: results are deterministic.
-#include "common/wgmma.cuh"
-
-#if QUIRE_DTYPE == 0
-#error "the tensor cores take float16 and bfloat16"
-#endif
-#if OUT_FLOAT
-using Out = float;
-#else
-using Out = T;
-#endif
-
-constexpr int SPAN = 64;  // elements of K in a stage: rows of 128 bytes
-constexpr int WARPGROUPS = (ROWS + 63) / 64;
-constexpr int CONSUMERS = WARPGROUP_SIZE * WARPGROUPS;
-constexpr int THREADS = CONSUMERS + WARP_SIZE;
-constexpr int WEIGHT_BYTES = ROWS * 128;
-constexpr int STAGE_BYTES = WEIGHT_BYTES + COLS * 128;
-constexpr int CHUNKS = COLS / 8;  // of a warpgroup's sums: 8 rows of x, four sums a thread
-constexpr int SENT_BYTES = SPLIT == 2 ? CONSUMERS * CHUNKS / 2 * 16 : 0;
-constexpr int BARRIER_BYTES = 16 * STAGES + 8;
-// The last warpgroup reads 64 rows even of a shorter tile: past it lies x, and in the last stage this padding.
-constexpr int ROWS_PAST = 64 * WARPGROUPS - ROWS - COLS;
-constexpr int PAST_BYTES = ROWS_PAST > 0 ? ROWS_PAST * 128 : 0;
-static_assert(AHEAD <= STAGES, "AHEAD stages fit in the ring");
-static_assert(ROWS % 8 == 0 && ROWS <= 128 && COLS % 32 == 0 && COLS <= 128, "whole eights of the swizzle");
-static_assert(SHARED_BYTES == 1024 + STAGES * STAGE_BYTES + SENT_BYTES + BARRIER_BYTES + PAST_BYTES,
-              "the launcher's memory is not this");
-
-// Shared memory: STAGES of weights and x, the sums from the other block, then barriers: full and empty for each stage,
-// and one for the sums sent.
-struct Shared {
-    u32 base;
-
-    __device__ __forceinline__ u32 weights(u32 iteration) const { return base + iteration % STAGES * STAGE_BYTES; }
-    __device__ __forceinline__ u32 x(u32 iteration) const { return weights(iteration) + WEIGHT_BYTES; }
-    __device__ __forceinline__ u32 sent() const { return base + STAGES * STAGE_BYTES; }
-    __device__ __forceinline__ u32 barrier(int i) const { return sent() + SENT_BYTES + 8 * i; }
-    __device__ __forceinline__ u32 full(u32 iteration) const { return barrier(iteration % STAGES); }
-    __device__ __forceinline__ u32 empty(u32 iteration) const { return barrier(STAGES + iteration % STAGES); }
-    __device__ __forceinline__ u32 all_sent() const { return barrier(2 * STAGES); }
-    __device__ __forceinline__ u32 parity(u32 iteration) const { return iteration / STAGES % 2; }
-};
-
-// A block's share of the work: its split of K for one tile, then for the next. An iteration fills one stage.
-struct BlockWork {
-    int split, first_tile, num_tiles, first_span, num_spans;
-
-    __device__ __forceinline__ BlockWork(int n_size, int k_size) {
-        const int spans = (k_size + SPAN - 1) / SPAN, tiles = (n_size + ROWS - 1) / ROWS;
-        const int step = gridDim.x / SPLIT;
-        split = blockIdx.x % SPLIT;
-        first_tile = blockIdx.x / SPLIT;
-        num_tiles = (tiles - first_tile + step - 1) / step;
-        first_span = spans * split / SPLIT;
-        num_spans = spans * (split + 1) / SPLIT - first_span;
-    }
-    __device__ __forceinline__ u32 num_iterations() const { return num_tiles * num_spans; }
-    __device__ __forceinline__ int k(u32 iteration) const { return (first_span + iteration % num_spans) * SPAN; }
-    __device__ __forceinline__ int first_row(int tile) const {
-        return (first_tile + tile * (gridDim.x / SPLIT)) * ROWS;
-    }
-};
-
-struct Producer {
-    const Shared& shared;
-    const BlockWork& work;
-    const TensorMap& weight_map;
-    const TensorMap& x_map;
-    u64 policy;
-
-    __device__ __forceinline__ void fetch_weights(u32 iteration) const {
-        arrive_expecting(shared.full(iteration), STAGE_BYTES);
-        const int row = work.first_row(iteration / work.num_spans);
-        copy_box(shared.weights(iteration), weight_map, work.k(iteration), row, shared.full(iteration), policy);
-    }
-    __device__ __forceinline__ void fetch_x(u32 iteration) const {
-        copy_box(shared.x(iteration), x_map, work.k(iteration), 0, shared.full(iteration));
-    }
-    __device__ __forceinline__ void fetch_ahead() const {
-        for (u32 iteration = 0; iteration < min(static_cast<u32>(AHEAD), work.num_iterations()); ++iteration)
-            fetch_weights(iteration);
-    }
-    __device__ __forceinline__ void fetch_all() const {
-        for (u32 iteration = 0; iteration < work.num_iterations(); ++iteration) {
-            if (iteration >= STAGES) wait_for(shared.empty(iteration), shared.parity(iteration) ^ 1);
-            if (iteration >= AHEAD) fetch_weights(iteration);
-            fetch_x(iteration);
-        }
-    }
-};
-
-using Sums = float[COLS / 2];
-
-// The sums of one tile over this block's split of K, which starts at `iteration`.
-__device__ __forceinline__ void sum_tile(Sums& sum, const Shared& shared, const BlockWork& work, u32 iteration) {
-    const bool arrives = threadIdx.x % WARP_SIZE == 0;
-    const u32 offset = threadIdx.x / WARPGROUP_SIZE * 64 * 128;
-#pragma unroll
-    for (int i = 0; i < COLS / 2; ++i) sum[i] = 0.0f;
-    for (int n = 0; n < work.num_spans; ++n, ++iteration) {
-        wait_for(shared.full(iteration), shared.parity(iteration));
-        begin_products();
-#pragma unroll
-        for (int k = 0; k < SPAN / 16; ++k) {
-            const u64 weights = operand(shared.weights(iteration) + offset + k * 32, 0);
-            multiply_add(sum, weights, operand(shared.x(iteration) + k * 32, 0));
-        }
-        commit_products();
-        wait_for_products<1>(sum);
-        if (n > 0 && arrives) arrive(shared.empty(iteration - 1));
-    }
-    wait_for_products<0>(sum);
-    if (work.num_spans > 0 && arrives) arrive(shared.empty(iteration - 1));
-}
+#define WEIGHT_ELEMENTS 64
+#define X_BOXES 1
+#define SCALE_BYTES 0
+#include "linear/small_m.cuh"
 
 // A warp's part of the output tile, and the bias of this thread's two weight rows.
 struct OutputTile {
@@ -177,79 +67,24 @@ struct OutputTile {
     }
 };
 
-__device__ __forceinline__ void store_all(const Sums& sum, const OutputTile& output) {
+struct Stage {
+    static __device__ __forceinline__ void multiply(Sums& sum, u32 weights, u32 x) {
 #pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-        const float four[4] = {sum[4 * chunk], sum[4 * chunk + 1], sum[4 * chunk + 2], sum[4 * chunk + 3]};
-        output.store(chunk, four);
+        for (int k = 0; k < 128; k += 32) multiply_add(sum, operand(weights + k, 0), operand(x + k, 0));
     }
-}
+};
 
-// Sends one of every two chunks to the other block, and stores the other one.
-__device__ __forceinline__ void store_half(const Sums& sum, const OutputTile& output, const Shared& shared, int split) {
-    const u32 mine = shared.sent() + threadIdx.x * 16;
-    const u32 theirs = address_in(1 - split, mine), barrier = address_in(1 - split, shared.all_sent());
-    wait_for_cluster();  // the other block's barriers exist
-#pragma unroll
-    for (int pair = 0; pair < CHUNKS / 2; ++pair) {
-        float four[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) four[i] = split == 0 ? sum[8 * pair + 4 + i] : sum[8 * pair + i];
-        send(theirs + pair * CONSUMERS * 16, four, barrier);
-    }
-    wait_for_sent(shared.all_sent(), 0);
-#pragma unroll
-    for (int pair = 0; pair < CHUNKS / 2; ++pair) {
-        float four[4];
-        receive(four, mine + pair * CONSUMERS * 16);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) four[i] += split == 0 ? sum[8 * pair + i] : sum[8 * pair + 4 + i];
-        output.store(2 * pair + split, four);
-    }
-}
-
-extern "C" __global__ void
-#if SPLIT == 2
-__cluster_dims__(2, 1, 1)
-#endif
-__launch_bounds__(THREADS, 1)
-small_m_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map, const T* bias,
-              Out* out, int num_rows, int n_size, int k_size) {
+extern "C" __global__ void SMALL_M_CLUSTER __launch_bounds__(THREADS, 1)
+    small_m_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map, const T* bias,
+                 Out* out, int num_rows, int n_size, int k_size) {
     extern __shared__ unsigned char memory[];
     const Shared shared{(shared_address(memory) + 1023) / 1024 * 1024};
     const BlockWork work(n_size, k_size);
-    const bool is_producer = threadIdx.x == CONSUMERS;
-    const Producer producer{shared, work, weight_map, x_map, policy_of_read_once()};
-
-    start_next_kernel();
-    if (is_producer) {
-        prefetch_map(weight_map);
-        prefetch_map(x_map);
-        for (int stage = 0; stage < STAGES; ++stage) {
-            make_barrier(shared.full(stage), 1);
-            make_barrier(shared.empty(stage), CONSUMERS / WARP_SIZE);
-        }
-        make_barrier(shared.all_sent(), 1);
-        publish_barriers();
-        if (SPLIT == 2) arrive_expecting(shared.all_sent(), SENT_BYTES);
-        producer.fetch_ahead();
-    }
-    __syncthreads();
-    if (SPLIT == 2) arrive_at_cluster();
-    wait_for_previous_kernel();
-    if (threadIdx.x >= CONSUMERS) {
-        if (is_producer) producer.fetch_all();
-        __syncwarp();
-        if (SPLIT == 2) wait_for_cluster();
-        return;
-    }
+    if (!begin_block(shared, Producer{shared, work, weight_map, x_map, policy_of_read_once()})) return;
     for (int tile = 0; tile < work.num_tiles; ++tile) {
         Sums sum;
-        sum_tile(sum, shared, work, tile * work.num_spans);
+        sum_tile<Stage>(sum, shared, work, tile * work.num_spans);
         const OutputTile output(out, bias, work.first_row(tile), num_rows, n_size);
-        if (SPLIT == 2)
-            store_half(sum, output, shared, work.split);
-        else
-            store_all(sum, output);
+        store(sum, output, shared, work.split);
     }
 }

@@ -175,7 +175,6 @@ __device__ __forceinline__ void pair_scales(u32& near, u32& far, u32 both) {
 }
 
 using Sums = float[COLS / 2];
-using Fragments = u32[4][4];  // of 64 columns
 
 // Unpacks a warp's 16 rows x 64 columns, half `half` of a stage.
 __device__ __forceinline__ void unpack_half(Fragments& a, const Shared& shared, u32 iteration, int half) {
@@ -198,19 +197,6 @@ __device__ __forceinline__ void unpack_half(Fragments& a, const Shared& shared, 
         a[s][2] = multiply_pair(a[s][2], near);
         a[s][3] = multiply_pair(a[s][3], far);
     }
-}
-
-// Keeps registers from being used for anything else up to here.
-__device__ __forceinline__ void hold(const Fragments& a) {
-#pragma unroll
-    for (int s = 0; s < 4; ++s) asm volatile("" : : "r"(a[s][0]), "r"(a[s][1]), "r"(a[s][2]), "r"(a[s][3]));
-}
-
-__device__ __forceinline__ void start_products(Sums& sum, const Fragments& a, u32 x) {
-    begin_products();
-#pragma unroll
-    for (int s = 0; s < 4; ++s) multiply_add(sum, a[s], operand(x + s * 32, 0));
-    commit_products();
 }
 
 // The sums of one tile over this block's split of K, which starts at `iteration`. While the tensor cores multiply one

@@ -2,10 +2,12 @@ import numpy as np
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
+from model.ops.cpu.quantised import dequantise
 from model.ops.fp8 import widen
 from model.ops.interface import Fp8Rows
 from tests.support.fp8_checks import random_rows, upload
 from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, seconds_of, tell_bandwidth
+from tests.support.w8_checks import KINDS, random_w8, upload_w8
 
 pytestmark = pytest.mark.gpu
 
@@ -19,6 +21,17 @@ def test_every_bit_is_the_references(open_ops, rng, dtype, width, rows):
     with ops.scratch():
         found = ops.download(ops.dequantise_rows(upload(ops, x)))
     np.testing.assert_array_equal(found, reference.dequantise_rows(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), [(1, 16), (130, 272), (129, 100), (256, 14336)])
+def test_8_bit_weights(open_ops, rng, dtype, kind, n, k):
+    dequantise_weight = pytest.importorskip("model.ops.gpu.w8.linear").dequantise_weight
+    ops, weight = open_ops(dtype), random_w8(rng, n, k, kind)
+    with ops.scratch():
+        found = ops.download(dequantise_weight(ops, upload_w8(ops, weight)))
+    np.testing.assert_array_equal(found, dequantise(weight).astype(ops.dtype))
 
 
 def test_all_codes(open_ops):

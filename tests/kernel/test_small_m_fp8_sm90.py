@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from model.ops.gpu.fp8_builds import small_m_fp8_build
+from model.ops.gpu.w8.builds import small_m_fp8_build
 from model.ops.interface import Fp8Rows
 from tests.support.fp8_checks import as_weight, assert_product, random_rows, upload
 from tests.support.kernel_checks import normal, seconds_of, tell_bandwidth
@@ -32,9 +32,8 @@ def launch(open_hopper_ops):
     linear = pytest.importorskip("model.ops.gpu.fp8", reason=reason, exc_type=ImportError).Fp8Linear
 
     def launch_(ops, x, weight, bias, out):
-        linear(ops, ops._linear).launch_small_m(
-            small_m_fp8_build(*out.shape, ops.num_sms, ops.max_shared_bytes), x, weight, bias, out
-        )
+        build = small_m_fp8_build(*out.shape, ops.num_sms, ops.max_shared_bytes)
+        linear(ops, None).launch_small_m(build, x, as_weight(weight), bias, out)
 
     return launch_
 

@@ -1,28 +1,24 @@
-"""Launches the kernels of e4m3 matrices."""
+"""Launches the kernels of e4m3 rows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 
 from model.ops.gpu.device import THREADS, CudaDevice, expect
-from model.ops.gpu.fp8_builds import GemvFp8Build, SmallMFp8Build, gemv_fp8_build, small_m_fp8_build
 from model.ops.gpu.gemm import GemmError
 from model.ops.gpu.gemm_fp8 import MULTIPLE, Fp8Gemm
 from model.ops.gpu.launcher import KernelLauncher
+from model.ops.gpu.w8.builds import SmallMW8Build, gemv_w8_build, small_m_fp8_build
+from model.ops.gpu.w8.linear import W8Linear, dequantise_weight, launch_gemv
 from model.ops.interface import Array, Fp8Rows
 from model.ops.weight import Weight
-
-DenseProduct = Callable[[Array, Array, Array | None, Array], None]
-"""Takes x [M, K], weight [N, K], bias [N] or None, out [M, N]."""
 
 _UINT8 = np.dtype(np.uint8)
 _FLOAT32 = np.dtype(np.float32)
 _VEC_BYTES = 16
 _HELD_VECS = 4  # HELD_VECS of fp8.cuh
-_DEQUANTISED = 16  # elements per thread of dequantise_rows.cu
 
 
 def expect_fp8(name: str, rows: Fp8Rows | Weight, width: int | None = None) -> None:
@@ -50,13 +46,8 @@ def quantised_by(
     return out
 
 
-def dequantise_rows(device: KernelLauncher, x: Fp8Rows | Weight) -> Array:
-    """`Ops.dequantise_rows`."""
-    out = device.temporary(x.data.shape, device.dtype)
-    rows, width = x.data.shape
-    grid = (rows, math.ceil(width / (THREADS * _DEQUANTISED)))
-    device.launch("dequantise_rows", grid, (x.data, x.scale, out, np.int32(width)), overlaps=True)
-    return out
+def as_weight(x: Fp8Rows) -> Weight:
+    return Weight.fp8(x.data, x.scale)
 
 
 def _row_threads(device: KernelLauncher, rows: int, width: int) -> int:
@@ -68,53 +59,33 @@ def _row_threads(device: KernelLauncher, rows: int, width: int) -> int:
 
 
 class Fp8Linear:
-    """Products with e4m3 weights."""
+    """Products of e4m3 rows and weights."""
 
-    def __init__(self, device: CudaDevice, dense: DenseProduct):
-        """Take `dense` for dequantised matrices."""
+    def __init__(self, device: CudaDevice, by_widening: W8Linear):
         self._device = device
-        self._dense = dense
+        self._by_widening = by_widening
         self._gemm: Fp8Gemm | None = None  # has a workspace
 
-    def __call__(self, x: Array | Fp8Rows, weight: Weight, bias: Array | None, out: Array) -> None:
+    def __call__(self, x: Fp8Rows, weight: Weight, bias: Array | None, out: Array) -> None:
         """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous, not empty."""
         device, (m, n) = self._device, out.shape
         k = weight.data.shape[1]
-        x_data = x.data if isinstance(x, Fp8Rows) else x
-        together = x_data.data.ptr | weight.data.data.ptr | out.data.ptr
+        together = x.data.data.ptr | weight.data.data.ptr | out.data.ptr
         is_aligned = k % MULTIPLE == 0 and together % MULTIPLE == 0 and device.dtype != _FLOAT32
-        if is_aligned and device.arch == "90a" and isinstance(x, Fp8Rows):
+        if is_aligned and device.arch == "90a":
             small_m = small_m_fp8_build(m, n, device.num_sms, device.max_shared_bytes)
             if small_m is not None:
                 self.launch_small_m(small_m, x, weight, bias, out)
                 return
             if n % MULTIPLE == 0 and self._by_cublaslt(x, weight, bias, out):
                 return
-        build = gemv_fp8_build(m, device.max_shared_bytes) if is_aligned else None
+        build = gemv_w8_build(m, device.max_shared_bytes) if is_aligned else None
         if build is not None:
-            self.launch_gemv(build, x, weight, bias, out)
-            return
-        widened = dequantise_rows(device, x) if isinstance(x, Fp8Rows) else x
-        self._dense(widened, dequantise_rows(device, weight), bias, out)
+            launch_gemv(device, build, x, weight, bias, out)
+        else:
+            self._by_widening(dequantise_weight(device, as_weight(x)), weight, bias, out)
 
-    def launch_gemv(
-        self, build: GemvFp8Build, x: Array | Fp8Rows, weight: Weight, bias: Array | None, out: Array
-    ) -> None:
-        device, (n, k) = self._device, weight.data.shape
-        x_args = (x.data, x.scale) if isinstance(x, Fp8Rows) else (x, None)
-        device.launch(
-            "gemv_fp8",
-            (build.num_blocks(n, device.num_sms),),
-            (*x_args, weight.data, weight.scale, bias, out, np.int32(len(out)), np.int32(n), np.int32(k)),
-            threads=32 * build.warps,
-            shared_bytes=build.shared_bytes,
-            overlaps=True,
-            OUT_FLOAT=int(out.dtype == _FLOAT32),
-            X_FP8=int(isinstance(x, Fp8Rows)),
-            **build.defines,
-        )
-
-    def launch_small_m(self, build: SmallMFp8Build, x: Fp8Rows, weight: Weight, bias: Array | None, out: Array) -> None:
+    def launch_small_m(self, build: SmallMW8Build, x: Fp8Rows, weight: Weight, bias: Array | None, out: Array) -> None:
         device, (n, k) = self._device, weight.data.shape
         x_map = device.tensor_maps.get(x.data, (k // 2, len(out)), (64, build.cols))
         weight_map = device.tensor_maps.get(weight.data, (k // 2, n), (64, build.rows))

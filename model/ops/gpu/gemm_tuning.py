@@ -54,7 +54,9 @@ def fits_small_m(shape: GemmShape) -> bool:
 
 def file_name(device_name: str, cublaslt_version: int) -> str:
     parts = [device_name, str(cublaslt_version), repr(GEMV_BUILDS), repr((SMALL_M_SPLITS, AHEAD_BYTES))]
-    parts += [code_of(source_path(kernel).read_text(encoding="utf-8")) for kernel in (GEMV, SMALL_M)]
+    for kernel, header in ((GEMV, "gemv.cuh"), (SMALL_M, "small_m.cuh")):
+        path = source_path(kernel)
+        parts += [code_of(source.read_text(encoding="utf-8")) for source in (path, path.with_name(header))]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     return f"linear-{digest}.json"
 

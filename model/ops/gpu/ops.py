@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from model.ops.cpu.quantised import dequantise
 from model.ops.gpu.attention import decode_attention, kv_build, plan_decode_attention, prefill_attention
 from model.ops.gpu.device import DTYPE_CODES, THREADS, CudaDevice, expect
-from model.ops.gpu.fp8 import Fp8Linear, dequantise_rows, expect_fp8, quantised_by
-from model.ops.gpu.int4.linear import MAX_FUSED_ROWS, Int4Linear, expect_int4
+from model.ops.gpu.fp8 import Fp8Linear, as_weight, expect_fp8, quantised_by
+from model.ops.gpu.int4 import linear as int4
 from model.ops.gpu.linear import Linear
 from model.ops.gpu.norm import add_rms_norm, normalise_qk, rms_norm
 from model.ops.gpu.product_sizes import all_planned_rows
 from model.ops.gpu.sampling import sample, top_logprobs
+from model.ops.gpu.w8 import linear as w8
 from model.ops.int4 import can_tile
 from model.ops.interface import Array, AttentionBatch, Fp8Rows, HeadRotation, Sampled, SamplingArrays
 from model.ops.weight import Weight, WeightFormat
@@ -29,7 +31,6 @@ _UINT8 = np.dtype(np.uint8)
 _INT32 = np.dtype(np.int32)
 _INT64 = np.dtype(np.int64)
 _FLOAT32 = np.dtype(np.float32)
-_MULTIPLIED = (WeightFormat.DENSE, WeightFormat.FP8, WeightFormat.INT4_TILED)
 _log = logging.getLogger(__name__)
 
 
@@ -42,8 +43,9 @@ class CudaOps(CudaDevice):
         """Raise ValueError for dtypes without kernels, CuPy's RuntimeErrors without a GPU."""
         super().__init__(dtype, kv_dtype)
         self._linear = Linear(self)
-        self._linear_fp8 = Fp8Linear(self, self._linear)
-        self._linear_int4 = Int4Linear(self, self._linear)
+        self._linear_w8 = w8.W8Linear(self, self._linear)
+        self._linear_fp8 = Fp8Linear(self, self._linear_w8)
+        self._linear_int4 = int4.Int4Linear(self, self._linear)
 
     def find_nonfinite(self, x: Array, found: Array) -> None:
         expect("x", x, self.dtype, *x.shape)
@@ -105,8 +107,10 @@ class CudaOps(CudaDevice):
             raise ValueError(f"linear: [{rows}, {k}] {self.dtype} by [{n}, {k}] to {out.dtype} is not supported")
         if out.size == 0:
             return out
-        if weight.format is WeightFormat.FP8:
+        if isinstance(x, Fp8Rows):
             self._linear_fp8(x, weight, bias, out)
+        elif weight.format in w8.FORMATS:
+            self._linear_w8(x, weight, bias, out)
         elif weight.format is WeightFormat.INT4_TILED:
             self._linear_int4(x, weight, bias, out)
         else:
@@ -114,7 +118,9 @@ class CudaOps(CudaDevice):
         return out
 
     def prepare_weight(self, weight: Weight) -> Weight:
-        if weight.format in _MULTIPLIED:
+        if weight.format in w8.FORMATS:
+            return self._linear_w8.prepare(weight)
+        if weight.format in (WeightFormat.DENSE, WeightFormat.INT4_TILED):
             return weight
         if weight.format is WeightFormat.INT4 and can_tile(weight):
             return self._linear_int4.pack(weight)
@@ -138,19 +144,34 @@ class CudaOps(CudaDevice):
     ) -> None:
         """Measure about 30 ms per number of rows; results are kept on disk.
 
-        Unmeasured products take cuBLASLt's first choice. FP8 needs none: rows choose its kernel. INT4_TILED is measured
-        for rows that multiply by unpacked weights.
+        Unmeasured products take cuBLASLt's first choice. FP8 of e4m3 inputs needs none: rows choose its kernel. Other
+        quantised weights are measured for rows that multiply by 16-bit copies.
         """
-        if weights[0].format is WeightFormat.INT4_TILED:
-            many = [rows for rows in num_rows if rows > MAX_FUSED_ROWS]
-            with self.scratch():
-                self.tune_linear([Weight(self._linear_int4.unpack(weights[0]))], bias, many, dtype=dtype)
+        first = weights[0]
+        if first.format is WeightFormat.INT4_TILED:
+            self._tune_widened(first, self._linear_int4.unpack, bias, num_rows, int4.MAX_FUSED_ROWS, dtype)
+            return
+        if first.format in w8.FORMATS and not (first.format is WeightFormat.FP8 and first.quantised_input):
+            self._tune_widened(first, partial(w8.dequantise_weight, self), bias, num_rows, w8.MAX_FUSED_ROWS, dtype)
             return
         dense = [weight.data for weight in weights if weight.format is WeightFormat.DENSE]
         for weight in dense:
             expect("weight", weight, self.dtype, *weights[0].shape)
         if dense:
             self._linear.tune(dense, bias, num_rows, self.dtype if dtype is None else np.dtype(dtype))
+
+    def _tune_widened(
+        self,
+        weight: Weight,
+        widen: Callable[[Weight], Array],
+        bias: Array | None,
+        num_rows: Sequence[int],
+        most_fused: int,
+        dtype: np.dtype | None,
+    ) -> None:
+        many = [rows for rows in num_rows if rows > most_fused]
+        with self.scratch():
+            self.tune_linear([Weight(widen(weight))], bias, many, dtype=dtype)
 
     def linear_sizes(self, most: int) -> list[int]:
         return all_planned_rows(most)
@@ -237,7 +258,7 @@ class CudaOps(CudaDevice):
 
     def dequantise_rows(self, x: Fp8Rows) -> Array:
         expect_fp8("x", x)
-        return dequantise_rows(self, x)
+        return w8.dequantise_weight(self, as_weight(x))
 
     def rms_norm_quantised(self, x: Array, weight: Array, eps: float) -> Fp8Rows:
         rows, width = x.shape
@@ -289,14 +310,15 @@ class CudaOps(CudaDevice):
     def _expect_operands(self, x: Array | Fp8Rows, weight: Weight) -> int:
         """Return the rows of x. Raises ValueError for unsupported operands."""
         n, k = weight.shape
-        if weight.format is WeightFormat.FP8:
-            expect_fp8("weight", weight)
+        if weight.format in w8.FORMATS:
+            w8.expect_w8(weight)
         elif weight.format is WeightFormat.DENSE:
             expect("weight", weight.data, self.dtype, n, k)
         elif weight.format is WeightFormat.INT4_TILED:
-            expect_int4(weight)
+            int4.expect_int4(weight)
         else:
-            raise ValueError(f"linear: weights in {weight.format} are not supported on a GPU (dense, fp8, int4-tiled)")
+            known = "dense, fp8, fp8-block, int8, int4-tiled"
+            raise ValueError(f"linear: weights in {weight.format} are not supported on a GPU ({known})")
         if not isinstance(x, Fp8Rows):
             expect("x", x, self.dtype, None, k)
             return len(x)

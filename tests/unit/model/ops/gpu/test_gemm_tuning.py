@@ -148,9 +148,9 @@ def copied_sources(monkeypatch, tmp_path) -> Path:
     return sources
 
 
-@pytest.mark.parametrize("kernel", [tuning.GEMV, tuning.SMALL_M])
-def test_a_comment_does_not_drop_the_measurements_and_a_changed_kernel_does(monkeypatch, tmp_path, kernel):
-    path, name = copied_sources(monkeypatch, tmp_path) / f"{kernel}.cu", tuning.file_name(*MEASURED_ON[0])
+@pytest.mark.parametrize("file", ["gemv.cu", "gemv.cuh", "small_m_sm90.cu", "small_m.cuh"])
+def test_a_comment_does_not_drop_the_measurements_and_a_changed_kernel_does(monkeypatch, tmp_path, file):
+    path, name = copied_sources(monkeypatch, tmp_path) / file, tuning.file_name(*MEASURED_ON[0])
     source = path.read_text()
     path.write_text(f"/* reworded\n */ {source}\n\n// measured again".replace("    ", "  "))
     assert tuning.file_name(*MEASURED_ON[0]) == name

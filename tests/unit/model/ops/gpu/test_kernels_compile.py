@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from model.ops.gpu.attention import decode_attention, prefill_attention
-from model.ops.gpu.fp8_builds import GEMV_FP8_BUILDS, small_m_fp8_build
-from model.ops.gpu.int4.builds import GEMV_W4_BUILDS, Int4Layout, small_m_w4_build
+from model.ops.gpu.int4.builds import GEMV_X_ROWS, Int4Layout, gemv_w4_build, small_m_w4_build
 from model.ops.gpu.linear_builds import GEMV_BUILDS, SMALL_M_SPLITS, small_m_build
+from model.ops.gpu.w8.builds import GEMV_W8_BUILDS, small_m_fp8_build, small_m_w8a16_build
 from model.ops.interface import NO_WINDOW, AttentionBatch
 from tests.support.source_tree import ROOT
 
@@ -21,12 +21,19 @@ BUILDS = (
 DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 SHAPE = {"HEAD_DIM": 128, "BLOCK_SIZE": 16}
 ALSO = {
+    "dequantise_rows": ({}, {"WEIGHT_INT8": 1, "BLOCK_SCALES": 0}, {"WEIGHT_INT8": 0, "BLOCK_SCALES": 1}),
     "add_bias": ({"OUT_FLOAT": 0}, {"OUT_FLOAT": 1}),
     "rope_kv_write": tuple(
         {"HEAD_DIM": head_dim, **cache} for head_dim in (64, 80, 96, 128, 256) for cache in ({}, {"QUIRE_KV_FP8": 1})
     ),
 }
 LAYOUTS = (Int4Layout(1, False, True), Int4Layout(4, True, False))
+W8_KINDS = (
+    {"X_FP8": 1, "WEIGHT_INT8": 0, "BLOCK_SCALES": 0},
+    {"X_FP8": 0, "WEIGHT_INT8": 0, "BLOCK_SCALES": 1},
+    {"X_FP8": 0, "WEIGHT_INT8": 1, "BLOCK_SCALES": 0},
+)
+H200 = 132, 227 << 10
 NAMES = sorted(path.stem for path in (ROOT / "cuda").glob("*/*.cu"))
 
 
@@ -36,10 +43,12 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
         return gemv_builds(dtype_code)
     if name == "small_m_sm90":
         return small_m_builds(dtype_code, architecture)
-    if name == "gemv_fp8":
-        return gemv_fp8_builds(dtype_code)
+    if name == "gemv_w8":
+        return gemv_w8_builds(dtype_code)
     if name == "small_m_fp8_sm90":
         return small_m_fp8_builds(dtype_code, architecture)
+    if name == "small_m_w8a16_sm90":
+        return small_m_w8a16_builds(dtype_code, architecture)
     if name == "gemv_w4a16":
         return gemv_w4_builds(dtype_code)
     if name == "small_m_w4a16_sm90":
@@ -108,12 +117,12 @@ def small_m_builds(dtype_code: int, architecture: str) -> list[dict[str, int]]:
     ]
 
 
-def gemv_fp8_builds(dtype_code: int) -> list[dict[str, int]]:
-    """All of them, with either kind of x; there is none for float32."""
+def gemv_w8_builds(dtype_code: int) -> list[dict[str, int]]:
+    """All of them, with each kind of x and weights; there is none for float32."""
     return [
-        {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": out_float, "X_FP8": out_float, **build.defines}
-        for build in GEMV_FP8_BUILDS
-        for out_float in (0, 1)
+        {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": build.col_tiles - 1, **kind, **build.defines}
+        for build in GEMV_W8_BUILDS
+        for kind in W8_KINDS
         if dtype_code != DTYPE_CODES["float32"]
     ]
 
@@ -127,12 +136,24 @@ def small_m_fp8_builds(dtype_code: int, architecture: str) -> list[dict[str, int
     return [{"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": int(build.cols == 64), **build.defines} for build in found]
 
 
+def small_m_w8a16_builds(dtype_code: int, architecture: str) -> list[dict[str, int]]:
+    """Those of Llama-3.1-8B on an H200; other architectures have none, nor has float32."""
+    if architecture != "90a" or dtype_code == DTYPE_CODES["float32"]:
+        return []
+    asked = [(m, n) for m in (32, 64, 96, 128, 192) for n in (4096, 28672)]
+    return [
+        {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": int(m == 64), **kind, **small_m_w8a16_build(m, n, *H200).defines}
+        for m, n in asked
+        for kind in ({"WEIGHT_INT8": m % 64 // 32, "BLOCK_SCALES": 0}, {"WEIGHT_INT8": 0, "BLOCK_SCALES": 1})
+    ]
+
+
 def gemv_w4_builds(dtype_code: int) -> list[dict[str, int]]:
     """Every build, for two kinds of weights; there is none for float32."""
+    asked = [(m, n, LAYOUTS[m == 4]) for m in GEMV_X_ROWS for n in (4096, 6144)]
     return [
-        {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": out_float, **build.defines(layout)}
-        for build in GEMV_W4_BUILDS
-        for out_float, layout in enumerate(LAYOUTS)
+        {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": m % 2, **gemv_w4_build(m, n, 4096, layout, *H200).defines(layout)}
+        for m, n, layout in asked
         if dtype_code != DTYPE_CODES["float32"]
     ]
 

@@ -1,4 +1,4 @@
-"""Builds of `gemv_fp8.cu` and `small_m_fp8_sm90.cu`."""
+"""Builds of the kernels of 8-bit weights: `gemv_w8.cu`, `small_m_fp8_sm90.cu`, `small_m_w8a16_sm90.cu`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ _MIN_TILE_ROWS, _FEW_TILE_ROWS, _MAX_TILE_ROWS = 32, 48, 128
 _MAX_READING_ROWS = 128  # of x: more take longer than reading weights
 _MIN_STAGES = 3
 _EIGHT = 8  # rows of a swizzle
-_COLS = (16, 32, 64, 96, 128, 192, 256)  # rows of x in a product
+_FP8_COLS = (16, 32, 64, 96, 128, 192, 256)  # rows of x in a product
+_W8A16_COLS = (32, 64, 96, 128, 192)
 
-MAX_SMALL_M_ROWS = _COLS[-1]
+MAX_SMALL_M_ROWS = _FP8_COLS[-1]
 """Most rows of x of small_m_fp8_sm90."""
+
+MAX_W8A16_ROWS = _W8A16_COLS[-1]
+"""Most rows of x of small_m_w8a16_sm90."""
 
 AHEAD_BYTES = 32 << 10
 """Bytes fetched early, as in `linear_builds`."""
 
 
 @dataclass(frozen=True)
-class GemvFp8Build:
-    """Macros of gemv_fp8.cu, and its blocks per SM."""
+class GemvW8Build:
+    """Macros of gemv_w8.cu, and its blocks per SM."""
 
     warps: int
     row_tiles: int
@@ -46,28 +50,27 @@ class GemvFp8Build:
         return min(math.ceil(n / (16 * self.row_tiles)), self.blocks_per_sm * num_sms)
 
 
-GEMV_FP8_BUILDS = tuple(
-    GemvFp8Build(16, row_tiles, 128, 2, 1, col_tiles) for row_tiles in (2, 1) for col_tiles in (1, 2)
-)
+GEMV_W8_BUILDS = tuple(GemvW8Build(16, row_tiles, 128, 2, 1, col_tiles) for row_tiles in (2, 1) for col_tiles in (1, 2))
 """Preferred builds first; the last two need less shared memory."""
 
 
-def gemv_fp8_build(num_rows: int, max_shared_bytes: int) -> GemvFp8Build | None:
+def gemv_w8_build(num_rows: int, max_shared_bytes: int) -> GemvW8Build | None:
     """Return a build for `num_rows` rows of x, or None."""
-    for build in GEMV_FP8_BUILDS:
+    for build in GEMV_W8_BUILDS:
         if num_rows <= 8 * build.col_tiles and build.shared_bytes <= max_shared_bytes:
             return build
     return None
 
 
 @dataclass(frozen=True)
-class SmallMFp8Build:
-    """Macros of small_m_fp8_sm90.cu, one block an SM."""
+class SmallMW8Build:
+    """Macros of small_m_fp8_sm90.cu (`x_boxes` 1) or small_m_w8a16_sm90.cu (2), one block an SM."""
 
     rows: int
     cols: int
     split: int
     stages: int
+    x_boxes: int  # pieces of 128 bytes of a row of x in a stage
 
     @functools.cached_property
     def threads(self) -> int:
@@ -83,9 +86,11 @@ class SmallMFp8Build:
     def shared_bytes(self) -> int:
         """Bytes of ring, partner's sums, barriers, scales, and rows past the ring."""
         sent = 128 * self._warpgroups * self.cols if self.split == 2 else 0
-        past = max(0, 64 * self._warpgroups - self.rows - self.cols) * _SPAN_BYTES
-        ring = self.stages * (self.rows + self.cols) * _SPAN_BYTES
-        return 1024 + ring + sent + 16 * self.stages + 8 + 4 * self.cols + past
+        x_rows = self.x_boxes * self.cols
+        past = max(0, 64 * self._warpgroups - self.rows - x_rows) * _SPAN_BYTES
+        ring = self.stages * (self.rows + x_rows) * _SPAN_BYTES
+        scales = 4 * self.cols if self.x_boxes == 1 else 0
+        return 1024 + ring + sent + 16 * self.stages + 8 + scales + past
 
     @functools.cached_property
     def _warpgroups(self) -> int:
@@ -99,21 +104,34 @@ class SmallMFp8Build:
 
 
 @functools.cache
-def small_m_fp8_build(m: int, n: int, num_sms: int, max_shared_bytes: int) -> SmallMFp8Build | None:
-    """Return the build for `m` rows of x and `n` of weights, or None.
+def small_m_fp8_build(m: int, n: int, num_sms: int, max_shared_bytes: int) -> SmallMW8Build | None:
+    """Return the build for `m` rows of x and `n` of weights, both in e4m3, or None."""
+    return _small_m_build(m, n, num_sms, max_shared_bytes, _FP8_COLS, 1)
 
-    Tiles are sized for all SMs to get equally many. If they would waste much of a warpgroup's 64 rows, two blocks split
-    K: by `n` alone, so that `m` does not change the order of a sum.
+
+@functools.cache
+def small_m_w8a16_build(m: int, n: int, num_sms: int, max_shared_bytes: int) -> SmallMW8Build | None:
+    """Return the build for `m` rows of x in 16 bits and `n` of weights, or None."""
+    return _small_m_build(m, n, num_sms, max_shared_bytes, _W8A16_COLS, 2)
+
+
+def _small_m_build(
+    m: int, n: int, num_sms: int, max_shared_bytes: int, all_cols: tuple[int, ...], x_boxes: int
+) -> SmallMW8Build | None:
+    """Size tiles for all SMs to get equally many.
+
+    If they would waste much of a warpgroup's 64 rows, two blocks split K: by `n` alone, so that `m` does not change the
+    order of a sum.
     """
-    if m > MAX_SMALL_M_ROWS:
+    if m > all_cols[-1]:
         return None
     rounds = math.ceil(n / (num_sms * _MAX_TILE_ROWS))
     split = 2 if _tile_rows(n, num_sms * rounds) < _FEW_TILE_ROWS else 1
     rows = _MAX_TILE_ROWS
     if rounds == 1 or m <= _MAX_READING_ROWS:
         rows = _tile_rows(n, num_sms // split * rounds)
-    cols = next(cols for cols in _COLS if cols >= m)
-    one, two = (SmallMFp8Build(rows, cols, split, stages) for stages in (1, 2))
+    cols = next(cols for cols in all_cols if cols >= m)
+    one, two = (SmallMW8Build(rows, cols, split, stages, x_boxes) for stages in (1, 2))
     stages = 1 + (max_shared_bytes - one.shared_bytes) // (two.shared_bytes - one.shared_bytes)
     return replace(one, stages=stages) if stages >= _MIN_STAGES else None
 

@@ -1,10 +1,13 @@
-"""The kernel that reads e4m3 weights for a few rows, in each of its builds; the reference is that of `linear`."""
+"""The kernel that reads 8-bit weights for a few rows, in each of its builds; the reference is float64."""
 
 import numpy as np
 import pytest
 
-from tests.support.fp8_checks import assert_product, random_rows, upload
+from model.ops.weight import Weight, WeightFormat
+from tests.support.fp8_checks import as_weight, assert_product, random_rows, upload
+from tests.support.int4_checks import assert_product as assert_near
 from tests.support.kernel_checks import normal, seconds_of, tell_bandwidth
+from tests.support.w8_checks import KINDS, random_w8, upload_w8, w8_in_float64
 
 pytestmark = pytest.mark.gpu
 
@@ -26,8 +29,8 @@ SHAPES = [
 def launch(request, open_ops):
     """Name of a dtype, x, weight, bias, out -> launches one build of the kernel."""
     reason = "needs the packages of the cuda extra"
-    builds = pytest.importorskip("model.ops.gpu.fp8_builds").GEMV_FP8_BUILDS
-    linear = pytest.importorskip("model.ops.gpu.fp8", reason=reason, exc_type=ImportError).Fp8Linear
+    builds = pytest.importorskip("model.ops.gpu.w8.builds").GEMV_W8_BUILDS
+    linear = pytest.importorskip("model.ops.gpu.w8.linear", reason=reason, exc_type=ImportError)
     build = builds[request.param]
 
     def launch_(ops, x, weight, bias, out):
@@ -35,7 +38,7 @@ def launch(request, open_ops):
             pytest.skip("more rows than this build takes")
         if build.shared_bytes > ops.max_shared_bytes:
             pytest.skip("this build needs more shared memory than the device has")
-        linear(ops, ops._linear).launch_gemv(build, x, weight, bias, out)
+        linear.launch_gemv(ops, build, x, weight if isinstance(weight, Weight) else as_weight(weight), bias, out)
 
     return launch_
 
@@ -60,6 +63,20 @@ def test_product(open_ops, launch, rng, dtype, kind, shape, with_bias):
         assert_product(ops.download(out), x, weight, bias, tolerance=3e-5)
         rounded = ops.download(out).astype(ops.dtype)
         np.testing.assert_array_equal(ops.download(again).view(np.uint16), rounded.view(np.uint16))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kinds_of_weights(open_ops, launch, rng, dtype, kind, shape):
+    (m, n, k), ops = shape, open_ops(dtype)
+    weight, x = random_w8(rng, n, k, kind), normal(rng, (m, k), dtype)
+    bias = normal(rng, (n,), dtype) if m % 2 else None
+    with ops.scratch():
+        out = ops.temporary((m, n), np.float32)
+        on_device = upload_w8(ops, weight), None if bias is None else ops.upload(bias)
+        launch(ops, ops.upload(x), *on_device, out)
+        assert_near(ops.download(out), x, w8_in_float64(weight), bias, tolerance=3e-5)
 
 
 @pytest.mark.parametrize("kind", ["16 bits", "e4m3"])
@@ -94,6 +111,18 @@ def test_every_weight_is_widened_exactly(open_ops, launch, code):
         assert_product(ops.download(out), x, weight, None, tolerance=0.0)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_int8_is_widened_exactly(open_ops, launch, dtype):
+    ops, k = open_ops(dtype), 256
+    data = np.zeros((k, k), np.int8)
+    np.fill_diagonal(data, np.arange(-128, 128))
+    weight = Weight(ops.upload(data), WeightFormat.INT8, ops.upload(np.ones(k, np.float32)))
+    with ops.scratch():
+        out = ops.temporary((1, k), np.float32)
+        launch(ops, ops.upload(np.ones((1, k), ops.dtype)), weight, None, out)
+        np.testing.assert_array_equal(ops.download(out)[0], np.arange(-128, 128))
+
+
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 4096), (1, 28672, 4096), (8, 4096, 14336), (16, 28672, 4096)])
 @pytest.mark.parametrize("kind", ["16 bits", "e4m3"])
 def test_speed(open_ops, launch, rng, m, n, k, kind):
@@ -101,4 +130,4 @@ def test_speed(open_ops, launch, rng, m, n, k, kind):
     x, weight, _ = inputs(rng, m, n, k, "bfloat16", kind, with_bias=False)
     x, weights, out = upload(ops, x), [upload(ops, weight) for _ in range(8)], ops.empty((m, n), ops.dtype)
     seconds = seconds_of(ops, [lambda weight=weight: launch(ops, x, weight, None, out) for weight in weights])
-    tell_bandwidth(f"gemv_fp8 [{m}, {k}] of {kind} @ [{n}, {k}].T", n * k, seconds)
+    tell_bandwidth(f"gemv_w8 [{m}, {k}] of {kind} @ [{n}, {k}].T", n * k, seconds)

@@ -1,0 +1,61 @@
+// Weights of 8 bits, e4m3 or int8, as 16-bit elements. Widening is exact.
+//
+// A build defines WEIGHT_INT8: 0 for e4m3 without NaN, 1 for int8.
+#pragma once
+
+#include "common/types.cuh"
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+
+// Two e4m3 in bytes 0 and 2 of `bytes`, moved to bytes 1 and 3, as float16.
+__device__ __forceinline__ u32 e4m3_as_float16(u32 bytes) {
+    // Sign, exponent and mantissa are shifted; the exponents' biases differ by a factor of 2^8.
+    const u32 moved = (bytes & 0x80008000u) | ((bytes >> 1) & 0x3f803f80u);
+    const __half2 pair = __hmul2(*reinterpret_cast<const __half2*>(&moved), __float2half2_rn(256.0f));
+    return *reinterpret_cast<const u32*>(&pair);
+}
+
+// Two e4m3 of a word, the low two or the high two, as float16.
+template <int HIGH>
+__device__ __forceinline__ u32 widen_to_float16(u32 four) {
+#if __CUDA_ARCH__ >= 890
+    u32 pair;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<u16>(four >> (16 * HIGH))));
+    return pair;
+#else
+    return e4m3_as_float16(__byte_perm(four, 0, HIGH ? 0x3424 : 0x1404));
+#endif
+}
+
+#if QUIRE_DTYPE != 0
+// Two weights of a word, the low two or the high two, in the build's type.
+template <int HIGH>
+__device__ __forceinline__ u32 widen(u32 four) {
+#if WEIGHT_INT8
+    // x = (OFFSET + x's low seven bits) - (OFFSET + its sign bit); the offset is a power of two with room for the bits.
+    const u32 bytes = __byte_perm(four, 0, HIGH ? 0x4342 : 0x4140);
+#if QUIRE_DTYPE == 1
+    using Pair = __half2;
+    constexpr u32 OFFSET = 0x64006400u;  // 1024 twice
+#else
+    using Pair = __nv_bfloat162;
+    constexpr u32 OFFSET = 0x43004300u;  // 128 twice: with the sign bit it is 256
+#endif
+    const u32 low = (bytes & 0x007f007fu) | OFFSET, sign = (bytes & 0x00800080u) | OFFSET;
+    const Pair pair = __hsub2(*reinterpret_cast<const Pair*>(&low), *reinterpret_cast<const Pair*>(&sign));
+    return *reinterpret_cast<const u32*>(&pair);
+#else
+    const u32 bytes = __byte_perm(four, 0, HIGH ? 0x3424 : 0x1404);
+#if QUIRE_DTYPE == 1
+    return e4m3_as_float16(bytes);
+#else
+    // As e4m3_as_float16, with a factor of 2^120.
+    const u32 moved = (bytes & 0x80008000u) | ((bytes >> 4) & 0x07f007f0u);
+    const __nv_bfloat162 pair =
+        __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&moved), __float2bfloat162_rn(0x1p120f));
+    return *reinterpret_cast<const u32*>(&pair);
+#endif
+#endif
+}
+#endif

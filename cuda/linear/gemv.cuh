@@ -1,0 +1,164 @@
+// The loop of the GEMV kernels: persistent blocks whose warps split K and read weights through rings in shared memory.
+//
+// A build defines WARPS, ROW_TILES, COL_TILES, SPAN and STAGES as for gemv.cu. The warps' sums are added in their order:
+// results are deterministic.
+#pragma once
+
+#include "common/mma.cuh"
+
+#if QUIRE_DTYPE == 0
+#error "the tensor cores take float16 and bfloat16"
+#endif
+#if OUT_FLOAT
+using Out = float;
+#else
+using Out = T;
+#endif
+
+constexpr int MMA_COLS = 8;  // of an mma's B, which are rows of x
+constexpr int MAX_ROWS = MMA_COLS * COL_TILES;
+constexpr int TILE_ROWS = 16 * ROW_TILES;
+constexpr int PARTIAL_FLOATS = WARPS * MAX_ROWS * TILE_ROWS;
+
+using GemvSums = float[ROW_TILES][COL_TILES][4];
+
+__device__ __forceinline__ uint4 load_shared(const char* from) { return *reinterpret_cast<const uint4*>(from); }
+
+// Weights of type W, rows of x of type X, both in vectors of 16 bytes of weights.
+template <typename W, typename X>
+struct Gemv {
+    static constexpr int SIZE = 16 / sizeof(W);
+    static constexpr int VECS = SPAN / SIZE;            // of a weight row in a stage
+    static constexpr int CHUNK = 4 * SIZE;              // elements of K: a vector for each of the four lanes of a row
+    static constexpr int CHUNKS = SPAN / CHUNK;
+    static constexpr int X_VECS = SIZE * sizeof(X) / 16;  // of x for one of weights
+    static constexpr int STAGE_BYTES = TILE_ROWS * SPAN * sizeof(W);
+    static constexpr int COPIES = TILE_ROWS * VECS / WARP_SIZE;  // of a lane for one stage
+    static constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
+    static_assert(VECS % 8 == 0 && WARP_SIZE % VECS == 0, "a row of a stage fills whole lines of 128 bytes");
+
+    // A warp's position in the weights: its spans of K in one tile, then in the next.
+    struct Position {
+        int tile;  // first weight row
+        int k;     // first element of K
+
+        __device__ __forceinline__ void advance(int warp, int k_size) {
+            k += WARPS * SPAN;
+            if (k - warp * SPAN >= k_size) {
+                k = warp * SPAN;
+                tile += gridDim.x * TILE_ROWS;
+            }
+        }
+    };
+
+    // The byte offset of a weight vector in its stage. Odd rows swap the halves of each 128 bytes, so that eight lanes
+    // that read together (two rows, four vectors each) touch all banks.
+    static __device__ __forceinline__ int shared_offset(int row, int vec) {
+        return (row * VECS + (vec ^ (row % 2 * 4))) * 16;
+    }
+
+    static __device__ __forceinline__ void start_copies(u32 stage, const W* weight, Position at, int n_size,
+                                                        int k_size) {
+        const int lane = threadIdx.x % WARP_SIZE;
+        const int first = lane / VECS, vec = lane % VECS, k = at.k + vec * SIZE;
+        const W* from = weight + static_cast<i64>(at.tile + first) * k_size + k;
+#pragma unroll
+        for (int n = 0; n < COPIES; n++) {
+            const int row = first + n * (WARP_SIZE / VECS);
+            const bool wanted = k < k_size && at.tile + row < n_size;
+            copy_async_16(stage + shared_offset(row, vec), wanted ? from : weight, wanted);
+            from += static_cast<i64>(WARP_SIZE / VECS) * k_size;
+        }
+        commit_copies();
+    }
+
+    // `product` multiplies (begin_span, widen, multiply, end_span) and finishes a sum (start, finish).
+    template <typename Product>
+    static __device__ __forceinline__ void run(const X* x, const W* weight, Out* out, int num_rows, int n_size,
+                                               int k_size, Product product) {
+        extern __shared__ __align__(128) char shared[];
+        float* partials = reinterpret_cast<float*>(shared + RING_BYTES);
+        const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+        const int g = lane / 4, t = lane % 4;
+        const char* ring = shared + warp * STAGES * STAGE_BYTES;
+        const u32 ring_address = shared_address(ring);
+
+        start_next_kernel();
+        Position ahead = {static_cast<int>(blockIdx.x) * TILE_ROWS, warp * SPAN};
+        Position at = ahead;
+#pragma unroll
+        for (int stage = 0; stage < STAGES - 1; stage++) {
+            start_copies(ring_address + stage * STAGE_BYTES, weight, ahead, n_size, k_size);
+            ahead.advance(warp, k_size);
+        }
+        wait_for_previous_kernel();
+
+        // Columns past the last row of x repeat it; their results are not written.
+        const X* x_rows[COL_TILES];
+#pragma unroll
+        for (int j = 0; j < COL_TILES; j++)
+            x_rows[j] = x + static_cast<i64>(min(j * MMA_COLS + g, num_rows - 1)) * k_size + t * SIZE;
+        GemvSums sum = {};
+        int stage = 0, parity = 0;
+        while (at.tile < n_size) {
+            uint4 by[CHUNKS][COL_TILES][X_VECS];
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++) {
+                const int k = at.k + c * CHUNK;
+#pragma unroll
+                for (int j = 0; j < COL_TILES; j++) {
+#pragma unroll
+                    for (int v = 0; v < X_VECS; v++)
+                        by[c][j][v] =
+                            k + t * SIZE < k_size ? reinterpret_cast<const uint4*>(x_rows[j] + k)[v] : uint4{};
+                }
+            }
+            product.begin_span(at.tile, at.k);
+            wait_for_copies<STAGES - 2>();
+            __syncwarp();  // the stage has landed, and all lanes have read the previous one
+            start_copies(ring_address + (stage + STAGES - 1) % STAGES * STAGE_BYTES, weight, ahead, n_size, k_size);
+            ahead.advance(warp, k_size);
+            const char* held = ring + stage * STAGE_BYTES;
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++) {
+                typename Product::Operand columns[COL_TILES];
+#pragma unroll
+                for (int j = 0; j < COL_TILES; j++) product.widen_x(columns[j], by[c][j]);
+#pragma unroll
+                for (int i = 0; i < ROW_TILES; i++) {
+                    typename Product::Operand low, high;
+                    product.widen(low, load_shared(held + shared_offset(i * 16 + g, c * 4 + t)));
+                    product.widen(high, load_shared(held + shared_offset(i * 16 + g + 8, c * 4 + t)));
+#pragma unroll
+                    for (int j = 0; j < COL_TILES; j++) product.multiply(sum, i, j, low, high, columns[j]);
+                }
+            }
+            product.end_span(sum);
+            stage = (stage + 1) % STAGES;
+            const int tile = at.tile;
+            at.advance(warp, k_size);
+            if (at.tile == tile) continue;
+
+            float* partial = partials + parity * PARTIAL_FLOATS;
+            parity ^= 1;  // double-buffered: the next tile's sums need no barrier
+#pragma unroll
+            for (int i = 0; i < ROW_TILES; i++) {
+#pragma unroll
+                for (int c = 0; c < 4 * COL_TILES; c++) {
+                    const int m = c / 4 * MMA_COLS + 2 * t + c % 2, row = i * 16 + g + 8 * (c % 4 / 2);
+                    partial[(warp * MAX_ROWS + m) * TILE_ROWS + row] = sum[i][c / 4][c % 4];
+                    sum[i][c / 4][c % 4] = 0.0f;
+                }
+            }
+            __syncthreads();
+            for (int task = threadIdx.x; task < num_rows * TILE_ROWS; task += blockDim.x) {
+                const int m = task / TILE_ROWS, n = tile + task % TILE_ROWS;
+                if (n >= n_size) continue;
+                float total = product.start(n);
+#pragma unroll
+                for (int w = 0; w < WARPS; w++) total += partial[w * MAX_ROWS * TILE_ROWS + task];
+                out[static_cast<i64>(m) * n_size + n] = from_float<Out>(product.finish(total, m, n));
+            }
+        }
+    }
+};

@@ -1,0 +1,208 @@
+// What the Hopper products of up to 256 rows share (sm_90a): a tile of out, transposed, is ROWS weight rows times COLS rows
+// of x, by wgmma, 64 weight rows a warpgroup. One more warp fetches both, 128 bytes of a weight row a stage.
+//
+// A build defines ROWS (at most 128), COLS, STAGES (of the ring in shared memory), AHEAD (stages whose weights do not wait
+// for the previous kernel: x would wait for more), SPLIT (1, or 2: two blocks split K of a tile, and each sends half of
+// its sums to the other, in a fixed order: results are deterministic), SHARED_BYTES and OUT_FLOAT. A kernel sets
+// WEIGHT_ELEMENTS (of K in 128 bytes of weights), X_BOXES (pieces of 128 bytes of x in a stage) and SCALE_BYTES (of x's
+// scales).
+#pragma once
+
+#include "common/wgmma.cuh"
+
+#if QUIRE_DTYPE == 0
+#error "the tensor cores take float16 and bfloat16"
+#endif
+#if OUT_FLOAT
+using Out = float;
+#else
+using Out = T;
+#endif
+
+constexpr int WARPGROUPS = (ROWS + 63) / 64;
+constexpr int CONSUMERS = WARPGROUP_SIZE * WARPGROUPS;
+constexpr int THREADS = CONSUMERS + WARP_SIZE;
+constexpr int SPAN = WEIGHT_ELEMENTS;  // elements of K in a stage
+constexpr int WEIGHT_BYTES = ROWS * 128;
+constexpr int BOX_BYTES = COLS * 128;
+constexpr int STAGE_BYTES = WEIGHT_BYTES + X_BOXES * BOX_BYTES;
+constexpr int CHUNKS = COLS / 8;  // of a warpgroup's sums: 8 rows of x, four sums a thread
+constexpr int SENT_BYTES = SPLIT == 2 ? CONSUMERS * CHUNKS / 2 * 16 : 0;
+constexpr int BARRIER_BYTES = 16 * STAGES + 8;
+// The last warpgroup reads 64 rows even of a shorter tile: past it lies x, and in the last stage this padding.
+constexpr int ROWS_PAST = 64 * WARPGROUPS - ROWS - X_BOXES * COLS;
+constexpr int PAST_BYTES = ROWS_PAST > 0 ? ROWS_PAST * 128 : 0;
+static_assert(AHEAD <= STAGES, "AHEAD stages fit in the ring");
+static_assert(ROWS % 8 == 0 && ROWS <= 128 && COLS % 16 == 0 && COLS <= 256, "whole eights of the swizzle");
+static_assert(SHARED_BYTES == 1024 + STAGES * STAGE_BYTES + SENT_BYTES + BARRIER_BYTES + SCALE_BYTES + PAST_BYTES,
+              "the launcher's memory is not this");
+
+// Shared memory: STAGES of weights and x, the sums from the other block, then barriers: full and empty for each stage,
+// and one for the sums sent; then the scales of x.
+struct Shared {
+    u32 base;
+
+    __device__ __forceinline__ u32 weights(u32 iteration) const { return base + iteration % STAGES * STAGE_BYTES; }
+    __device__ __forceinline__ u32 x(u32 iteration) const { return weights(iteration) + WEIGHT_BYTES; }
+    __device__ __forceinline__ u32 sent() const { return base + STAGES * STAGE_BYTES; }
+    __device__ __forceinline__ u32 barrier(int i) const { return sent() + SENT_BYTES + 8 * i; }
+    __device__ __forceinline__ u32 full(u32 iteration) const { return barrier(iteration % STAGES); }
+    __device__ __forceinline__ u32 empty(u32 iteration) const { return barrier(STAGES + iteration % STAGES); }
+    __device__ __forceinline__ u32 all_sent() const { return barrier(2 * STAGES); }
+    __device__ __forceinline__ u32 x_scales() const { return barrier(2 * STAGES + 1); }
+    __device__ __forceinline__ u32 parity(u32 iteration) const { return iteration / STAGES % 2; }
+};
+
+// A block's share of the work: its split of K for one tile, then for the next. An iteration fills one stage.
+struct BlockWork {
+    int split, first_tile, num_tiles, first_span, num_spans;
+
+    __device__ __forceinline__ BlockWork(int n_size, int k_size) {
+        const int spans = (k_size + SPAN - 1) / SPAN, tiles = (n_size + ROWS - 1) / ROWS;
+        const int step = gridDim.x / SPLIT;
+        split = blockIdx.x % SPLIT;
+        first_tile = blockIdx.x / SPLIT;
+        num_tiles = (tiles - first_tile + step - 1) / step;
+        first_span = spans * split / SPLIT;
+        num_spans = spans * (split + 1) / SPLIT - first_span;
+    }
+    __device__ __forceinline__ u32 num_iterations() const { return num_tiles * num_spans; }
+    __device__ __forceinline__ int span(u32 iteration) const { return first_span + iteration % num_spans; }
+    __device__ __forceinline__ int first_row(int tile) const {
+        return (first_tile + tile * (gridDim.x / SPLIT)) * ROWS;
+    }
+};
+
+constexpr int BOX_ELEMENTS = 64;  // 128 bytes, as the maps count
+
+// The thread that fetches.
+struct Producer {
+    const Shared& shared;
+    const BlockWork& work;
+    const TensorMap& weight_map;
+    const TensorMap& x_map;
+    u64 policy;
+
+    __device__ __forceinline__ void fetch_weights(u32 iteration) const {
+        arrive_expecting(shared.full(iteration), STAGE_BYTES);
+        const int row = work.first_row(iteration / work.num_spans);
+        copy_box(shared.weights(iteration), weight_map, work.span(iteration) * BOX_ELEMENTS, row, shared.full(iteration), policy);
+    }
+    __device__ __forceinline__ void fetch_x(u32 iteration) const {
+#pragma unroll
+        for (int box = 0; box < X_BOXES; ++box) {
+            const int k = (work.span(iteration) * X_BOXES + box) * BOX_ELEMENTS;
+            copy_box(shared.x(iteration) + box * BOX_BYTES, x_map, k, 0, shared.full(iteration));
+        }
+    }
+    __device__ __forceinline__ void fetch_ahead() const {
+        for (u32 iteration = 0; iteration < min(static_cast<u32>(AHEAD), work.num_iterations()); ++iteration)
+            fetch_weights(iteration);
+    }
+    __device__ __forceinline__ void fetch_all() const {
+        for (u32 iteration = 0; iteration < work.num_iterations(); ++iteration) {
+            if (iteration >= STAGES) wait_for(shared.empty(iteration), shared.parity(iteration) ^ 1);
+            if (iteration >= AHEAD) fetch_weights(iteration);
+            fetch_x(iteration);
+        }
+    }
+};
+
+using Sums = float[COLS / 2];
+
+__device__ __forceinline__ void clear(Sums& sum) {
+#pragma unroll
+    for (int i = 0; i < COLS / 2; ++i) sum[i] = 0.0f;
+}
+
+// The sums of one tile over this block's split of K, which starts at `iteration`. Stage::multiply starts the products of a
+// stage, both operands in shared memory.
+template <typename Stage>
+__device__ __forceinline__ void sum_tile(Sums& sum, const Shared& shared, const BlockWork& work, u32 iteration) {
+    const bool arrives = threadIdx.x % WARP_SIZE == 0;
+    const u32 offset = threadIdx.x / WARPGROUP_SIZE * 64 * 128;
+    clear(sum);
+    for (int n = 0; n < work.num_spans; ++n, ++iteration) {
+        wait_for(shared.full(iteration), shared.parity(iteration));
+        begin_products();
+        Stage::multiply(sum, shared.weights(iteration) + offset, shared.x(iteration));
+        commit_products();
+        wait_for_products<1>(sum);
+        if (n > 0 && arrives) arrive(shared.empty(iteration - 1));
+    }
+    wait_for_products<0>(sum);
+    if (work.num_spans > 0 && arrives) arrive(shared.empty(iteration - 1));
+}
+
+template <typename OutputTile>
+__device__ __forceinline__ void store_all(const Sums& sum, const OutputTile& output) {
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        const float four[4] = {sum[4 * chunk], sum[4 * chunk + 1], sum[4 * chunk + 2], sum[4 * chunk + 3]};
+        output.store(chunk, four);
+    }
+}
+
+// Sends one of every two chunks to the other block, and stores the other one.
+template <typename OutputTile>
+__device__ __forceinline__ void store_half(const Sums& sum, const OutputTile& output, const Shared& shared, int split) {
+    const u32 mine = shared.sent() + threadIdx.x * 16;
+    const u32 theirs = address_in(1 - split, mine), barrier = address_in(1 - split, shared.all_sent());
+    wait_for_cluster();  // the other block's barriers exist
+#pragma unroll
+    for (int pair = 0; pair < CHUNKS / 2; ++pair) {
+        float four[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) four[i] = split == 0 ? sum[8 * pair + 4 + i] : sum[8 * pair + i];
+        send(theirs + pair * CONSUMERS * 16, four, barrier);
+    }
+    wait_for_sent(shared.all_sent(), 0);
+#pragma unroll
+    for (int pair = 0; pair < CHUNKS / 2; ++pair) {
+        float four[4];
+        receive(four, mine + pair * CONSUMERS * 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) four[i] += split == 0 ? sum[8 * pair + i] : sum[8 * pair + 4 + i];
+        output.store(2 * pair + split, four);
+    }
+}
+
+template <typename OutputTile>
+__device__ __forceinline__ void store(const Sums& sum, const OutputTile& output, const Shared& shared, int split) {
+    if (SPLIT == 2)
+        store_half(sum, output, shared, split);
+    else
+        store_all(sum, output);
+}
+
+// Makes the barriers and fetches ahead. Returns whether this thread is a consumer: others are done.
+__device__ __forceinline__ bool begin_block(const Shared& shared, const Producer& producer) {
+    const bool is_producer = threadIdx.x == CONSUMERS;
+    start_next_kernel();
+    if (is_producer) {
+        prefetch_map(producer.weight_map);
+        prefetch_map(producer.x_map);
+        for (int stage = 0; stage < STAGES; ++stage) {
+            make_barrier(shared.full(stage), 1);
+            make_barrier(shared.empty(stage), CONSUMERS / WARP_SIZE);
+        }
+        make_barrier(shared.all_sent(), 1);
+        publish_barriers();
+        if (SPLIT == 2) arrive_expecting(shared.all_sent(), SENT_BYTES);
+        producer.fetch_ahead();
+    }
+    __syncthreads();
+    if (SPLIT == 2) arrive_at_cluster();
+    wait_for_previous_kernel();
+    if (threadIdx.x < CONSUMERS) return true;
+    if (is_producer) producer.fetch_all();
+    __syncwarp();
+    if (SPLIT == 2) wait_for_cluster();
+    return false;
+}
+
+#if SPLIT == 2
+#define SMALL_M_CLUSTER __cluster_dims__(2, 1, 1)
+#else
+#define SMALL_M_CLUSTER
+#endif

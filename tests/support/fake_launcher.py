@@ -1,0 +1,42 @@
+"""A device that only writes down which kernels are launched."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+ADDRESS = 1 << 20
+
+
+class FakeArray:
+    """Looks like a CuPy array, as far as launches ask."""
+
+    def __init__(self, shape, dtype, address=ADDRESS):
+        self.shape, self.dtype, self.data = shape, np.dtype(dtype), SimpleNamespace(ptr=address)
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __getitem__(self, rows):
+        return FakeArray((len(range(*rows.indices(len(self)))), *self.shape[1:]), self.dtype, self.data.ptr)
+
+
+class FakeLauncher:
+    """Writes down what is launched."""
+
+    def __init__(self, arch="90a", dtype=BFLOAT16, max_shared_bytes=227 << 10):
+        self.arch, self.dtype, self.max_shared_bytes, self.num_sms = arch, np.dtype(dtype), max_shared_bytes, 132
+        self.tensor_maps = SimpleNamespace(get=lambda *_: None)
+        self.launched = []
+
+    def launch(self, name, grid, args, **_):
+        self.launched.append(name)
+
+    def temporary(self, shape, dtype):
+        return FakeArray(shape, dtype)
+
+    def dense(self, x, weight, bias, out):
+        self.launched.append("linear")
