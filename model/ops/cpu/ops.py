@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from model.ops.weight import Weight, WeightFormat
 
 DECODE_GROUP = 16
 """Sequences per decode attention: hides NumPy's call overhead, pads little, fits the cache."""
+
+SHORT_QUERY = 17
+"""Rows of a sequence, a decode with drafts at most, that are attended to in groups."""
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -62,8 +66,9 @@ class NumpyOps(NumpyDevice):
         dtype: np.dtype | None = None,
         out: Array | None = None,
     ) -> Array:
-        is_dense = weight.format is WeightFormat.DENSE
-        product = _f32(x) @ _f32(weight.data).T if is_dense else linear_quantised(x, weight)
+        product = (
+            _product(_f32(x), _f32(weight.data)) if weight.format is WeightFormat.DENSE else linear_quantised(x, weight)
+        )
         if bias is not None:
             product += _f32(bias)
         if out is None:
@@ -72,7 +77,10 @@ class NumpyOps(NumpyDevice):
         return out
 
     def prepare_weight(self, weight: Weight) -> Weight:
-        return weight
+        """Lay a dense matrix out by columns: BLAS then multiplies a few rows without repacking it."""
+        if weight.format is not WeightFormat.DENSE:
+            return weight
+        return replace(weight, data=np.asfortranarray(weight.data))
 
     def tune_linear(
         self, weights: Sequence[Weight], bias: Array | None, num_rows: Sequence[int], *, dtype: np.dtype | None = None
@@ -136,9 +144,17 @@ class NumpyOps(NumpyDevice):
 
     def paged_prefill_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
         starts: Array = batch.query_start
-        for s in np.flatnonzero(np.diff(starts)):
+        lengths = np.diff(starts)
+        for s in np.flatnonzero(lengths > SHORT_QUERY):
             rows = slice(starts[s], starts[s + 1])
             out[rows] = _attention(q[None, rows], batch, np.array([s]))[0]
+        for length in np.unique(lengths[(lengths > 0) & (lengths <= SHORT_QUERY)]):
+            alike = np.flatnonzero(lengths == length)
+            alike = alike[np.argsort(batch.context_lens[alike])]
+            for start in range(0, len(alike), DECODE_GROUP):
+                group = alike[start : start + DECODE_GROUP]
+                at = starts[group][:, None] + np.arange(length)
+                out[at] = _attention(q[at], batch, group)
 
     def silu_mul(self, gate_up: Array) -> Array:
         size = gate_up.shape[1] // 2
@@ -180,6 +196,14 @@ class NumpyOps(NumpyDevice):
 def _f32(array: Array) -> np.ndarray:
     floats: np.ndarray = array.astype(np.float32, copy=False)
     return floats
+
+
+def _product(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """x [M, K], weight [N, K] -> [M, N]."""
+    if len(x) == 1 or weight.flags.f_contiguous:
+        product: np.ndarray = x @ weight.T
+        return product
+    return np.ascontiguousarray((weight @ np.ascontiguousarray(x.T)).T)  # repacks x, not a tied head
 
 
 def _normalised(x: np.ndarray, weight: Array, eps: float) -> np.ndarray:
