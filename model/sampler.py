@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence, Sized
+from copy import copy
 from dataclasses import dataclass
 from itertools import islice
 
@@ -67,6 +68,17 @@ class SeenTokens:
                 self.output_counts.append(0)
             self.output_counts[place] += 1
         self._num_counted = len(self.of)
+
+    def extended(self, token_ids: Sequence[int]) -> SeenTokens:
+        """Return a copy with more output tokens; itself without any."""
+        if not token_ids:
+            return self
+        self.catch_up()
+        other = copy(self)
+        other.of = [*self.of, *token_ids]
+        other.token_ids, other.output_counts = self.token_ids[:], self.output_counts[:]
+        other._place_of = dict(self._place_of)
+        return other
 
 
 @dataclass(frozen=True, kw_only=True)

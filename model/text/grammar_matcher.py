@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from llguidance import LLMatcher
 
-from model.text.grammar_compiler import TextCompiler, Tokens
+from model.text.grammar_compiler import SPECIAL, TextCompiler, Tokens
 
 MAX_CACHED_GRAMMARS = 64
 MAX_CACHED_CHARS = 1 << 20
@@ -29,6 +29,7 @@ class GrammarCompiler:
         self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
         self._compiler = TextCompiler(tokenizer, vocab_size, self._eos_token_ids)
         self._digits = _DigitRuns(self._compiler.pieces, self.num_words)
+        self._pieces = _Pieces(self._compiler.pieces)
         self._cache: OrderedDict[str, LLMatcher] = OrderedDict()
         self._num_cached_chars = 0
         self._lock = threading.Lock()
@@ -43,7 +44,8 @@ class GrammarCompiler:
             found = self._compiler.compile(grammar)
             with self._lock:
                 self._cache_matcher(grammar, found)
-        return Matcher(found.deep_copy(), self._eos_token_ids, self._digits if JSON in grammar else None)
+        digits = self._digits if JSON in grammar else None
+        return Matcher(found.deep_copy(), self._eos_token_ids, digits, pieces=self._pieces)
 
     def _cache_matcher(self, grammar: str, matcher: LLMatcher) -> None:
         if grammar not in self._cache:
@@ -60,13 +62,19 @@ class Matcher:
     """The state of one text in its grammar. Not thread-safe."""
 
     def __init__(
-        self, inner: LLMatcher, eos_token_ids: Sequence[int], digits: _DigitRuns | None, num_digits: int = 0
+        self,
+        inner: LLMatcher,
+        eos_token_ids: Sequence[int],
+        digits: _DigitRuns | None,
+        num_digits: int = 0,
+        pieces: _Pieces | None = None,
     ) -> None:
         """Bound runs of digits by `digits`, if set; `num_digits` is the current run."""
         self._inner = inner
         self._eos_token_ids = eos_token_ids
         self._digits = digits
         self._num_digits = num_digits
+        self._pieces = pieces
         self._is_stuck = False
 
     @property
@@ -90,6 +98,19 @@ class Matcher:
             for token in token_ids:
                 self._num_digits = self._digits.num_digits_after(token, self._num_digits)
         return self._inner.consume_tokens(list(token_ids))
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens may come next, in order."""
+        if self.has_failed or self.is_finished:
+            return 0
+        return self._inner.validate_tokens(list(token_ids))
+
+    def forced_tokens(self) -> tuple[int, ...]:
+        """Return tokens of the text that the grammar allows alone, if any: its longest pieces, which a tokenizer mostly
+        chooses too."""
+        if self._pieces is None or self.has_failed or self.is_finished:
+            return ()
+        return self._pieces.split(self._inner.compute_ff_bytes())
 
     def fill_mask(self, words: np.ndarray, end_token_ids: Iterable[int]) -> bool:
         """Set words uint32[num_words] to the allowed tokens: token i is bit i % 32 of word i // 32.
@@ -118,7 +139,7 @@ class Matcher:
         return True
 
     def copy(self) -> Matcher:
-        return Matcher(self._inner.deep_copy(), self._eos_token_ids, self._digits, self._num_digits)
+        return Matcher(self._inner.deep_copy(), self._eos_token_ids, self._digits, self._num_digits, self._pieces)
 
 
 def num_mask_words(vocab_size: int) -> int:
@@ -127,6 +148,27 @@ def num_mask_words(vocab_size: int) -> int:
 
 def _bit(token: int) -> np.uint32:
     return np.uint32(1 << token % 32)
+
+
+class _Pieces:
+    """Tokens by their bytes."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self._ids = {data: token for token, data in enumerate(tokens) if data and not data.startswith(SPECIAL)}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def split(self, text: bytes) -> tuple[int, ...]:
+        """Return tokens of a beginning of `text`, the longest first. The last one is left out: more text may follow."""
+        found: list[int] = []
+        start = 0
+        while start < len(text):
+            ends = range(min(len(text), start + self._longest), start, -1)
+            end = next((end for end in ends if text[start:end] in self._ids), start)
+            if end in (start, len(text)):
+                break
+            found.append(self._ids[text[start:end]])
+            start = end
+        return tuple(found)
 
 
 class _DigitRuns:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from service.config.speculative import SpeculativeConfig, parse_speculative_config
 from service.config.values import parse_hosts, parse_keys, parse_model, parse_name, parse_names, parse_switch
 
 SERVE, GATEWAY, WORKER, CHECK, BENCH = VERBS = ("serve", "gateway", "worker", "check", "bench")
@@ -193,6 +194,14 @@ class Settings:
         verbs=_STEP_VERBS,
         low=1,
         high=1 << 20,
+    )
+    speculative_config: SpeculativeConfig | None = _setting(
+        None,
+        "JSON of how decodes draft tokens, in vLLM's keys, on a CPU: "
+        '{"method": "ngram", "num_speculative_tokens": 4} (also suffix, eagle3; default: only tokens that a grammar '
+        "forces)",
+        verbs=(SERVE, WORKER, BENCH),
+        parse=parse_speculative_config,
     )
     tensor_parallel_size: int = _integer(
         1, "GPUs per model; only 1 is supported yet", verbs=_ENGINE_VERBS, low=1, high=1

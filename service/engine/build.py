@@ -18,6 +18,7 @@ from model.text.grammar_matcher import GrammarCompiler
 from model.text.tokenizer import Tokenizer
 from model.weights.loader import PlannedWeights, load_model, plan_weights
 from service.config.settings import Settings
+from service.engine.drafting.build import build_speculation, check_speculation
 from service.engine.engine import Engine
 from service.engine.execution.executor import ModelExecutor
 from service.engine.grammars import Grammars
@@ -89,6 +90,7 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
         ops = open_ops(settings.device, settings.dtype, config.dtype, settings.kv_cache_dtype)
     except ModelError as error:
         raise StartupError(str(error)) from None
+    check_speculation(settings, ops)
     sized = size_engine(settings, config, ops, load_format=settings.load_format, progress=progress)
     executor, memory = sized.executor, sized.memory
     limits = Limits(
@@ -113,7 +115,8 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     preemption = Preemption(
         kv, FairShare(kv, limits.max_num_seqs), calibrate_swap_cost(executor, memory), settings.preemption_mode
     )
-    engine = Engine(executor, kv, limits, frozenset(config.eos_token_ids), grammars, preemption)
+    speculation = build_speculation(settings, executor, kv, memory.max_model_len)
+    engine = Engine(executor, kv, limits, frozenset(config.eos_token_ids), grammars, preemption, speculation)
     _check_generation(engine, limits)
     _log_ready(sized, ops)
     return BuiltEngine(engine, executor, config, ops, memory, limits, sized.weight_format, sized.kv_format)

@@ -15,7 +15,7 @@ from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import Preemption
 from service.engine.scheduling.scheduler import Scheduler
-from service.engine.scheduling.speculation import Drafter
+from service.engine.scheduling.speculation import Speculation
 from service.engine.sequence import Sequence, SequenceGroup
 from service.engine.stats import EngineStats, collect_stats
 from service.engine.step import FinishedTransfer, StepPlan, StepResult
@@ -79,7 +79,7 @@ class Engine:
         eos_token_ids: frozenset[int],
         grammars: Grammars | None = None,
         preemption: Preemption | None = None,
-        drafter: Drafter | None = None,
+        speculation: Speculation | None = None,
     ):
         """Without `grammars`, requests with a grammar end with GRAMMAR."""
         self._grammars = grammars
@@ -87,7 +87,8 @@ class Engine:
         self._kv = kv
         self._limits = limits
         self._eos_token_ids = eos_token_ids
-        self._scheduler = Scheduler(kv, limits, preemption, drafter)
+        self._scheduler = Scheduler(kv, limits, preemption, speculation)
+        self.speculation = speculation
         self._output_processor = OutputProcessor(self._scheduler, kv)
         self._in_flight: deque[InFlightStep] = deque()
         self._num_steps = 0
@@ -298,5 +299,8 @@ class Engine:
             busy_s = now_s - max(step.launched_at_s, self._collected_at_s)
             self._scheduler.preemption.on_step(step.plan, busy_s, step.num_recomputed_tokens)
             self._collected_at_s = now_s
+            if self.speculation is not None:
+                self.speculation.on_step(step.plan, busy_s)
+                self.speculation.on_result(step.plan, result)
             self._kv.commit_step(step.plan.chunks, {step.plan.samplers[index] for index in result.failed})
             self._output_processor.process_step(step.plan.samplers, result)

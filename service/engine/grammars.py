@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import numpy as np
@@ -109,6 +110,31 @@ class MaskBuilder:
         for other in others:
             other.result()
         return TokenMask(np.array(rows, np.int32), words)
+
+    def build_runs(
+        self, samplers: Seq[Sequence], drafts: Seq[tuple[int, ...]]
+    ) -> tuple[TokenMask | None, frozenset[int]]:
+        """Return the mask of each row after its `drafts`, and the rows whose matcher failed after them. Rows of a run
+        are adjacent, one more draft each."""
+        rows: list[int] = []
+        words: list[np.ndarray] = []
+        failed = set()
+        walker: Matcher | None = None
+        for row, (sequence, before) in enumerate(zip(samplers, drafts, strict=True)):
+            own = None if sequence.status is SequenceStatus.ENDED else sequence.matcher
+            if own is None:
+                rows.append(-1)
+                continue
+            if not before:
+                walker = own
+            else:
+                walker = own.copy() if walker is own or walker is None else walker
+                walker.advance(before[-1:])
+            rows.append(len(words))
+            words.append(np.empty(self._num_words, np.uint32))
+            if not walker.fill_mask(words[-1], sequence.group.stop_ids) and before:
+                failed.add(row)
+        return (TokenMask(np.array(rows, np.int32), np.stack(words)) if words else None), frozenset(failed)
 
 
 def _result(future: Future[list[Matcher]]) -> list[Matcher]:

@@ -183,13 +183,36 @@ class OutputProcessor:
                 self._kv.retract_token(sequence)
             elif not sequence.group.has_sampled:
                 self._mark_sampled(sequence.group)
-            for position in run:
-                if position > run.start:
-                    self._kv.accept_draft(sequence)
-                logprob = None if result.logprobs is None else result.logprobs[position]
-                self._append_token(sequence, result.token_ids[position], logprob)
-                if sequence.end is not None:
-                    break
+            if len(run) == 1:
+                logprob = None if result.logprobs is None else result.logprobs[run.start]
+                self._append_token(sequence, result.token_ids[run.start], logprob)
+            elif run:
+                self._append_run(sequence, result, run)
+
+    def _append_run(self, sequence: Sequence, result: StepResult, run: range) -> None:
+        """Append tokens up to one that ends the branch; emit them together."""
+        group, reason = sequence.group, None
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        for position in run:
+            if token_ids:
+                self._kv.accept_draft(sequence)
+            logprob = None if result.logprobs is None else result.logprobs[position]
+            reason = group.append(sequence, result.token_ids[position], 0.0 if logprob is None else logprob.logprob)
+            self.num_output_tokens += 1
+            if reason is EndReason.GRAMMAR:
+                break
+            token_ids.append(result.token_ids[position])
+            logprobs += () if logprob is None else (logprob,)
+            if reason is not None:
+                break
+        if reason is not None and reason is not EndReason.GRAMMAR:
+            self.end_branch(sequence, tuple(token_ids), tuple(logprobs), reason)
+            return
+        if token_ids:
+            self.emit(group, (BranchOutput(sequence.branch, tuple(token_ids), tuple(logprobs), None),))
+        if reason is not None:
+            self.end_group(group, reason)
 
     def _mark_sampled(self, group: SequenceGroup) -> None:
         group.has_sampled = True

@@ -53,6 +53,7 @@ class Sequence:
         self.emits_only_tokens = params.beam is None and params.grammar is None and num_alternatives is None
         """Only the last id and the length decide its end."""
         self.matcher: Matcher | None = None  # after the last known token
+        self.draft_source = ""  # of its last drafts
         self._seen: SeenTokens | None = None
         self.token_ids = array("I", request.prompt)
         """The garbage collector would walk a list."""
@@ -127,6 +128,7 @@ class SequenceGroup:
         count = self._num_alternatives()
         self.branches = [Sequence(self, branch, count) for branch in range(params.num_branches)]
         self.num_output_tokens = 0
+        self.num_draft_tokens = self.num_accepted_tokens = 0
         self.num_cached_tokens: int | None = None  # at the first run
         self.has_sampled = False
         self.num_scored_tokens = request.num_scored_tokens

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from service.engine.drafting.drafter import MAX_DRAFTS, SOURCES
+from service.engine.drafting.stats import DraftStats
 from service.engine.kv.kv_manager import KVManager
 from service.engine.scheduling.scheduler import Scheduler
 
@@ -42,6 +44,13 @@ class EngineStats:
     recompute_s: float
     swap_out_s: float
     swap_in_s: float
+    num_drafts: int = 0  # runs of draft tokens
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_per_pos: tuple[int, ...] = (0,) * MAX_DRAFTS
+    num_drafted_by_source: tuple[int, ...] = (0,) * len(SOURCES)
+    num_accepted_by_source: tuple[int, ...] = (0,) * len(SOURCES)
+    mean_draft_length: float = 0.0  # of the last step's decodes
 
     @property
     def num_preemptions(self) -> int:
@@ -80,6 +89,7 @@ def collect_stats(
     """Collect statistics; `num_prompt` and `num_output` are tokens."""
     held, filled = kv.num_slots(scheduler.running)
     host = kv.host
+    drafts = DraftStats() if scheduler.speculation is None else scheduler.speculation.stats
     return EngineStats(
         num_running=len({sequence.group for sequence in scheduler.running}),
         num_sequences_running=len(scheduler.running),
@@ -113,4 +123,11 @@ def collect_stats(
         recompute_s=scheduler.preemption.recompute_s,
         swap_out_s=scheduler.preemption.swap_out_s,
         swap_in_s=scheduler.preemption.swap_in_s,
+        num_drafts=drafts.num_drafts,
+        num_draft_tokens=drafts.num_draft_tokens,
+        num_accepted_tokens=drafts.num_accepted_tokens,
+        num_accepted_per_pos=tuple(drafts.num_accepted_per_pos),
+        num_drafted_by_source=tuple(drafts.num_drafted_by_source),
+        num_accepted_by_source=tuple(drafts.num_accepted_by_source),
+        mean_draft_length=drafts.last_mean_length,
     )

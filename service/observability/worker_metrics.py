@@ -39,6 +39,7 @@ class WorkerMetric:
     attribute: str  # of the source
     is_counter: bool
     labels: Labels = ()
+    index: int | None = None  # in the attribute, a tuple
 
 
 def _gauge(stat: str, name: str, help: str, attribute: str, source: str = ENGINE, labels: Labels = ()) -> WorkerMetric:
@@ -133,6 +134,47 @@ WORKER_METRICS = (
         JOBS,
     ),
     _counter("steps_total", STEPS, "Engine steps.", "num_steps"),
+    _counter("drafts_total", "vllm:spec_decode_num_drafts", "Runs of draft tokens verified.", "num_drafts"),
+    _counter("draft_tokens_total", "vllm:spec_decode_num_draft_tokens", "Draft tokens verified.", "num_draft_tokens"),
+    _counter(
+        "accepted_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens",
+        "Draft tokens accepted.",
+        "num_accepted_tokens",
+    ),
+    *(
+        WorkerMetric(
+            f"accepted_tokens_total_{position}",
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by their position in the run.",
+            ENGINE,
+            "num_accepted_per_pos",
+            True,
+            (("position", str(position)),),
+            position,
+        )
+        for position in range(16)
+    ),
+    *(
+        WorkerMetric(
+            f"{outcome}_tokens_total_{source}",
+            f"quire:spec_decode_{outcome}_tokens",
+            f"Draft tokens {outcome}, by what drafted them.",
+            ENGINE,
+            f"num_{outcome}_by_source",
+            True,
+            (("source", source),),
+            index,
+        )
+        for outcome in ("drafted", "accepted")
+        for index, source in enumerate(("grammar", "ngram", "suffix", "eagle3"))
+    ),
+    _gauge(
+        "mean_draft_length",
+        "quire:spec_decode_mean_draft_length",
+        "Draft tokens per decode of the last step.",
+        "mean_draft_length",
+    ),
 )
 
 VLLM_ALIASES = (
@@ -144,4 +186,9 @@ VLLM_ALIASES = (
 
 def read_stats(source: str, values: object) -> dict[str, float]:
     """Return the entries of WorkerCard.stats that come from `source`; `values` has their attributes."""
-    return {each.stat: getattr(values, each.attribute) for each in WORKER_METRICS if each.source == source}
+    return {each.stat: _read(each, values) for each in WORKER_METRICS if each.source == source}
+
+
+def _read(metric: WorkerMetric, values: object) -> float:
+    value = getattr(values, metric.attribute)
+    return float(value if metric.index is None else value[metric.index])

@@ -8,6 +8,7 @@ import math
 import time
 from array import array
 
+from service.engine.drafting.drafter import NGRAM
 from service.engine.sequence import Sequence
 from service.engine.step import Chunk, FinishedTransfer, SampledToken, StepPlan, StepResult, TokenLogprob
 
@@ -166,7 +167,15 @@ class ScriptedDrafter:
     def __init__(self, num_drafts: int, wrong_every: int = 3):
         self._num_drafts, self._wrong_every = num_drafts, wrong_every
 
-    def draft(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
+    source, writes_cache, token_s = NGRAM, False, 0.0
+
+    def draft(self, sequences: list[Sequence], max_tokens: list[int]) -> list[tuple[int, ...]]:
+        return [self._draft(one, count) for one, count in zip(sequences, max_tokens, strict=True)]
+
+    def on_end(self, sequence: Sequence) -> None:
+        """Keep nothing."""
+
+    def _draft(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
         tokens = list(sequence.token_ids)
         for _ in range(min(self._num_drafts, max_tokens)):
             tokens.append(next_token(tokens, sequence.branch))

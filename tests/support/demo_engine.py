@@ -12,6 +12,7 @@ from model.sampling_params import SamplingParams
 from model.text.grammar_matcher import GrammarCompiler
 from model.text.tokenizer import Tokenizer
 from model.weights.loader import load_model
+from service.engine.drafting.drafter import Drafter
 from service.engine.engine import Engine
 from service.engine.execution.executor import ModelExecutor
 from service.engine.grammars import Grammars
@@ -19,6 +20,7 @@ from service.engine.kv.block_pool import BlockPool
 from service.engine.kv.kv_manager import KVManager
 from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.speculation import Speculation
 from service.engine.step import TokenLogprob
 from tests.fakes.poisoning_executor import PoisoningExecutor
 
@@ -58,6 +60,7 @@ class DemoEngines:
         prefix_caching: bool = False,
         num_host_blocks: int = 0,
         poisons: bool = False,
+        drafter: Drafter | None = None,
     ) -> Engine:
         """With `poisons`, blocks hold NaN from when they are freed until they are written."""
         kv = KVManager(
@@ -72,7 +75,8 @@ class DemoEngines:
         limits = Limits(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_prefill_chunk=budget, max_model_len=MAX_LEN
         )
-        return Engine(executor, kv, limits, self.eos_token_ids, Grammars(self._compiler))
+        speculation = None if drafter is None else Speculation(kv, self._config.vocab_size, drafter)
+        return Engine(executor, kv, limits, self.eos_token_ids, Grammars(self._compiler), speculation=speculation)
 
     def _compiler(self) -> GrammarCompiler:
         return GrammarCompiler(Tokenizer.read(DEMO), self._config.vocab_size, self._config.eos_token_ids)

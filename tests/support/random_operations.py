@@ -20,9 +20,10 @@ from service.engine.request import BranchHistory, EngineRequest
 from service.engine.scheduling.fair_share import FairShare
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import AUTO, MODES, Preemption
+from service.engine.scheduling.speculation import Speculation
 from service.engine.scheduling.swap_cost import Rates, SwapCostModel
 from service.errors import EndReason
-from tests.fakes.scripted_executor import ScriptedDrafter, ScriptedExecutor, logprobs_after, next_token
+from tests.fakes.scripted_executor import VOCAB_SIZE, ScriptedDrafter, ScriptedExecutor, logprobs_after, next_token
 from tests.support.beam_reference import search
 
 EOS = 7
@@ -72,8 +73,8 @@ class World:
         )
         rates = Rates(token_s=3e-5, pair_s=1e-8, block_out_s=4e-5, block_in_s=4e-5, transfer_s=2e-4)
         preemption = Preemption(kv, FairShare(kv, MAX_SEQS), SwapCostModel(rates, BLOCK_SIZE), self.mode)
-        drafter = ScriptedDrafter(self.num_drafts) if self.num_drafts else None
-        engine = Engine(executor, kv, limits, frozenset({EOS}), preemption=preemption, drafter=drafter)
+        speculation = Speculation(kv, VOCAB_SIZE, ScriptedDrafter(self.num_drafts)) if self.num_drafts else None
+        engine = Engine(executor, kv, limits, frozenset({EOS}), preemption=preemption, speculation=speculation)
         return engine, preemption
 
 

@@ -24,6 +24,7 @@ class BatchLayout:
     decodes: list[Sequence]  # by row; same object until one enters or leaves
     row_of_decode: np.ndarray  # int64, in the plan's order
     is_one_token_each: bool  # each decode samples its own next token
+    has_drafts: bool
 
     @property
     def prefills(self) -> tuple[Chunk, ...]:
@@ -96,7 +97,8 @@ class DecodeBatch:
             slice(num_decodes) if is_one_token_each else [self._row_of[one.sequence] for one in decodes if one.samplers]
         )
         inputs = self._inputs(num_decodes, np.sort(self._own_row[due]), prefills, tails)
-        return BatchLayout(plan, inputs, self._sequences, self._order, is_one_token_each)
+        has_drafts = any(chunk.drafts for chunk in prefills)
+        return BatchLayout(plan, inputs, self._sequences, self._order, is_one_token_each, has_drafts)
 
     def _advance_all(self) -> None:
         rows = slice(len(self._sequences))
@@ -147,9 +149,8 @@ class DecodeBatch:
     def _prefill_arrays(self, chunk: Chunk, sampled_rows: Mapping[Sequence, int]) -> _PrefillArrays:
         """Build arrays before rows are reassigned: the last token may be pending."""
         sequence, start, length, _, drafts = chunk
-        if drafts:
-            raise ValueError("decode_batch: a chunk has drafts, which no model runner verifies yet")
         known = sequence.token_ids[start : start + length]
+        known.extend(drafts)
         pending_token_row = np.full(length, self._no_pending_row, np.int32)
         if len(known) < length:
             known.append(0)
@@ -172,7 +173,12 @@ class DecodeBatch:
             context_lens = _joined((context_lens, np.array([chunk.end for chunk in prefills], np.int32)))
             ends = accumulate(lengths, initial=num_decodes - 1)
             next(ends)
-            due = [end for end, chunk in zip(ends, prefills, strict=True) if chunk.samplers]
+            due = [
+                row
+                for end, chunk in zip(ends, prefills, strict=True)
+                if chunk.samplers
+                for row in range(end - len(chunk.drafts), end + 1)
+            ]
             logit_rows = _joined((logit_rows, np.array(due, np.int32)))
         token_ids, pending_token_row, positions, slots = columns
         return ForwardInputs(

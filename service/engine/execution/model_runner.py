@@ -160,7 +160,8 @@ class ModelRunner:
             raise ValueError("sample: no call has kept its parameters (send them)")
         if call.keeps_params and step.context_lens is not None:
             self._kept_params = replace(how, position=step.context_lens.view(np.uint32))
-        out = None if how.adjusts_logprobs else self.sampled[: call.num_rows]
+        is_kept = call.num_rows <= len(self.sampled) and not how.adjusts_logprobs
+        out = self.sampled[: call.num_rows] if is_kept else None  # more rows have drafts: the next step knows its ids
         sampled = self._ops.sample(logits, how, out=out)
         arrays = [sampled.token_ids, sampled.is_nan]
         if sampled.logprobs is not None:

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from model.step_inputs import SampleInputs
 from service.engine.execution.decode_batch import BatchLayout
 from service.engine.grammars import MaskBuilder
 from service.engine.sequence import Sequence
-from service.engine.step import PooledPrompt, PromptLogprobs, StepResult, TokenLogprob
+from service.engine.step import PooledPrompt, PromptLogprobs, SampledToken, StepResult, TokenLogprob
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +25,10 @@ class SampleBatch:
     rows: list[int]  # of each sampler, in the logits
     positions: np.ndarray  # int32, of the sampled tokens
     num_own_rows: int  # first ones, in their own decode rows
-    indices: np.ndarray  # int64, index in `samplers` of each of the plan's
+    indices: np.ndarray  # int64, index in `samplers` of each of the plan's; with drafts, of its first row
+    drafts: list[tuple[int, ...]] | None = None  # with drafts: those before each row
+    run_drafts: list[tuple[int, ...]] | None = None  # with drafts: those of each of the plan's samplers
+    unmasked: frozenset[int] = frozenset()  # rows after a draft whose matcher has failed
     needs_previous_tokens: bool = False
     has_logit_processors: bool = False  # penalties, biases or min_tokens
     has_adjusted_logprobs: bool = False
@@ -44,6 +47,7 @@ class SampleBatch:
 class SampleCall(NamedTuple):
     samplers: list[Sequence]
     inputs: SampleInputs
+    indices: list[int] | None = None  # in the batch; None: all
 
 
 class StepSampler:
@@ -61,7 +65,7 @@ class StepSampler:
 
     def batch_for(self, layout: BatchLayout) -> SampleBatch:
         """Return the sequences to sample; the same object while the same ones decode."""
-        if not layout.is_one_token_each:
+        if layout.has_drafts or not layout.is_one_token_each:
             return _batch_of_chunks(layout)
         if layout.prefills or layout.plan.logprob_spans or layout.plan.pool_spans:
             return _batch_of_decodes(layout)
@@ -90,8 +94,11 @@ class StepSampler:
                 rows = np.array([batch.rows[index] for index in indices], np.int32)
                 samplers, every = [batch.samplers[index] for index in indices], list(range(len(indices)))
                 part = SampleBatch(samplers, every, batch.positions[indices], 0, np.array(every))
+                if batch.drafts is not None:
+                    part.drafts = [batch.drafts[index] for index in indices]
                 params = self._params(part, masked, adjusted)
-                calls.append(SampleCall(samplers, SampleInputs(len(indices), rows, params)))
+                batch.unmasked |= {indices[row] for row in part.unmasked}
+                calls.append(SampleCall(samplers, SampleInputs(len(indices), rows, params), indices))
         return calls
 
     def _call(self, batch: SampleBatch, masked: bool) -> SampleCall:
@@ -107,13 +114,23 @@ class StepSampler:
 
     def _params(self, batch: SampleBatch, masked: bool, adjusted: bool) -> SamplingArrays:
         shaped = batch.samplers if batch.has_logit_processors else []
+        seen = [sequence.seen_tokens() for sequence in shaped]
+        mask = None
+        if batch.drafts is not None:
+            seen = [
+                one if one is None else one.extended(drafts) for one, drafts in zip(seen, batch.drafts, strict=False)
+            ]
+            if masked:
+                mask, batch.unmasked = self._masks.build_runs(batch.samplers, batch.drafts)
+        elif masked:
+            mask = self._masks.build(batch.samplers)
         rows = SampledRows(
             records=[sequence.sampling_record for sequence in batch.samplers],
             positions=batch.positions.astype(np.uint32),
             sampling=[sequence.sampling for sequence in shaped],
-            seen=[sequence.seen_tokens() for sequence in shaped],
+            seen=seen,
             num_prompt_tokens=[sequence.num_prompt_tokens for sequence in shaped],
-            mask=self._masks.build(batch.samplers) if masked else None,
+            mask=mask,
         )
         return sampling_arrays(rows, self._vocab_size, self._eos_token_ids, list, adjusts_logprobs=adjusted)
 
@@ -127,19 +144,42 @@ def read_result(
     pooled: tuple[PooledPrompt, ...],
 ) -> StepResult:
     """Return tokens in the order of the plan's samplers; `arrays`: see RunningStep."""
-    if len(calls) == 1:
+    if len(calls) == 1 and batch.run_drafts is None:
         result = _result(batch.samplers, arrays[0], batch.indices)
     else:
-        results = [
-            _result(call.samplers, own, np.arange(len(call.samplers))) for call, own in zip(calls, arrays, strict=True)
-        ]
-        sequences = chain.from_iterable(call.samplers for call in calls)
-        sampled = chain.from_iterable(result.sampled_tokens() for result in results)
-        tokens = dict(zip(sequences, sampled, strict=True))
-        result = StepResult.of(tokens[batch.samplers[index]] for index in batch.indices)
+        rows = _sampled_rows(calls, arrays)
+        if batch.run_drafts is None:
+            result = StepResult.of(rows[index] for index in batch.indices.tolist())
+        else:
+            result = StepResult.of_runs(_accepted_runs(batch, rows, batch.run_drafts))
     if prompt_logprobs or pooled:
         result = replace(result, prompt_logprobs=prompt_logprobs, pooled=pooled)
     return result
+
+
+def _sampled_rows(calls: Seq[SampleCall], arrays: Seq[list[np.ndarray]]) -> list[SampledToken]:
+    rows: dict[int, SampledToken] = {}
+    for call, own in zip(calls, arrays, strict=True):
+        every = range(len(call.samplers))
+        sampled = _result(call.samplers, own, np.array(every, np.int64)).sampled_tokens()
+        rows.update(zip(every if call.indices is None else call.indices, sampled, strict=True))
+    return [rows[row] for row in range(len(rows))]
+
+
+def _accepted_runs(
+    batch: SampleBatch, rows: list[SampledToken], run_drafts: list[tuple[int, ...]]
+) -> Iterator[list[SampledToken]]:
+    """Yield each sampler's tokens: of its first row, and of each row after a draft that equals the token before it.
+
+    A row whose logits or matcher failed ends the run before it: the next step samples it without drafts.
+    """
+    for first, drafts in zip(batch.indices.tolist(), run_drafts, strict=True):
+        run = [rows[first]]
+        for row, draft in enumerate(drafts, first + 1):
+            if run[-1].is_nan or run[-1].token_id != draft or rows[row].is_nan or row in batch.unmasked:
+                break
+            run.append(rows[row])
+        yield run
 
 
 def _batch_of_decodes(layout: BatchLayout) -> SampleBatch:
@@ -159,14 +199,20 @@ def _batch_of_decodes(layout: BatchLayout) -> SampleBatch:
 
 def _batch_of_chunks(layout: BatchLayout) -> SampleBatch:
     chunks = [chunk for chunk in layout.chunks if chunk.samplers]
-    samplers = [sampler for chunk in chunks for sampler in chunk.samplers]
-    index_of = {sampler: index for index, sampler in enumerate(samplers)}
+    logit_rows = [(chunk, number) for chunk in chunks for number in range(len(chunk.drafts) + 1)]
+    sampled = [(row, *each, sampler) for row, each in enumerate(logit_rows) for sampler in each[0].samplers]
+    samplers = [sampler for *_, sampler in sampled]
+    index_of = {sampler: index for index, (_, _, number, sampler) in enumerate(sampled) if number == 0}
+    ends = [chunk.end - len(chunk.drafts) + number for _, chunk, number, _ in sampled]
+    drafted = layout.has_drafts
     return SampleBatch(
         samplers=samplers,
-        rows=[row for row, chunk in enumerate(chunks) for _ in chunk.samplers],
-        positions=np.array([chunk.end for chunk in chunks for _ in chunk.samplers], np.int32),
+        rows=[row for row, *_ in sampled],
+        positions=np.array(ends, np.int32),
         num_own_rows=0,
         indices=np.array([index_of[sampler] for sampler in layout.plan.samplers], np.int64),
+        drafts=[chunk.drafts[:number] for _, chunk, number, _ in sampled] if drafted else None,
+        run_drafts=[chunk.drafts for chunk in layout.plan.chunks for _ in chunk.samplers] if drafted else None,
     )
 
 

@@ -1,7 +1,7 @@
 """Plan of the next step, at most `max_num_batched_tokens`, in this order:
 
 1. Groups over their tenant's share are preempted for tenants below theirs.
-2. Running sequences that lack one token (decodes) get it, oldest first, with drafts if there is a drafter. If
+2. Running sequences that lack one token (decodes) get it, oldest first, with drafts under speculation. If
    blocks run out, the youngest groups are preempted.
 3. With decodes, the budget shrinks to `Limits.prompt_budget`: every decode waits for the step.
 4. Running sequences that lack more (prefills) get chunks, oldest first.
@@ -25,7 +25,7 @@ from service.engine.scheduling.fair_share import FairShare
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import Preemption
 from service.engine.scheduling.prompt_outputs import PromptOutputs
-from service.engine.scheduling.speculation import Drafter, Speculation
+from service.engine.scheduling.speculation import Speculation
 from service.engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from service.engine.step import Chunk, StepPlan
 
@@ -34,11 +34,15 @@ class Scheduler:
     """Queues `waiting` and `running`, oldest first; branches of a group are adjacent."""
 
     def __init__(
-        self, kv: KVManager, limits: Limits, preemption: Preemption | None = None, drafter: Drafter | None = None
+        self,
+        kv: KVManager,
+        limits: Limits,
+        preemption: Preemption | None = None,
+        speculation: Speculation | None = None,
     ):
         self._kv = kv
         self._limits = limits
-        self._speculation = None if drafter is None else Speculation(kv, drafter)
+        self.speculation = speculation
         self.preemption = preemption or Preemption(kv, FairShare(kv, limits.max_num_seqs))
         self._fair_share = self.preemption.fair_share
         self._num_arrivals = 0
@@ -57,6 +61,8 @@ class Scheduler:
     def remove_sequence(self, sequence: Sequence) -> None:
         group, status = sequence.group, sequence.status
         sequence.set_status(SequenceStatus.ENDED)
+        if self.speculation is not None:
+            self.speculation.on_end(sequence)
         if status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
             if sequence.prefix_followers:
@@ -96,7 +102,7 @@ class Scheduler:
         decodes, prefills = self._runnable(arriving)
         chunks = self._plan_decodes(decodes[: self._limits.max_num_batched_tokens])
         budget = self._limits.max_num_batched_tokens - len(chunks)
-        if self._speculation is not None:
+        if self.speculation is not None:
             budget -= sum(len(chunk.drafts) for chunk in chunks)
         if chunks:
             num_prompts = len(prefills) + len(self.waiting)
@@ -109,7 +115,7 @@ class Scheduler:
         num_running = len(self.running)
         if self.waiting and budget > 0 and self.preemption.num_preemptions == num_preemptions:
             chunks += self._plan_admissions(budget)
-        if prefills or self._speculation is not None or len(self.running) > num_running:
+        if prefills or self.speculation is not None or len(self.running) > num_running:
             chunks.sort(key=lambda chunk: chunk.length != 1)
         self.preemption.save_ahead(self.running)
         scores, pools = self._prompt_outputs.plan(chunks)
@@ -117,7 +123,7 @@ class Scheduler:
         return StepPlan(tuple(chunks), self._kv.drain_copies(), *self._kv.drain_swaps(), scores, pools, changed)
 
     def _runnable(self, arriving: Set[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        decodes, prefills, waits_for_tokens = [], [], self._speculation is not None
+        decodes, prefills, waits_for_tokens = [], [], self.speculation is not None
         for sequence in self.running:
             num_pending = sequence.num_pending_tokens
             num_tokens = len(sequence.token_ids) + num_pending
@@ -148,9 +154,10 @@ class Scheduler:
             if sequence.num_computed_tokens < sequence.num_exclusive_tokens
             and sequence.status is SequenceStatus.RUNNING
         ]
-        if self._speculation is None:
+        if self.speculation is None:
             return chunks
-        return self._speculation.add_drafts(chunks, self._limits.max_num_batched_tokens - len(chunks))
+        max_drafts = self._limits.max_num_batched_tokens - len(chunks)
+        return self.speculation.add_drafts(chunks, max_drafts, self._extended)
 
     def _allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extend the sequence, preempting others; return whether it has the blocks."""

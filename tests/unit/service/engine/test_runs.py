@@ -1,7 +1,6 @@
 """Several tokens from one step: every request gets the tokens, ends, log-probabilities and cached blocks that it gets
 one token at a time."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,8 +10,9 @@ from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
 from service.engine.request import BranchHistory, EngineRequest
 from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.speculation import Speculation
 from service.errors import EndReason
-from tests.fakes.scripted_executor import ScriptedDrafter, ScriptedExecutor, next_token
+from tests.fakes.scripted_executor import VOCAB_SIZE, ScriptedDrafter, ScriptedExecutor, next_token
 from tests.support.random_operations import run_randomly
 
 BLOCK_SIZE = 4
@@ -22,9 +22,9 @@ PROMPT = (1, 2, 3, 4, 5, 6)
 def engine_of(num_drafts, *, num_blocks=200, runs_ahead=False, wrong_every=5, silent_every=0, nan_after=None):
     executor = ScriptedExecutor(num_blocks, BLOCK_SIZE, nan_after, runs_ahead=runs_ahead, silent_every=silent_every)
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=40, max_prefill_chunk=40, max_model_len=128)
-    drafter = ScriptedDrafter(num_drafts, wrong_every) if num_drafts else None
     kv = KVManager(num_blocks, BLOCK_SIZE, prefix_caching=True)
-    return Engine(executor, kv, limits, frozenset(), drafter=drafter), executor
+    speculation = Speculation(kv, VOCAB_SIZE, ScriptedDrafter(num_drafts, wrong_every)) if num_drafts else None
+    return Engine(executor, kv, limits, frozenset(), speculation=speculation), executor
 
 
 def request(name="a", prompt=PROMPT, history=(), **params):
@@ -157,7 +157,7 @@ def test_random_operations_with_drafts():
     assert run_randomly(6_000, seed=5, world_every=1000)["ended"] > 100
 
 
-def test_params_that_need_every_token_are_not_drafted():
+def test_beams_are_not_drafted():
     engine, executor = engine_of(4)
-    run(engine, replace(request(presence_penalty=0.5), request_id="p"))
+    run(engine, request(beam=BeamSearch(width=2), n=2, max_tokens=6))
     assert not any(chunk.drafts for plan in executor.plans for chunk in plan.chunks)

@@ -85,6 +85,27 @@ NUMBERS = {
     "preemptions_total": (9, "vllm:num_preemptions_total", {}),
     "steps_total": (10, "quire:steps_total", {}),
     "step_time_ms": (11.5, "quire:step_time_ms", {}),
+    "drafts_total": (51, "vllm:spec_decode_num_drafts_total", {}),
+    "draft_tokens_total": (52, "vllm:spec_decode_num_draft_tokens_total", {}),
+    "accepted_tokens_total": (53, "vllm:spec_decode_num_accepted_tokens_total", {}),
+    "mean_draft_length": (1.5, "quire:spec_decode_mean_draft_length", {}),
+    **{
+        f"accepted_tokens_total_{at}": (
+            60 + at,
+            "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+            {"position": str(at)},
+        )
+        for at in range(16)
+    },
+    **{
+        f"{outcome}_tokens_total_{source}": (
+            80 + len(outcome) + len(source),
+            f"quire:spec_decode_{outcome}_tokens_total",
+            {"source": source},
+        )
+        for outcome in ("drafted", "accepted")
+        for source in ("grammar", "ngram", "suffix", "eagle3")
+    },
 }
 """What a worker says: a value of its own, and where it stands on the page."""
 

@@ -1,0 +1,56 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from service.config.speculative import SpeculativeConfig, parse_speculative_config
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"method": "ngram", "num_speculative_tokens": 4}, {}),
+        ({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}, {"prompt_lookup_min": 3}),
+        ({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}, {}),
+        ({"method": "suffix", "num_speculative_tokens": 16, "suffix_decoding_max_spec_factor": 2}, {}),
+        ({"model": "head", "num_speculative_tokens": 3}, {"method": "eagle3", "model": Path("head")}),
+    ],
+)
+def test_vllms_keys(given, wanted):
+    read = parse_speculative_config(json.dumps(given))
+    assert read == SpeculativeConfig(**given | wanted)
+    assert parse_speculative_config(str(read)) == read
+
+
+@pytest.mark.parametrize(
+    ("given", "refusal"),
+    [
+        ("ngram", "not JSON"),
+        ("[]", "a JSON object"),
+        ({}, "method must be one of ngram, suffix, eagle3"),
+        ({"method": "draft_model"}, r"method draft_model is not supported \(ngram, suffix, eagle3\)"),
+        ({"method": 3}, "method must be"),
+        ({"method": "ngram"}, "ngram needs num_speculative_tokens"),
+        ({"method": "eagle3", "num_speculative_tokens": 2}, "eagle3 needs model"),
+        ({"method": "eagle3", "num_speculative_tokens": 2, "model": ""}, "model must be"),
+        (
+            {"method": "ngram", "num_speculative_tokens": 17},
+            "num_speculative_tokens must be a whole number from 1 to 16",
+        ),
+        ({"method": "ngram", "num_speculative_tokens": True}, "whole number"),
+        ({"method": "ngram", "num_speculative_tokens": 2.5}, "whole number"),
+        ({"method": "ngram", "num_speculative_tokens": 4, "model": "x"}, r"ngram has no key model \(num_spec"),
+        (
+            {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_min_token_prob": 2},
+            "a number from 0 to 1",
+        ),
+        (
+            {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 5, "prompt_lookup_max": 4},
+            "prompt_lookup_min 5 exceeds prompt_lookup_max 4",
+        ),
+        ({"method": "ngram", "num_speculative_tokens": 4, "tensor_parallel_size": 2}, "no key tensor_parallel_size"),
+    ],
+)
+def test_wrong_keys_are_named(given, refusal):
+    with pytest.raises(ValueError, match=refusal):
+        parse_speculative_config(given if isinstance(given, str) else json.dumps(given))

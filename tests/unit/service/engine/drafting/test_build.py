@@ -1,0 +1,40 @@
+from dataclasses import replace
+
+import pytest
+
+from model.ops.cpu.ops import NumpyOps
+from model.sampling_params import SamplingParams
+from service.config.settings import Settings
+from service.config.speculative import SpeculativeConfig
+from service.engine.build import build_engine
+from service.engine.drafting.build import check_speculation
+from service.engine.request import EngineRequest
+from service.errors import StartupError
+from tests.support.demo_engine import DEMO
+
+SETTINGS = Settings(model=DEMO, device="cpu", num_gpu_blocks=64, max_model_len=256, max_num_seqs=8)
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=8, prompt_lookup_min=2)
+SUFFIX = SpeculativeConfig(method="suffix", num_speculative_tokens=8)
+
+
+@pytest.mark.parametrize(("wanted", "source"), [(NGRAM, 1), (SUFFIX, 2), (None, 0)])
+def test_a_built_engine_drafts_as_asked(wanted, source):
+    engine = build_engine(replace(SETTINGS, speculative_config=wanted), progress=False).engine
+    engine.speculation.lengths.cost = None  # as many as there are, however slow this machine is
+    sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, logit_bias=((300, 100.0),))
+    engine.add_request(EngineRequest(request_id="a", prompt=(5, 6, 7), sampling=sampling))
+    while engine.has_work:
+        engine.step()
+    drafted = engine.stats().num_drafted_by_source
+    assert sum(drafted) == drafted[source]
+    assert (drafted[source] > 0) == (wanted is not None)
+
+
+def test_a_gpu_refuses_drafts_by_name():
+    class Gpu(NumpyOps):
+        name = "cuda"
+
+    with pytest.raises(StartupError, match=r"^--speculative-config: a GPU does not verify drafts yet"):
+        check_speculation(replace(SETTINGS, speculative_config=NGRAM), Gpu())
+    check_speculation(SETTINGS, Gpu())
+    check_speculation(replace(SETTINGS, speculative_config=NGRAM), NumpyOps())
