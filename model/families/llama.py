@@ -96,8 +96,11 @@ class Llama:
         head = self.weights.lm_head
         return self.ops.linear(self._input(hidden, head), head, dtype=np.dtype(np.float32), out=out)
 
-    def hidden(self, batch: Batch, kv: Array) -> Array:
-        """Return the final norm [T, H], the input of `logits`; write keys and values to `kv`."""
+    def hidden(self, batch: Batch, kv: Array, state_layers: Sequence[int] = (), states: Array | None = None) -> Array:
+        """Return the final norm [T, H], the input of `logits`; write keys and values to `kv`.
+
+        `states` [T, len(state_layers) * H] gets the residual stream that enters each of these layers.
+        """
         ops, layers, eps = self.ops, self.weights.layers, self.config.residual_eps
         plans = self._decode_plans(batch, kv)
         residual = ops.gather_rows(self.weights.embedding, batch.token_ids)
@@ -109,6 +112,9 @@ class Llama:
         norms_after = [(layer.attention_norm, self._takes_fp8(layer.qkv)) for layer in layers[1:]]
         norms_after.append((self.weights.final_norm, False))
         for index, (layer, (norm, is_fp8)) in enumerate(zip(layers, norms_after, strict=True)):
+            if states is not None and index in state_layers:
+                at = state_layers.index(index) * self.config.hidden_size
+                states[:, at : at + self.config.hidden_size] = residual
             with ops.scratch():
                 attended = self._attention(index, normed, batch, kv, plans)
                 mlp_input = self._add_norm(attended, residual, layer.mlp_norm, self._takes_fp8(layer.gate_up))

@@ -15,21 +15,15 @@ import multiprocessing
 import os
 import re
 import time
-from collections.abc import Iterator
 from multiprocessing.pool import Pool
 from pathlib import Path
 
 import numpy as np
 import torch
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from make_corpus import Corpus
+from documents import BEGIN, BEGIN_ID, END, END_ID, HERE, NOT_LEARNED, SPECIAL_TOKENS, rendered_documents, targets_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-HERE = Path(__file__).parents[1]
-SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
-BEGIN, END, *_ = SPECIAL_TOKENS
-BEGIN_ID, END_ID, SYSTEM_ID, USER_ID, ASSISTANT_ID = range(len(SPECIAL_TOKENS))
 VOCAB_SIZE = 4096
 SHAPE = {
     "vocab_size": VOCAB_SIZE,
@@ -61,15 +55,6 @@ WINDOW = 2048  # tokens
 WINDOWS_PER_STEP = 32
 PEAK_LEARNING_RATE = 3e-3
 NUM_WARMUP_STEPS = 100
-NOT_LEARNED = -100
-
-
-def rendered_documents(seed: int, num_documents: int) -> Iterator[str]:
-    """Documents with their control tokens, chats through the very template that the model ships with."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((HERE / "chat_template.jinja").read_text(encoding="utf-8"))
-    for document in Corpus().documents(seed, num_documents):
-        yield BEGIN + document["text"] + END if "text" in document else template.render(document)
 
 
 def train_tokenizer(path: Path, pool: Pool) -> None:
@@ -112,18 +97,6 @@ def encode_training_documents(tokenizer_path: Path, num_documents: int, pool: Po
     num_seeds = math.ceil(num_documents / DOCUMENTS_PER_SEED)
     seeds = range(FIRST_TRAINING_SEED, FIRST_TRAINING_SEED + num_seeds)
     return np.concatenate(pool.map(encode, [(str(tokenizer_path), seed, DOCUMENTS_PER_SEED) for seed in seeds], 1))
-
-
-def targets_of(tokens: np.ndarray) -> np.ndarray:
-    """What each position should predict: the next token, but nothing of what a user or a system prompt says.
-
-    tokens: (tokens,) uint16. Returns (tokens - 1,) int64 with NOT_LEARNED where no loss is taken.
-    """
-    is_role = (tokens <= ASSISTANT_ID) & (tokens != END_ID)
-    last_role_at = np.maximum.accumulate(np.where(is_role, np.arange(len(tokens)), 0))
-    speaker = tokens[last_role_at]
-    said_to_model = (speaker == SYSTEM_ID) | (speaker == USER_ID) | (tokens == ASSISTANT_ID)
-    return np.where(said_to_model, NOT_LEARNED, tokens.astype(np.int64))[1:]
 
 
 def windows_of(tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
