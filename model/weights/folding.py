@@ -36,7 +36,7 @@ class TensorSource(Protocol):
 
 
 def folded(source: TensorSource, config: ModelConfig) -> TensorSource:
-    """Return `source` with the differences of `config` folded in, itself if there are none."""
+    """Return `source` with the differences of `config` folded in."""
     factors = {EMBEDDING: config.embedding_factor, FINAL_NORM: 1 / config.multipliers.logits_divisor}
     factors = {name: factor for name, factor in factors.items() if factor != 1}
     orders = _row_orders(config)
@@ -47,7 +47,7 @@ class FoldedSource:
     def __init__(
         self, source: TensorSource, config: ModelConfig, factors: dict[str, float], orders: dict[str, np.ndarray]
     ):
-        """Multiply tensors by `factors`; put row orders[module][i] of a layer's module at row i."""
+        """Multiply tensors by `factors`; read row orders[module][i] as a layer's row i."""
         self._source = source
         self._factors = factors
         self._orders = orders
@@ -109,7 +109,7 @@ def _reordered(matrix: StoredMatrix, order: np.ndarray) -> StoredMatrix:
 
 
 def _row_orders(config: ModelConfig) -> dict[str, np.ndarray]:
-    """Return the order of rows of each of a layer's q, k and v modules, {} if heads rotate whole."""
+    """Return each q, k and v module's order of rows; {} if heads rotate whole."""
     rotary = config.rope.rotary_dim(config.head_dim)
     if rotary == config.head_dim:
         return {}

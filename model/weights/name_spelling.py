@@ -1,4 +1,4 @@
-"""Spellings of tensors' names: plain, of a base model without its head, and inside a wrapper."""
+"""Spellings of tensors' names: plain, base models, wrappers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NameSpelling:
         return name
 
     def stored(self, module: str) -> str:
-        """Return the name in the files of a module with a plain name."""
+        """Return a module's name in the files."""
         if f"{module}.".startswith(HEAD):
             return (self.head + f"{module}.".removeprefix(HEAD)).removesuffix(".")
         return self.body + module.removeprefix(BODY)
@@ -40,11 +40,11 @@ WRAPPED = (
     NameSpelling("language_model.model.", "language_model.lm_head.", ("vision_tower.", "multi_modal_projector.")),
     NameSpelling("model.language_model.", left_out=("model.vision_tower.", "model.multi_modal_projector.")),
 )
-"""Wrappers as transformers 4 and 5 store them."""
+"""Spellings of transformers 4 and 5."""
 
 
 def find_spelling(names: Collection[str], config: ModelConfig) -> NameSpelling:
-    """Return the spelling whose embedding is among `names`, plain if none is."""
+    """Return the spelling by its embedding, else plain."""
     spellings: tuple[NameSpelling, ...] = (*WRAPPED, BASE) if config.is_wrapped else (BASE,)
     for spelling in spellings:
         if f"{spelling.body}embed_tokens.weight" in names:

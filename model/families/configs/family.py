@@ -1,4 +1,4 @@
-"""The form of a family's page: what differs from Llama, as data and readers of config.json."""
+"""The form of a family's page."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ class Multipliers:
 
 
 def no_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """Return full attention for every layer. Raises ModelError if layer_types says otherwise."""
+    """Return full attention. Raises ModelError if layer_types is mixed."""
     if len(set(layer_types(fields, num_layers) or ())) > 1:
         raise fields.error("layer_types", f"mixed attention is not supported for {fields.text('model_type')}")
     return (NO_WINDOW,) * num_layers
 
 
 def window_of_all(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """Return `sliding_window`, null for full attention, for every layer."""
+    """Return `sliding_window` for every layer."""
     no_windows(fields, num_layers)
     return (fields.integer("sliding_window", None, high=NO_WINDOW) or NO_WINDOW,) * num_layers
 
 
 def one_rope(fields: Fields, rope: RopeConfig, windows: tuple[int, ...]) -> tuple[RopeConfig, ...]:
-    """Return (): every layer uses the model's rope."""
+    """Return (), the model's rope in every layer."""
     return ()
 
 
@@ -59,7 +59,6 @@ def no_multipliers(fields: Fields) -> Multipliers:
 
 
 def llama_scaling(fields: Fields) -> Fields:
-    """Return the section with the rope's scaling, empty if absent."""
     return fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({}, fields.source)
 
 
@@ -84,7 +83,7 @@ class Family:
 
 
 def layer_types(fields: Fields, num_layers: int) -> list[str] | None:
-    """Return a kind of attention per layer, None if absent. Raises ModelError."""
+    """Read a kind of attention per layer; None if absent. Raises ModelError."""
     kinds: list[str] | None = fields.get("layer_types")
     if kinds is not None and (
         not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in LAYER_TYPES for kind in kinds)

@@ -27,7 +27,6 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
 
 
 def _scaling(fields: Fields) -> Fields:
-    """Return the scaling of layers with full attention."""
     section = fields.section("rope_parameters")
     if section is None:
         return llama_scaling(fields)
@@ -35,7 +34,7 @@ def _scaling(fields: Fields) -> Fields:
 
 
 def _ropes(fields: Fields, rope: RopeConfig, windows: tuple[int, ...]) -> tuple[RopeConfig, ...]:
-    """Layers that slide have a rope of their own, plain in the spelling of transformers 4."""
+    """Return a rope of its own for each kind of layer; transformers 4 leaves the sliding one plain."""
     section = fields.section("rope_parameters")
     sliding = None if section is None else section.section("sliding_attention")
     if sliding is None:

