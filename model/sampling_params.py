@@ -18,6 +18,24 @@ class BeamSearch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReasoningBudget:
+    """Bound on the tokens between two markers at an answer's beginning."""
+
+    max_tokens: int  # 0..
+    start: str
+    end: str
+    end_ids: tuple[int, ...]  # of `end`, forced after the last allowed token
+    is_open: bool  # the answer begins after `start`
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRules:
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids, none empty, which no answer contains
+    reasoning: ReasoningBudget | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Validated at admission; other code trusts these ranges."""
 
@@ -38,6 +56,7 @@ class SamplingParams:
     pooling: Literal["mean", "last"] | None = None  # return one vector of the prompt's hidden states
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added)
     grammar: str | None = None  # a text of model.text.grammar
+    rules: TokenRules | None = None
     n: int = 1  # answers
     best_of: int = 1  # n..; branches, of which the n with the highest mean log-probability are returned
     beam: BeamSearch | None = None  # n..width answers, with best_of 1
@@ -51,6 +70,11 @@ class SamplingParams:
     def ranks_branches(self) -> bool:
         """True if every token's log-probability is needed."""
         return self.beam is None and self.best_of > self.n
+
+    @property
+    def is_masked(self) -> bool:
+        """True if the next token's mask depends on the previous ones."""
+        return self.grammar is not None or self.rules is not None
 
     @property
     def has_penalties(self) -> bool:

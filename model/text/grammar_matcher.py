@@ -28,8 +28,9 @@ class GrammarCompiler:
         self.num_words = num_mask_words(vocab_size)
         self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
         self._compiler = TextCompiler(tokenizer, vocab_size, self._eos_token_ids)
-        self._digits = _DigitRuns(self._compiler.pieces, self.num_words)
-        self._pieces = _Pieces(self._compiler.pieces)
+        self.pieces = self._compiler.pieces  # bytes by token id
+        self._digits = _DigitRuns(self.pieces, self.num_words)
+        self._pieces = _Pieces(self.pieces)
         self._cache: OrderedDict[str, LLMatcher] = OrderedDict()
         self._num_cached_chars = 0
         self._lock = threading.Lock()

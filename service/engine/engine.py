@@ -131,7 +131,7 @@ class Engine:
         if not self._limits.generates and request.sampling.pooling is None:
             outputs.emit(group, (), EndReason.INVALID)
             return
-        if request.sampling.grammar is not None and self._grammars is None:
+        if request.sampling.is_masked and self._grammars is None:
             outputs.emit(group, (), EndReason.GRAMMAR)
             return
         outputs.open_groups[request.request_id] = group
@@ -143,7 +143,7 @@ class Engine:
                 reason = sequence.end_after(sequence.token_ids[-1])
                 if reason is not None:
                     outputs.end_branch(sequence, (), (), reason)
-        if request.sampling.grammar is not None and self._grammars is not None and group.live:
+        if request.sampling.is_masked and self._grammars is not None and group.live:
             self._grammars.start_compiling(group)
 
     def cancel(self, request_id: str, reason: EndReason, branch: int | None = None) -> None:

@@ -10,9 +10,13 @@ import numpy as np
 
 from model.errors import GrammarError
 from model.ops.interface import TokenMask
+from model.sampling_params import SamplingParams
 from model.text.grammar_matcher import GrammarCompiler, Matcher, num_mask_words
+from model.text.token_rules import RulesMatcher
 from service.engine.compile_threads import CompileCall, CompileThreads
 from service.engine.sequence import Sequence, SequenceGroup, SequenceStatus
+
+AnyMatcher = Matcher | RulesMatcher
 
 NUM_COMPILING_THREADS = 2
 MAX_COMPILE_S = 30.0
@@ -39,7 +43,7 @@ class Grammars:
             [] if sequence.status is SequenceStatus.ENDED else sequence.token_ids[sequence.num_prompt_tokens :].tolist()
             for sequence in group.branches
         ]
-        self._compiling[group] = self._threads.submit(self._matchers, group.request.sampling.grammar, outputs)
+        self._compiling[group] = self._threads.submit(self._matchers, group.request.sampling, outputs)
 
     def drain_ready(self) -> list[tuple[SequenceGroup, bool]]:
         """Return newly compiled groups, and whether each has matchers."""
@@ -68,8 +72,13 @@ class Grammars:
     def _note_ready(self, _: Future[GrammarCompiler]) -> None:
         self._ready_at_s = time.monotonic()
 
-    def _matchers(self, grammar: str, outputs: list[list[int]]) -> list[Matcher]:
-        first = self._compiler.result().compile(grammar)
+    def _matchers(self, params: SamplingParams, outputs: list[list[int]]) -> list[AnyMatcher]:
+        compiler = self._compiler.result()
+        inner = None if params.grammar is None else compiler.compile(params.grammar)
+        first: AnyMatcher | None = inner
+        if params.rules is not None:
+            first = RulesMatcher(params.rules, compiler.pieces, inner)
+        assert first is not None
         matchers = [first.copy() for _ in outputs[1:]] + [first]
         for matcher, output in zip(matchers, outputs, strict=True):
             if output and not matcher.is_finished and not matcher.advance(output):
@@ -88,7 +97,7 @@ class MaskBuilder:
     def build(self, samplers: Iterable[Sequence]) -> TokenMask | None:
         """Return host masks; None without grammars."""
         rows: list[int] = []
-        masked: list[tuple[Matcher, frozenset[int]]] = []
+        masked: list[tuple[AnyMatcher, frozenset[int]]] = []
         for sequence in samplers:
             matcher = None if sequence.status is SequenceStatus.ENDED else sequence.matcher
             rows.append(-1 if matcher is None else len(masked))
@@ -119,7 +128,7 @@ class MaskBuilder:
         rows: list[int] = []
         words: list[np.ndarray] = []
         failed = set()
-        walker: Matcher | None = None
+        walker: AnyMatcher | None = None
         for row, (sequence, before) in enumerate(zip(samplers, drafts, strict=True)):
             own = None if sequence.status is SequenceStatus.ENDED else sequence.matcher
             if own is None:
@@ -137,7 +146,7 @@ class MaskBuilder:
         return (TokenMask(np.array(rows, np.int32), np.stack(words)) if words else None), frozenset(failed)
 
 
-def _result(future: Future[list[Matcher]]) -> list[Matcher]:
+def _result(future: Future[list[AnyMatcher]]) -> list[AnyMatcher]:
     try:
         return future.result()
     except GrammarError:

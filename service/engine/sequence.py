@@ -6,6 +6,7 @@ from enum import Enum, auto
 from model.sampler import SeenTokens, is_shaped, sampling_record
 from model.sampling_params import SamplingParams
 from model.text.grammar_matcher import Matcher
+from model.text.token_rules import RulesMatcher
 from service.engine.request import BranchHistory, EngineRequest
 from service.errors import ENDINGS, EndReason
 
@@ -44,15 +45,13 @@ class Sequence:
         self.sampling_record = sampling_record(params, branch, num_alternatives)
         self.cannot_run_ahead = params.beam is not None
         """A beam's next step needs the last ids."""
-        self.needs_previous_tokens = params.has_penalties or params.grammar is not None
+        self.needs_previous_tokens = params.has_penalties or params.is_masked
         self.has_logit_processors = is_shaped(params)
-        self.has_adjusted_logprobs = params.beam is not None and (
-            self.has_logit_processors or params.grammar is not None
-        )
+        self.has_adjusted_logprobs = params.beam is not None and (self.has_logit_processors or params.is_masked)
         """Adjustments apply to log-probabilities, not logits."""
-        self.emits_only_tokens = params.beam is None and params.grammar is None and num_alternatives is None
+        self.emits_only_tokens = params.beam is None and not params.is_masked and num_alternatives is None
         """Only the last id and the length decide its end."""
-        self.matcher: Matcher | None = None  # after the last known token
+        self.matcher: Matcher | RulesMatcher | None = None  # after the last known token
         self.draft_source = ""  # of its last drafts
         self._seen: SeenTokens | None = None
         self.token_ids = array("I", request.prompt)

@@ -9,15 +9,18 @@ import pytest
 from tests.support.served import REPOSITORY, Served
 
 MODULES = {
+    "openai": ("openai",),
+    "anthropic": ("anthropic",),
     "litellm": ("litellm", "mcp"),
     "langchain": ("langchain_openai",),
+    "langchain_anthropic": ("langchain_anthropic",),
     "llama_index": ("llama_index", "llama_index.llms.openai_like"),
 }
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    running = Served(tmp_path_factory.mktemp("data"), "--max-model-len=512")
+    running = Served(tmp_path_factory.mktemp("data"), "--max-model-len=512", "--reasoning-parser=deepseek_r1")
     yield running
     running.terminate()
 

@@ -41,6 +41,7 @@ class MessageOptions:
     request_id: str
     model: str
     num_prompt_tokens: int
+    max_tokens: int
     is_streamed: bool
     calls: CallOptions | None  # None: no calls
 
@@ -50,6 +51,7 @@ class MessageOptions:
             request_id=accepted.request_id,
             model=model.name,
             num_prompt_tokens=sum(accepted.num_prompt_tokens),
+            max_tokens=accepted.request.sampling.max_tokens or 0,
             is_streamed=accepted.request.stream,
             calls=model.call_options(accepted.request.tools),
         )
@@ -74,7 +76,7 @@ class MessageBuilder:
         for delta in deltas:
             self.chunks(delta)
         self._close()
-        return {**self._message(), **self._end, "usage": _usage(outcome)}
+        return {**self._message(), **self._ending(outcome), "usage": _usage(outcome)}
 
     def opening(self) -> list[Json]:
         """Return the events before the first delta, once."""
@@ -115,9 +117,14 @@ class MessageBuilder:
         events = [*self.opening(), *self._close()]
         return [
             *events,
-            {"type": "message_delta", "delta": self._end, "usage": _usage(outcome)},
+            {"type": "message_delta", "delta": self._ending(outcome), "usage": _usage(outcome)},
             {"type": "message_stop"},
         ]
+
+    def _ending(self, outcome: Outcome) -> Json:
+        if self._end["stop_reason"] == "max_tokens" and outcome.completion_tokens < self._options.max_tokens:
+            return {**self._end, "stop_reason": "model_context_window_exceeded"}
+        return self._end
 
     def _json_deltas(self, text: str, *, is_last: bool) -> list[Json]:
         if self._calls is not None:

@@ -38,6 +38,7 @@ Json = dict[str, Any]
 
 SHORTEST = {"messages": [{"role": "user", "content": "."}], "system": None}
 MAX_USER_ID_CHARS = 4096
+MAX_BUDGET = 1 << 31
 
 
 def read_messages_body(data: bytes) -> GenerationRequest:
@@ -61,7 +62,8 @@ def read_messages(fields: Mapping[str, Any]) -> GenerationRequest:
     }
     request = replace(_read(body, chat), endpoint=MESSAGES, stream=body.stream)
     is_hidden = body.thinking is not None and body.thinking.display == "omitted"
-    return replace(request, include_reasoning=not is_hidden)
+    sampling = replace(request.sampling, fits_context=True)
+    return replace(request, sampling=sampling, include_reasoning=not is_hidden)
 
 
 def read_count_body(data: bytes) -> tuple[str | None, Conversation]:
@@ -194,7 +196,14 @@ def _thinking(thinking: Thinking | None, effort: str | None) -> Json:
         raise refusal("thinking.type", "must be enabled, adaptive, between_tools or disabled")
     if thinking.display not in (None, "summarized", "omitted"):
         raise refusal("thinking.display", "must be summarized or omitted")
-    return {"reasoning_effort": effort, "chat_template_kwargs": {"enable_thinking": True, "thinking": True}}
+    budget = thinking.budget_tokens
+    if budget is not None and not 1 <= budget <= MAX_BUDGET:
+        raise refusal("thinking.budget_tokens", f"must be between 1 and {MAX_BUDGET}")
+    return {
+        "reasoning_effort": effort,
+        "thinking_token_budget": budget,
+        "chat_template_kwargs": {"enable_thinking": True, "thinking": True},
+    }
 
 
 def _tools(tools: list[ClientTool], choice: ToolSelection | None) -> Json:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from model.errors import GrammarError
-from model.sampling_params import SamplingParams
+from model.sampling_params import SamplingParams, TokenRules
 from model.text.reasoning import ReasoningState
 from service.config.settings import Settings
 from service.errors import RequestError
@@ -24,8 +24,18 @@ from service.queue.codec import pack_ids
 from service.queue.interface import GatewayQueue, QueueUnavailable
 from service.queue.messages import Job
 
-Tokenized = tuple[list[list[int]], tuple[str, ...], ReasoningState, PackedTask | None]
-"""Each prompt's token ids; their texts, if the answer repeats them; the answer's start; the grammar to compile."""
+
+@dataclass(frozen=True)
+class Tokenized:
+    """Everything of a request that needs the tokenizer."""
+
+    prompts: list[list[int]]  # token ids
+    texts: tuple[str, ...]  # of the prompts, if the answer repeats them
+    reasoning: ReasoningState
+    rules: TokenRules | None
+    task: PackedTask | None  # the grammar to compile
+
+
 MAX_IDS_AT_ONCE = 4096
 
 
@@ -74,8 +84,9 @@ class Admission:
         timeout_s = self._timeout_s(request)
         self._check_ids(request)
         max_model_len = view.max_model_len(self._model.max_model_len)
-        prompts, texts, reasoning, task = await self._tokenized(request, tenant, max_model_len)
-        grammar = None if task is None else await self._compiled(request, task, tenant)
+        read = await self._tokenized(request, tenant, max_model_len)
+        prompts = read.prompts
+        grammar = None if read.task is None else await self._compiled(request, read.task, tenant)
         seed = request.sampling.seed
         if seed is None:
             seed = secrets.randbits(64) if request_id is None else seed_of(request_id)
@@ -88,12 +99,12 @@ class Admission:
             created_s=await self._now_s(),
             timeout_s=timeout_s,
             num_prompt_tokens=tuple(map(len, prompts)),
-            prompt_texts=texts,
-            reasoning=reasoning,
+            prompt_texts=read.texts,
+            reasoning=read.reasoning,
             first_ids=() if request.sampling.prompt_logprobs is None else tuple(prompt[0] for prompt in prompts),
         )
-        with_grammar = [replace(one, grammar=grammar) for one in sampling_params]
-        return replace(accepted, jobs=self._jobs(accepted, prompts, with_grammar))
+        constrained = [replace(one, grammar=grammar, rules=read.rules) for one in sampling_params]
+        return replace(accepted, jobs=self._jobs(accepted, prompts, constrained))
 
     def _jobs(
         self, accepted: AcceptedRequest, prompts: Sequence[list[int]], sampling_params: Sequence[SamplingParams]
@@ -136,7 +147,13 @@ class Admission:
         prompts = self._encode(request, max_model_len)
         reasoning = self._model.reasoning_state(request, prompts[0])
         task = self._model.grammar_task(request, reasoning)
-        return prompts, self._prompt_texts(request, prompts), reasoning, None if task is None else PackedTask.of(task)
+        return Tokenized(
+            prompts=prompts,
+            texts=self._prompt_texts(request, prompts),
+            reasoning=reasoning,
+            rules=self._model.token_rules(request, reasoning),
+            task=None if task is None else PackedTask.of(task),
+        )
 
     async def _compiled(self, request: GenerationRequest, task: PackedTask, tenant: str) -> str:
         requested = request.sampling.grammar
@@ -197,6 +214,7 @@ class Admission:
 
     def _check_ids(self, request: GenerationRequest) -> None:
         self._model.check_ids(request.sampling.stop_token_ids, "stop_token_ids")
+        self._model.check_ids(request.sampling.allowed_token_ids, "allowed_token_ids")
         self._model.check_ids(tuple(token for token, _ in request.sampling.logit_bias), "logit_bias")
 
 
@@ -224,7 +242,10 @@ class SamplingResolver:
         resolved = []
         for length in lengths:
             room = max_model_len - length
-            max_tokens = min(room, max(fair_share, 1)) if params.max_tokens is None else params.max_tokens
+            most = min(room, max(fair_share, 1))
+            max_tokens = most if params.max_tokens is None else params.max_tokens
+            if params.fits_context:
+                max_tokens = min(max_tokens, most)
             if room < 1 or max_tokens > room or params.min_tokens > max_tokens:
                 raise too_long(max_model_len, param)
             resolved.append(self._resolve(params, seed, max_tokens))

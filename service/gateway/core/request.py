@@ -57,6 +57,7 @@ class RequestedSampling:
     """Parameters in checked ranges. None: the model's default."""
 
     max_tokens: int | None = None
+    fits_context: bool = False  # lower max_tokens to what the context holds
     min_tokens: int = 0
     temperature: float | None = None
     top_k: int | None = None  # 0: no limit
@@ -72,6 +73,9 @@ class RequestedSampling:
     prompt_logprobs: int | None = None  # likewise for the prompt's tokens
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: RequestedGrammar | None = None
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    bad_words: tuple[str, ...] = ()
+    reasoning_budget: int | None = None  # tokens
     n: int = 1  # choices per prompt
     best_of: int = 1  # branches sampled per prompt, >= n
     beam: BeamSearch | None = None  # replaces sampling

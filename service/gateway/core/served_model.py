@@ -12,6 +12,7 @@ from typing import Any
 
 from model.config import ModelConfig, generation_defaults, overriding_defaults
 from model.errors import ModelError
+from model.sampling_params import ReasoningBudget, TokenRules
 from model.text.chat_template import ChatTemplate, TemplateError
 from model.text.grammar_compiler import TokenTable
 from model.text.grammar_task import GrammarSpec, GrammarTask, ReasoningRule
@@ -176,6 +177,43 @@ class ServedModel:
         if self.reasoning_format is None or state is ReasoningState.OFF:
             return None
         return ReasoningStream(self.reasoning_format, state)
+
+    def token_rules(self, request: GenerationRequest, reasoning: ReasoningState) -> TokenRules | None:
+        """Raises RequestError (400) for a bad word without tokens."""
+        params = request.sampling
+        bad_words = tuple(ids for word in params.bad_words for ids in self._spellings(word))
+        budget = self._reasoning_budget(request, reasoning)
+        if not params.allowed_token_ids and not bad_words and budget is None:
+            return None
+        return TokenRules(allowed_token_ids=params.allowed_token_ids, bad_words=bad_words, reasoning=budget)
+
+    def _spellings(self, word: str) -> set[tuple[int, ...]]:
+        """Return a bad word's token ids at the start of a text and after a space."""
+        bare = word.lstrip(" ")
+        spellings = {tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in (bare, " " + bare)}
+        if not bare or () in spellings:
+            raise refusal("bad_words", "has a word without tokens")
+        self.check_ids([token for ids in spellings for token in ids], "bad_words")
+        return spellings
+
+    def _reasoning_budget(self, request: GenerationRequest, reasoning: ReasoningState) -> ReasoningBudget | None:
+        markers, max_tokens = self.reasoning_format, request.sampling.reasoning_budget
+        prompt = request.prompts[0]
+        is_off = isinstance(prompt, Conversation) and prompt.hints.get("reasoning_effort") == NO_EFFORT
+        if is_off:
+            max_tokens = 0  # the template had no switch, or the answer would not reason
+        if markers is None or max_tokens is None or reasoning is ReasoningState.OFF:
+            return None
+        special = self.tokenizer.special_id(markers.end)
+        end_ids = self.tokenizer.encode(markers.end, add_special_tokens=False) if special is None else [special]
+        self.check_ids(end_ids, "thinking_token_budget")
+        return ReasoningBudget(
+            max_tokens=max_tokens,
+            start=markers.start,
+            end=markers.end,
+            end_ids=tuple(end_ids),
+            is_open=reasoning is ReasoningState.OPEN,
+        )
 
     def grammar_task(
         self, request: GenerationRequest, reasoning: ReasoningState = ReasoningState.OFF

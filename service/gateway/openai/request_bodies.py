@@ -46,6 +46,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "length_penalty": (-10, 10),
     "truncate_prompt_tokens": (-1, 1 << 31),
     "max_tool_calls": (1, 1 << 31),
+    "thinking_token_budget": (0, 1 << 31),
     "priority": (-100, 100),
 }
 """Closed ranges. A number without one is checked by its reader."""
@@ -105,6 +106,8 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     stop: str | list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    allowed_token_ids: list[int] = []
+    bad_words: list[str] = []
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     response_format: ResponseFormat | None = None
@@ -226,6 +229,7 @@ class ChatBody(GenerationBody, frozen=True):
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: str | None = None
     include_reasoning: bool = True
+    thinking_token_budget: int | None = None
     verbosity: str | None = None
 
 
@@ -234,8 +238,6 @@ Idle = Mapping[str, tuple[Any, ...]]
 CACHE_RETENTIONS = ("in_memory", "in-memory", "24h")
 
 _BOTH: Idle = {
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "logits_processors": ([],),
     "spaces_between_special_tokens": (True,),
     "return_token_ids": (False,),

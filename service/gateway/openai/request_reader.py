@@ -59,6 +59,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 300
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 64
 MAX_PROMPTS = 1024
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own
 COLDEST_TEMPERATURE = 1e-4  # below, float32 sampling is greedy and logits / temperature overflows
@@ -149,6 +152,7 @@ def _read_chat(fields: Mapping[str, Any]) -> GenerationRequest:
         tools=() if tools is None else tools.tools,
         hints={name: value for name in ("reasoning_effort", "verbosity") if (value := getattr(body, name)) is not None},
     )
+    params = replace(params, reasoning_budget=body.thinking_token_budget)
     request = _request(CHAT, body, (prompt,), params)
     return replace(request, tools=tools, include_reasoning=body.include_reasoning)
 
@@ -217,6 +221,8 @@ def _sampling(body: GenerationBody, max_tokens: int | None, logprobs: int | None
         raise refusal("stop_token_ids", f"has more than {MAX_STOP_TOKEN_IDS} entries")
     if body.truncate_prompt_tokens == 0:
         raise refusal("truncate_prompt_tokens", "must be at least 1, or -1 for what fits")
+    if len(body.allowed_token_ids) > MAX_ALLOWED_TOKEN_IDS:
+        raise refusal("allowed_token_ids", f"has more than {MAX_ALLOWED_TOKEN_IDS} entries")
     best_of, beam = _choices(body)
     grammar = read_grammar(body)
     if grammar is not None and beam is not None and body.ignore_eos:
@@ -235,6 +241,8 @@ def _sampling(body: GenerationBody, max_tokens: int | None, logprobs: int | None
         seed=None if body.seed is None else body.seed % (1 << 64),
         stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids)),
         ignore_eos=body.ignore_eos,
+        allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids)),
+        bad_words=_bad_words(body.bad_words),
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs,
         logit_bias=_logit_bias(body.logit_bias),
@@ -278,6 +286,14 @@ def _beams(body: GenerationBody) -> tuple[int, BeamSearch]:
         raise refusal("n", "must not exceed 'beam_width'")
     early_stopping: bool | Literal["never"] = "never" if body.early_stopping == "never" else bool(body.early_stopping)
     return 1, BeamSearch(width=width, length_penalty=body.length_penalty, early_stopping=early_stopping)
+
+
+def _bad_words(words: list[str]) -> tuple[str, ...]:
+    if len(words) > MAX_BAD_WORDS:
+        raise refusal("bad_words", f"has more than {MAX_BAD_WORDS} entries")
+    if any(not word.strip(" ") or len(word) > MAX_BAD_WORD_CHARS for word in words):
+        raise refusal("bad_words", f"has a word that is empty or longer than {MAX_BAD_WORD_CHARS} characters")
+    return tuple(dict.fromkeys(words))
 
 
 def _logit_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:

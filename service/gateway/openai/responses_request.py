@@ -46,6 +46,7 @@ VERBOSITIES = ("low", "medium", "high")
 SAME_IN_A_CHAT = (
     *("model", "temperature", "top_p", "top_k", "min_p", "seed", "parallel_tool_calls"),
     *("timeout", "priority", "user", "safety_identifier", "prompt_cache_key", "cache_salt"),
+    *("thinking_token_budget", "chat_template_kwargs"),
 )
 
 
@@ -151,6 +152,8 @@ class ResponseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     safety_identifier: str = ""
     prompt_cache_key: str = ""
     cache_salt: str = ""
+    thinking_token_budget: int | None = None
+    chat_template_kwargs: dict[str, Any] = {}
     client_metadata: dict[str, str] = {}
     max_tool_calls: int | None = None  # of hosted tools, which no answer calls
 

@@ -35,7 +35,7 @@ class AnthropicMessage(Shape):
     role: Literal["assistant"]
     model: str
     content: list[ThinkingBlock | TextBlock | ToolUseBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_reason: Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
     usage: AnthropicUsage
 

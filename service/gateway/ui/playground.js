@@ -32,6 +32,8 @@ export class Playground {
     this.tokens = [];
     this.here = -1;
     find("answer").replaceChildren();
+    find("thought").textContent = "";
+    find("thinking").hidden = true;
     find("figures").textContent = "";
     find("figures").classList.remove("bad");
     const start = performance.now();
@@ -41,7 +43,8 @@ export class Playground {
         if (chunk.error) throw new Error(chunk.error.message);
         const choice = chunk.choices[0];
         if (!choice) continue;
-        if (choice.delta.content) first ??= performance.now();
+        if (choice.delta.content || choice.delta.reasoning) first ??= performance.now();
+        this.appendReasoning(choice.delta.reasoning);
         this.appendTokens(choice);
         if (choice.finish_reason) this.figures(start, first, choice.finish_reason);
       }
@@ -83,11 +86,18 @@ export class Playground {
     }
   }
 
+  appendReasoning(text) {
+    if (!text) return;
+    find("thinking").hidden = false;
+    find("thought").textContent += text;
+  }
+
   /** Tokens arrive with their text, or before it while a character is incomplete. */
   appendTokens(choice) {
     for (const token of choice.logprobs?.content ?? []) {
       const part = document.createElement("span");
-      part.textContent = token.token;
+      // A token without bytes is not in the answer: reasoning, or an end.
+      part.textContent = token.bytes.length ? token.token : "";
       part.style.backgroundColor = `color-mix(in srgb, var(--accent-2) ${Math.round(60 * (1 - Math.exp(token.logprob)))}%, transparent)`;
       find("answer").append(part);
       this.tokens.push(token);

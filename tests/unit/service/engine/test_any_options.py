@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
-from model.sampling_params import BeamSearch, SamplingParams
+from model.sampling_params import BeamSearch, ReasoningBudget, SamplingParams, TokenRules
 from model.text.grammar import choice_grammar, regex_grammar
+from model.text.tokenizer import Tokenizer
 from service.engine.request import EngineRequest
 from service.engine.step import TokenLogprob
-from tests.support.demo_engine import DemoEngines
+from tests.support.demo_engine import DEMO, DemoEngines
 from tests.support.told import Told, run_steps
 from tests.unit.service.engine.execution.test_executor import FLOAT32, AheadOps
 
 SEEDS = range(6)
 NUM_REQUESTS = 9
+CAT = tuple(Tokenizer.read(DEMO).encode(" cat", add_special_tokens=False))
 OPTIONS = {
     "temperature": (0.0,),
     "top_k": (1, 40),
@@ -32,6 +34,11 @@ OPTIONS = {
     "logprobs": (0, 3, 20),
     "prompt_logprobs": (0, 2),
     "grammar": (regex_grammar("[a-z ]{5,40}"), choice_grammar(["yes", "no", "the cat", "the cat sat"])),
+    "rules": (
+        TokenRules(bad_words=((300,), (262, 16))),
+        TokenRules(allowed_token_ids=tuple(range(200, 900))),
+        TokenRules(reasoning=ReasoningBudget(max_tokens=3, start="<", end="cat", end_ids=CAT, is_open=True)),
+    ),
 }
 BRANCHES = (
     {},

@@ -36,7 +36,7 @@ REFUSED = [
     ("ids outside the vocabulary", COMPLETIONS, {"stop_token_ids": [2**31]}, "stop_token_ids"),
     ("ids outside the vocabulary", COMPLETIONS, {"logit_bias": {"4294967295": 1}}, "logit_bias"),
     ("ids outside the vocabulary", COMPLETIONS, {"allowed_token_ids": [-5]}, "allowed_token_ids"),
-    ("ids outside the vocabulary", COMPLETIONS, {"bad_words": ["\uffff"]}, "bad_words"),
+    ("ids outside the vocabulary", COMPLETIONS, {"bad_words": [""]}, "bad_words"),
     ("ids spelt in other digits", COMPLETIONS, {"logit_bias": {"１２": 1}}, "logit_bias"),
     ("overflow", COMPLETIONS, {"max_tokens": 2**63 - 1}, "max_tokens"),
     ("overflow", COMPLETIONS, {"max_tokens": 2**31 - 1}, "prompt"),

@@ -59,6 +59,8 @@ BOTH = {
     "ignore_eos": [0, "no"],
     "skip_special_tokens": [1],
     "include_stop_str_in_output": ["x"],
+    "allowed_token_ids": [[1.5], [True], 5, list(range(1025))],
+    "bad_words": [[""], [" "], ["x" * 65], [1], "a", ["a"] * 129],
     "timeout": [0, -1, NAN, INF, "1", True, 10**9],
     "user": [1, "u" * 513],
     "stream_options": [True, [], {"include_usage": 1}, {"include_usage": True}],

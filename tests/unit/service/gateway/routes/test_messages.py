@@ -115,7 +115,9 @@ async def test_how_it_ends(served):
     stopped = await ask(client, stop_sequences=["two"])
     assert (stopped.content[0].text, stopped.stop_reason, stopped.stop_sequence) == ("one ", "stop_sequence", "two")
     gateway.worker.script = lambda job: Script([gateway.model.tokenizer.encode("one")], end=EndReason.LENGTH)
-    assert (await ask(client)).stop_reason == "max_tokens"
+    assert (await ask(client, max_tokens=1)).stop_reason == "max_tokens"
+    assert (await ask(client, max_tokens=9999)).stop_reason == "model_context_window_exceeded"
+    assert gateway.worker.jobs[-1].sampling.max_tokens < 512
     gateway.worker.script = lambda job: Script([[gateway.model.eos_token_ids[0]]])
     assert (await ask(client)).content == []
 

@@ -164,3 +164,24 @@ async def test_a_stream_is_taken_up_elsewhere_byte_for_byte(gateway, folder):
             url, headers = f"{other.url}/v1/requests/{request_id}", {"Last-Event-ID": str(after)}
             async with other.http.get(url, headers=headers) as response:
                 assert await response.read() == whole[whole.find(b"id: %d\n" % (after + 1)) :]
+
+
+async def test_a_budget_and_rules_reach_the_worker(gateway):
+    encode = gateway.model.tokenizer.encode
+    end_ids = tuple(encode("</think>", add_special_tokens=False))
+    for options, is_open in (({}, False), ({"forced": True}, True)):
+        await message_of(gateway, thinking_token_budget=9, chat_template_kwargs=options)
+        budget = gateway.worker.jobs[-1].sampling.rules.reasoning
+        assert (budget.max_tokens, budget.end_ids, budget.is_open) == (9, end_ids, is_open)
+    # Its template opens the reasoning whatever the effort is.
+    await message_of(gateway, reasoning_effort="none", chat_template_kwargs={"forced": True})
+    assert gateway.worker.jobs[-1].sampling.rules.reasoning.max_tokens == 0
+    await message_of(gateway, thinking_token_budget=9, reasoning_effort="none")
+    assert gateway.worker.jobs[-1].sampling.rules is None
+    await message_of(gateway, allowed_token_ids=[3, 1, 3], bad_words=["the"], cache_salt="s")
+    job = gateway.worker.jobs[-1]
+    assert (job.cache_salt, job.sampling.rules.allowed_token_ids) == ("s", (3, 1))
+    assert set(job.sampling.rules.bad_words) == {tuple(encode(text)) for text in ("the", " the")}
+    for name, bad in (("allowed_token_ids", [10**6]), ("bad_words", [" "]), ("thinking_token_budget", -1)):
+        status, answer = await gateway.post(CHAT, {"messages": MESSAGES, name: bad})
+        assert (status, answer["error"]["param"]) == (400, name)
