@@ -28,6 +28,7 @@
 constexpr int STEPS = HEAD_DIM / 16;
 constexpr int TILE_BYTES = TILE * KvTile::ROW_BYTES;
 constexpr int HALF_CHUNKS = TILE / 2 * KvTile::CHUNKS;
+constexpr int ELEMENTS = 16 / sizeof(Kv);  // of a chunk
 static_assert(SHARED_BYTES >= WARPS * STAGES * 2 * TILE_BYTES, "the launcher's tile sizes are not these");
 
 // A warp's softmax state. Element [n][j] belongs to query row 8 n + 2 t + j, t = lane % 4.
@@ -76,7 +77,7 @@ __device__ __forceinline__ void copy_tile(u32 key_tile, const PagedHead& head, i
         const int half = chunk >= HALF_CHUNKS;
         const int row = chunk / KvTile::CHUNKS;
         const u32 to = key_tile + KvTile::offset(row, chunk % KvTile::CHUNKS);
-        const Kv* from = (half ? halves[1] : halves[0]) + (chunk - half * HALF_CHUNKS) * (16 / sizeof(Kv));
+        const Kv* from = (half ? halves[1] : halves[0]) + (chunk - half * HALF_CHUNKS) * ELEMENTS;
         const bool wanted = row >= low && row < high && (half ? held[1] : held[0]);
         copy_async_16(to, from, wanted);
         copy_async_16(to + TILE_BYTES, from + head.value_offset, wanted);

@@ -5,11 +5,11 @@
 // query heads of one kv head. Scores are kept in units of log2, so that a weight is one exp2.
 #pragma once
 
-#include "common/fp8.cuh"
 #include "common/mma.cuh"
 #include "common/types.cuh"
 
 #if QUIRE_KV_FP8
+#include "common/fp8.cuh"
 using Kv = u8;  // e4m3
 #else
 using Kv = T;
@@ -117,6 +117,15 @@ __device__ __forceinline__ uint2 load_eight(u32 from) {
     return eight;
 }
 
+__device__ __forceinline__ uint4 load_chunk(u32 from) {
+    uint4 chunk;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(chunk.x), "=r"(chunk.y), "=r"(chunk.z), "=r"(chunk.w)
+                 : "r"(from)
+                 : "memory");
+    return chunk;
+}
+
 __device__ __forceinline__ void store_chunk(u32 to, uint4 chunk) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
                  :
@@ -129,57 +138,72 @@ __device__ __forceinline__ void store_widened(u32 to, uint2 eight) {
                                e4m3_to_f16<1>(eight.y)));
 }
 
-// Queries in float16 are scaled by a power of two, so that the largest becomes 2^14 or more: bfloat16 numbers down to
-// 2^-28 of it are exact. Scores must be multiplied by `down`.
+#if QUIRE_DTYPE == 2
+// bfloat16 queries become float16 times a power of two, which makes the largest 2^14 or more: numbers down to 2^-28 of
+// it are exact. Scores must be multiplied by `down`.
 struct QueryScale {
-    float up, down;
+    __nv_bfloat162 up;
+    float down;
 
-    // `largest`: the bits of the largest magnitude in bfloat16.
+    // `largest`: the bits of the largest magnitude.
     __device__ __forceinline__ QueryScale(u32 largest) {
         const u32 exponent = min(max(largest >> 7, 15u), 254u);  // biased
-        up = __uint_as_float((268 - exponent) << 23);
+        up = __float2bfloat162_rn(__uint_as_float((268 - exponent) << 23));
         down = __uint_as_float((exponent - 14) << 23);
     }
     __device__ __forceinline__ u32 scaled(u32 pair) const {
-        const float2 two = unpack_pair(pair);
-        return pack_operand(two.x * up, two.y * up);
+        const __nv_bfloat162 two = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&pair), up);
+        const float2 floats = unpack_pair(*reinterpret_cast<const u32*>(&two));
+        return pack_operand(floats.x, floats.y);
     }
 };
 
-// Turns a warp's bfloat16 queries in shared memory into scaled float16, in place, for all NUM_ROWS rows at once; returns
-// QueryScale.down. `address(row, chunk)` is that of 16 bytes. Rows that `holds` excludes hold anything, and numbers that
-// are not finite must not hide the others.
-template <int NUM_ROWS, typename Address, typename Holds>
-__device__ __forceinline__ float scale_queries(const Address& address, const Holds& holds) {
-    constexpr int CHUNKS = HEAD_DIM / 8;
+constexpr u32 MAGNITUDES = 0x7fff7fffu;  // of a pair
+constexpr u32 INFINITY_BITS = 0x7f80u;
+
+__device__ __forceinline__ u32 larger_of_pair(u32 pair) { return max(pair & 0xffffu, pair >> 16); }
+
+// The same without numbers that are not finite, which must not hide the others.
+__device__ __forceinline__ u32 finite_of_pair(u32 pair) {
+    const u32 low = pair & 0xffffu, high = pair >> 16;
+    return max(low < INFINITY_BITS ? low : 0, high < INFINITY_BITS ? high : 0);
+}
+
+// Scales a warp's queries in shared memory in place, all NUM_ROWS rows alike; returns QueryScale.down. `address(row,
+// chunk)` is that of 16 bytes. Only the first `num_held` rows hold queries, the others anything.
+template <int NUM_ROWS, typename Address>
+__device__ __forceinline__ float scale_queries(int num_held, const Address& address) {
+    constexpr int CHUNKS = HEAD_DIM / 8, BATCH = 8, NUM_CHUNKS = NUM_ROWS * CHUNKS / WARP_SIZE;
+    static_assert(NUM_ROWS * CHUNKS % WARP_SIZE == 0, "every lane has the same number of chunks");
     const int lane = threadIdx.x % WARP_SIZE;
-    const auto load = [&](int i) {
-        uint4 chunk;
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(chunk.x), "=r"(chunk.y), "=r"(chunk.z), "=r"(chunk.w)
-                     : "r"(address(i / CHUNKS, i % CHUNKS))
-                     : "memory");
-        return chunk;
+    const auto at = [&](int i) { return address((lane + i * WARP_SIZE) / CHUNKS, (lane + i * WARP_SIZE) % CHUNKS); };
+    const auto largest_by = [&](auto of_pair) {
+        u32 largest = 0;
+#pragma unroll BATCH
+        for (int i = 0; i < NUM_CHUNKS; ++i) {
+            const uint4 chunk = load_chunk(at(i));
+            const u32 pairs = __vmaxu2(__vmaxu2(chunk.x & MAGNITUDES, chunk.y & MAGNITUDES),
+                                       __vmaxu2(chunk.z & MAGNITUDES, chunk.w & MAGNITUDES));
+            if ((lane + i * WARP_SIZE) / CHUNKS < num_held) largest = max(largest, of_pair(chunk, pairs));
+        }
+        return warp_max(largest);
     };
-    const auto finite = [](u32 bits) { return bits < 0x7f80u ? bits : 0u; };
-    u32 largest = 0;
-#pragma unroll 4
-    for (int i = lane; i < NUM_ROWS * CHUNKS; i += WARP_SIZE) {
-        if (!holds(i / CHUNKS)) continue;
-        const uint4 chunk = load(i);
-        const u32 pairs[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-#pragma unroll
-        for (u32 pair : pairs) largest = max(largest, max(finite(pair & 0x7fffu), finite(pair >> 16 & 0x7fffu)));
-    }
-    const QueryScale scale(warp_max(largest));
-#pragma unroll 4
-    for (int i = lane; i < NUM_ROWS * CHUNKS; i += WARP_SIZE) {
-        const uint4 chunk = load(i);
-        store_chunk(address(i / CHUNKS, i % CHUNKS), make_uint4(scale.scaled(chunk.x), scale.scaled(chunk.y),
-                                                                scale.scaled(chunk.z), scale.scaled(chunk.w)));
+    u32 largest = largest_by([](const uint4&, u32 pairs) { return larger_of_pair(pairs); });
+    if (largest >= INFINITY_BITS)
+        largest = largest_by([](const uint4& chunk, u32) {
+            return max(max(finite_of_pair(chunk.x & MAGNITUDES), finite_of_pair(chunk.y & MAGNITUDES)),
+                       max(finite_of_pair(chunk.z & MAGNITUDES), finite_of_pair(chunk.w & MAGNITUDES)));
+        });
+    const QueryScale scale(largest);
+#pragma unroll BATCH
+    for (int i = 0; i < NUM_CHUNKS; ++i) {
+        const uint4 chunk = load_chunk(at(i));
+        store_chunk(at(i), make_uint4(scale.scaled(chunk.x), scale.scaled(chunk.y), scale.scaled(chunk.z),
+                                      scale.scaled(chunk.w)));
     }
     return scale.down;
 }
+#endif
 #endif
 
 #else
@@ -192,10 +216,9 @@ struct RowState {
     float sum[DIMS] = {};
 };
 
-__device__ __forceinline__ float widened(float x) { return x; }
+#if QUIRE_KV_FP8
 __device__ __forceinline__ float widened(u8 x) { return __half2float(__half(__nv_cvt_fp8_to_halfraw(x, __NV_E4M3))); }
 
-#if QUIRE_KV_FP8
 __device__ __forceinline__ float dot_row(const float* a, const u8* b) {
     float sum = 0.0f;
 #pragma unroll 4
@@ -203,6 +226,8 @@ __device__ __forceinline__ float dot_row(const float* a, const u8* b) {
     return sum;
 }
 #else
+__device__ __forceinline__ float widened(float x) { return x; }
+
 __device__ __forceinline__ float dot_row(const float* a, const float* b) {
     float sum = 0.0f;
 #pragma unroll 8

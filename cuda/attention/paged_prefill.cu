@@ -276,22 +276,25 @@ __device__ __forceinline__ void copy_tile(u32 key_tile, const int* ids, const Pa
 #if QUIRE_KV_FP8
 // Widens the keys and values of a fetched tile.
 __device__ __forceinline__ void widen_tile(u32 key_tile, u32 fetched) {
-    constexpr int EIGHTS = KEYS * SharedTile::CHUNKS, BATCH = 4;
+    constexpr int CHUNKS = SharedTile::CHUNKS, EIGHTS = KEYS * CHUNKS, STEPS = EIGHTS / THREADS, BATCH = 4;
+    constexpr bool SAME_PLACE = THREADS % (8 * CHUNKS) == 0;  // of all steps in the swizzle
     static_assert(EIGHTS % THREADS == 0, "every thread widens the same number");
-#pragma unroll 1
-    for (int first = threadIdx.x; first < 2 * EIGHTS; first += BATCH * THREADS) {
+    const int thread = threadIdx.x;
+    const u32 first = SharedTile::offset(thread / CHUNKS, thread % CHUNKS);
+    const auto place = [&](int step) {
+        const int at = thread + step * THREADS;
+        return SAME_PLACE ? first + step * (THREADS / CHUNKS) * SharedTile::ROW_BYTES
+                          : SharedTile::offset(at / CHUNKS, at % CHUNKS);
+    };
+#pragma unroll
+    for (int base = 0; base < 2 * STEPS; base += BATCH) {
         uint2 eights[BATCH];
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i)
-            if (first + i * THREADS < 2 * EIGHTS) eights[i] = load_eight(fetched + (first + i * THREADS) * 8);
+        for (int i = base; i < min(base + BATCH, 2 * STEPS); ++i)
+            eights[i - base] = load_eight(fetched + (thread + i * THREADS) * 8);
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            const int at = first + i * THREADS, is_value = at >= EIGHTS, of_tile = at - is_value * EIGHTS;
-            if (at >= 2 * EIGHTS) break;
-            store_widened(key_tile + is_value * TILE_BYTES +
-                              SharedTile::offset(of_tile / SharedTile::CHUNKS, of_tile % SharedTile::CHUNKS),
-                          eights[i]);
-        }
+        for (int i = base; i < min(base + BATCH, 2 * STEPS); ++i)
+            store_widened(key_tile + i / STEPS * TILE_BYTES + place(i % STEPS), eights[i - base]);
     }
 }
 #endif
@@ -301,8 +304,8 @@ __device__ __forceinline__ void widen_tile(u32 key_tile, u32 fetched) {
 __device__ __forceinline__ float scale_own_queries(u32 queries, const Chunk& chunk) {
     const int first = threadIdx.x / WARP_SIZE * WARP_ROWS;
     const float down = scale_queries<WARP_ROWS>(
-        [&](int row, int column) { return queries + SharedTile::offset(first + row, column); },
-        [&](int row) { return chunk.first_row + first + row < chunk.num_rows; });
+        chunk.num_rows - chunk.first_row - first,
+        [&](int row, int column) { return queries + SharedTile::offset(first + row, column); });
     __syncwarp();
     return down;
 }
@@ -363,7 +366,11 @@ __device__ __forceinline__ void attend(T* out, const T* q, const PagedHead& head
 #pragma unroll
     for (int r = 0; r < ROW_TILES; ++r) state.maximum[r][0] = state.maximum[r][1] = minus_infinity();
 
-    [[maybe_unused]] bool is_first = true;
+#if SCALES_QUERIES
+    wait_for_copies<0>();
+    __syncwarp();
+    scale_log2 *= scale_own_queries(shared.queries(), chunk);
+#endif
     for (int stage = 0; tile < end_tile; ++tile, stage ^= 1) {
         wait_for_copies<0>();
         __syncthreads();  // the tile has landed, and no warp reads the other stage
@@ -375,10 +382,6 @@ __device__ __forceinline__ void attend(T* out, const T* q, const PagedHead& head
 #if QUIRE_KV_FP8
         widen_tile(shared.keys(stage), shared.fetched(stage));
         __syncthreads();
-#endif
-#if SCALES_QUERIES
-        if (is_first) scale_log2 *= scale_own_queries(shared.queries(), chunk);
-        is_first = false;
 #endif
         float score[ROW_TILES][2 * KEY_STEPS][4] = {};
         score_tile(score, shared.queries() + warp_row * SharedTile::ROW_BYTES, shared.keys(stage));

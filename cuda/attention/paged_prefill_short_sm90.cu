@@ -232,9 +232,11 @@ constexpr int BARRIER_BYTES = 8 * (3 + 4 * STAGES);
 static_assert(QUIRE_DTYPE != 0 && (HEAD_DIM == 64 || HEAD_DIM == 128), "fp16 or bf16, rows of 128 or 256 bytes");
 static_assert(REDUCTION_BYTES <= QUERY_BYTES + STAGES * TILE_BYTES, "partial results replace queries and keys");
 #if QUIRE_KV_FP8
-constexpr int RING_BYTES = FETCHED_STAGES * FETCHED_BYTES, RING_BARRIER_BYTES = 16 * FETCHED_STAGES;
+#define RING_BYTES (FETCHED_STAGES * FETCHED_BYTES)
+#define RING_BARRIER_BYTES (16 * FETCHED_STAGES)
 #else
-constexpr int RING_BYTES = 0, RING_BARRIER_BYTES = 0;
+#define RING_BYTES 0
+#define RING_BARRIER_BYTES 0
 #endif
 static_assert(SHARED_BYTES ==
                   1024 + QUERY_BYTES + 2 * STAGES * TILE_BYTES + RING_BYTES + BARRIER_BYTES + RING_BARRIER_BYTES,

@@ -31,9 +31,9 @@ constexpr int WARPGROUP_ROWS = 64;
 static_assert(PADDED_ROWS == NUM_CONSUMERS * WARPGROUP_ROWS, "every row has a warpgroup");
 constexpr int TAIL_BYTES = 256;  // barriers, the query tile and its split
 #if QUIRE_KV_FP8
-constexpr int RING_BYTES = FETCHED_STAGES * FETCHED_BYTES;
+#define RING_BYTES (FETCHED_STAGES * FETCHED_BYTES)
 #else
-constexpr int RING_BYTES = 0;
+#define RING_BYTES 0
 #endif
 static_assert(SHARED_BYTES == QUERY_BYTES + 2 * STAGES * TILE_BYTES + RING_BYTES + TAIL_BYTES,
               "the launcher's memory is not this");
@@ -58,6 +58,9 @@ struct Shared {
 #endif
     __device__ __forceinline__ QueryTile* query_tile() const {
         return reinterpret_cast<QueryTile*>(base + SHARED_BYTES - TAIL_BYTES / 2);
+    }
+    __device__ __forceinline__ volatile int* is_end() const {
+        return reinterpret_cast<int*>(base + SHARED_BYTES - 4);
     }
     __device__ __forceinline__ KvSplit* split() const { return reinterpret_cast<KvSplit*>(query_tile() + 1); }
 };
@@ -165,9 +168,10 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& q
     const int lane = threadIdx.x % WARP_SIZE;
     int tile_index = blockIdx.x;
     u32 taken = NONE_TAKEN;
-    PipelineState pipeline;
 #if QUIRE_KV_FP8
     FetchedRing ring = shared.fetched();
+#else
+    PipelineState pipeline;
 #endif
     for (u32 round = 0;;) {
         QueryTile query_tile;
@@ -181,10 +185,29 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& q
             tile_index = next_tile_index(taken);
             continue;
         }
+#if QUIRE_KV_FP8
+        // Queries wait until the previous tile's are read; the first keys and values need not.
+        const int first_tile = query_tile.first_key_tile(), end_tile = first_tile + query_tile.num_key_tiles();
+        const int* own_table = block_tables + static_cast<i64>(is_end ? 0 : sequence) * batch.max_blocks;
+        const auto fetch_next = [&](int tile) {
+            const int box = tile * NUM_IDS + lane;
+            const bool is_visible = box * BLOCK_KEYS >= query_tile.first_key / BLOCK_KEYS * BLOCK_KEYS &&
+                                    box * BLOCK_KEYS < query_tile.end_key;
+            const int id = is_visible ? own_table[box * BLOCK_KEYS / BLOCK_SIZE] : -1;
+            const int row = pool.row(id, query_tile.kv_head, box * BLOCK_KEYS);
+            fetch_bytes(ring, cache_map, row);
+            fetch_bytes(ring, cache_map, row < pool.num_blocks * pool.block_rows ? row + pool.value_rows : row);
+        };
+        if (!is_end && end_tile > first_tile) fetch_next(end_tile - 1);
+#endif
         wait_for(shared.queries_empty(), (round + 1) % 2);
         if (lane == 0) *shared.query_tile() = query_tile;
         if (is_end) {
             if (lane == 0) arrive(shared.queries_full());
+#if QUIRE_KV_FP8
+            wait_for(ring.empty(), ring.parity ^ 1);
+            if (lane == 0) *shared.is_end() = 1, arrive(ring.full());
+#endif
             // Every CTA starts with one index and takes one past the end: num_indices are taken in all.
             if (lane == 0 && taken == static_cast<u32>(num_indices) - 1) atomicExch(&num_taken, 0u);
             return;
@@ -197,6 +220,9 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& q
                          query_tile.kv_head * GROUP, query_tile.start + query_tile.first_row / GROUP,
                          shared.queries_full());
         }
+#if QUIRE_KV_FP8
+        for (int tile = end_tile - 2; tile >= first_tile; --tile) fetch_next(tile);
+#else
         const int* table = block_tables + static_cast<i64>(sequence) * batch.max_blocks;
         const int first_block = query_tile.first_key / BLOCK_KEYS, end_block = ceil_div(query_tile.end_key, BLOCK_KEYS);
         for (int tile = query_tile.first_key_tile() + query_tile.num_key_tiles() - 1;
@@ -206,39 +232,29 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& q
             const int id = is_visible ? table[box * BLOCK_KEYS / BLOCK_SIZE] : -1;
             const int row = pool.row(id, query_tile.kv_head, box * BLOCK_KEYS);
             const int value_row = row < pool.num_blocks * pool.block_rows ? row + pool.value_rows : row;
-#if QUIRE_KV_FP8
-            fetch_bytes(ring, cache_map, row);
-            fetch_bytes(ring, cache_map, value_row);
-#else
             const int stage = pipeline.stage();
             wait_for(shared.keys_empty(stage), pipeline.parity() ^ 1);
             fetch_tile(shared.keys(stage), cache_map, row, shared.keys_full(stage));
             wait_for(shared.values_empty(stage), pipeline.parity() ^ 1);
             fetch_tile(shared.values(stage), cache_map, value_row, shared.values_full(stage));
-#endif
         }
+#endif
         tile_index = next_tile_index(taken);
         ++round;
     }
 }
 
 #if QUIRE_KV_FP8
-// The widening warps: turn fetched tiles into elements, in the order in which they are fetched.
-__device__ __forceinline__ void widen_tiles(const Shared& shared, int warp) {
+// The widening warps: turn fetched tiles into elements, in the order in which they are fetched, until the end.
+__device__ __forceinline__ void widen_tiles(const Shared& shared, u32 warp) {
     FetchedRing ring = shared.fetched();
-    PipelineState pipeline;
-    for (u32 round = 0;; ++round) {
-        wait_for(shared.queries_full(), round % 2);
-        const bool is_end = shared.query_tile()->first_row >= shared.query_tile()->num_rows;
-        const int num_tiles = is_end ? 0 : shared.query_tile()->num_key_tiles();
-        release(shared.queries_empty());
-        if (is_end) return;
-        for (int tile = 0; tile < num_tiles; ++tile, ++pipeline.count) {
-            const int stage = pipeline.stage();
-            const u32 parity = pipeline.parity() ^ 1;
-            widen_tile(ring, shared.keys(stage), shared.keys_empty(stage), parity, shared.keys_full(stage), warp);
-            widen_tile(ring, shared.values(stage), shared.values_empty(stage), parity, shared.values_full(stage), warp);
-        }
+    for (PipelineState pipeline;; ++pipeline.count) {
+        const int stage = pipeline.stage();
+        const u32 parity = pipeline.parity() ^ 1;
+        wait_for(ring.full(), ring.parity);
+        if (*shared.is_end()) return;
+        widen_tile(ring, shared.keys(stage), shared.keys_empty(stage), parity, shared.keys_full(stage), warp);
+        widen_tile(ring, shared.values(stage), shared.values_empty(stage), parity, shared.values_full(stage), warp);
     }
 }
 #endif
@@ -363,8 +379,9 @@ paged_prefill_sm90(T* __restrict__ out, const __grid_constant__ TensorMap query_
     start_next_kernel();
     if (threadIdx.x == 0) {
         make_barrier(shared.queries_full(), 1);
-        make_barrier(shared.queries_empty(), CONSUMER_WARPS + NUM_WIDENERS);
+        make_barrier(shared.queries_empty(), CONSUMER_WARPS);
 #if QUIRE_KV_FP8
+        *shared.is_end() = 0;
         shared.fetched().make_barriers();
 #endif
         for (int stage = 0; stage < STAGES; ++stage) {

@@ -265,6 +265,34 @@ struct Pool {
     }
 };
 
+// Called by a whole warp: fetches a key tile, whose box i starts in the row that lane i gives.
+__device__ __forceinline__ void fetch_tile(u32 tile, const TensorMap& map, int row, u32 barrier) {
+    if (threadIdx.x % WARP_SIZE == 0) arrive_expecting(barrier, TILE_BYTES);
+    __syncwarp();
+#pragma unroll
+    for (int first = 0; first < NUM_IDS; first += 4) {
+        int rows[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) rows[i] = __shfl_sync(FULL_WARP, row, first + i);
+        if (!is_elected()) continue;
+#pragma unroll
+        for (int i = 0; i < at_most(4, NUM_IDS); ++i) {
+            const u32 to = tile + (first + i) * BLOCK_KEYS * 128;
+#pragma unroll
+            for (int column = 0; column < COLUMNS; ++column)
+                copy_box(to + column * KEY_COLUMN_BYTES, map, column * 64, rows[i], barrier);
+        }
+    }
+    __syncwarp();
+}
+
+__device__ __forceinline__ void start_values(Rows& rows, const u32 (&weights)[KEYS / 16][4], u32 values) {
+    const u64 b = operand(values, KEY_COLUMN_BYTES);
+#pragma unroll
+    for (int k = 0; k < KEYS / 16; ++k) multiply(rows.sum, weights[k], b + k * 16 * 128 / 16);
+    commit_products();
+}
+
 // Called by a whole warp that has finished reading what the barrier guards.
 __device__ __forceinline__ void release(u32 barrier) {
     __syncwarp();
@@ -275,22 +303,26 @@ __device__ __forceinline__ void release(u32 barrier) {
 // Called by a warp for its 16 rows of the query tile, `queries` on, before the first product; returns the factor of its
 // scores. The warps of a product must then meet.
 __device__ __forceinline__ float scale_own_queries(u32 queries, const QueryTile& tile, int first_row) {
-    const float down = scale_queries<16>(
-        [&](int row, int chunk) {
-            const int at = first_row + row;
-            return queries + chunk / 8 * QUERY_COLUMN_BYTES + at * 128 + (chunk % 8 ^ at % 8) * 16;
-        },
-        [&](int row) { return tile.holds(first_row + row); });
+    const u32 own = queries + first_row * 128;
+    const int num_held = min(ROWS, tile.num_rows - tile.first_row) - first_row;
+    const float down = scale_queries<16>(num_held, [&](int row, int chunk) {
+        return own + chunk / 8 * QUERY_COLUMN_BYTES + row * 128 + (chunk % 8 ^ row % 8) * 16;
+    });
     publish_stores();
     return down;
 }
 #endif
 
-constexpr int NUM_WIDENERS = QUIRE_KV_FP8 ? 3 : 0;                 // warps that turn tiles of e4m3 into elements
-constexpr int TILE_ARRIVALS = QUIRE_KV_FP8 ? NUM_WIDENERS : 1;  // at a tile's barrier: the copy engine's or theirs
+// Arrivals at a tile's barrier: the copy engine's, or those of the warps that widen what it brought.
+#if QUIRE_KV_FP8
+#define TILE_ARRIVALS NUM_WIDENERS
+#else
+#define TILE_ARRIVALS 1
+#endif
 
 #if QUIRE_KV_FP8
 
+constexpr int NUM_WIDENERS = 3;                 // warps that turn tiles of e4m3 into elements
 constexpr int FETCHED_BYTES = KEYS * HEAD_DIM;  // of a key tile as e4m3, rows of HEAD_DIM bytes
 
 // The tiles that the copy engine has brought as e4m3, keys and values in turns. `base` is followed by the barriers, at
@@ -364,31 +396,3 @@ __device__ __forceinline__ void fetch_bytes(FetchedRing& ring, const TensorMap& 
 }
 
 #endif
-
-// Called by a whole warp: fetches a key tile, whose box i starts in the row that lane i gives.
-__device__ __forceinline__ void fetch_tile(u32 tile, const TensorMap& map, int row, u32 barrier) {
-    if (threadIdx.x % WARP_SIZE == 0) arrive_expecting(barrier, TILE_BYTES);
-    __syncwarp();
-#pragma unroll
-    for (int first = 0; first < NUM_IDS; first += 4) {
-        int rows[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) rows[i] = __shfl_sync(FULL_WARP, row, first + i);
-        if (!is_elected()) continue;
-#pragma unroll
-        for (int i = 0; i < at_most(4, NUM_IDS); ++i) {
-            const u32 to = tile + (first + i) * BLOCK_KEYS * 128;
-#pragma unroll
-            for (int column = 0; column < COLUMNS; ++column)
-                copy_box(to + column * KEY_COLUMN_BYTES, map, column * 64, rows[i], barrier);
-        }
-    }
-    __syncwarp();
-}
-
-__device__ __forceinline__ void start_values(Rows& rows, const u32 (&weights)[KEYS / 16][4], u32 values) {
-    const u64 b = operand(values, KEY_COLUMN_BYTES);
-#pragma unroll
-    for (int k = 0; k < KEYS / 16; ++k) multiply(rows.sum, weights[k], b + k * 16 * 128 / 16);
-    commit_products();
-}

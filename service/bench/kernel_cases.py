@@ -12,6 +12,7 @@ import numpy as np
 
 from model.config import ModelConfig
 from model.kv_cache import block_shape
+from model.ops.fp8 import narrow
 from model.ops.interface import Array, AttentionBatch, HeadRotation, Ops, SamplingArrays
 from model.ops.weight import Weight
 from model.rope import rope_tables
@@ -97,7 +98,11 @@ class KernelCases:
         self._tile = self._rng.standard_normal(RANDOM_TILE, np.float32)
         num_blocks = max(math.ceil(sizes.cache_tokens / block_size), 2 * sizes.copied_blocks)
         _, *of_a_layer = block_shape(config, block_size)
-        self._kv = self._random((num_blocks, CACHE_LAYERS, *of_a_layer))
+        self._kv = self._random((num_blocks, CACHE_LAYERS, *of_a_layer), dtype=ops.kv_dtype)
+        self._kv_item = ops.kv_dtype.itemsize
+        self._kv_scales = None
+        if ops.kv_dtype == np.uint8:
+            self._kv_scales = ops.upload(np.ones((CACHE_LAYERS, 2, config.num_kv_heads), np.float32))
         self._kept: dict[tuple[str | int, ...], Array] = {}
 
     def all(self) -> Iterator[Case]:
@@ -186,9 +191,10 @@ class KernelCases:
 
         def make(i: int) -> Launch:
             qkv, layer = self._random((tokens, width)), i % CACHE_LAYERS
-            return lambda: ops.rope_kv_write(qkv, rotation, positions, slots, self._kv, layer)
+            return lambda: ops.rope_kv_write(qkv, rotation, positions, slots, self._kv, layer, self._kv_scales)
 
-        return Case("rope_kv_write", f"{tokens} x {width}", 2 * tokens * width * self._item, 0, make)
+        written = tokens * config.head_dim * (config.num_heads * self._item + 2 * config.num_kv_heads * self._kv_item)
+        return Case("rope_kv_write", f"{tokens} x {width}", tokens * width * self._item + written, 0, make)
 
     def _plan(self, batch: Batch) -> Case:
         """Yield operations that a step runs once for all layers."""
@@ -208,14 +214,16 @@ class KernelCases:
 
         def make(i: int) -> Launch:
             q, out = self._random(shape), ops.empty(shape, ops.dtype)
-            batch = AttentionBatch(self._kv, i % CACHE_LAYERS, tables, lengths, head_dim**-0.5)
+            layer, scales = i % CACHE_LAYERS, self._kv_scales
+            batch = AttentionBatch(self._kv, layer, tables, lengths, head_dim**-0.5, kv_scales=scales)
             if planned:
                 batch = replace(batch, plan=ops.plan_decode_attention(num_heads, batch))
             return lambda: ops.paged_decode_attention(q, batch, out)
 
         num_tokens = sum(map(math.prod, batch))
         cached = 2 * num_tokens * self._config.num_kv_heads * head_dim
-        num_bytes, num_flops = (cached + 2 * math.prod(shape)) * self._item, 4 * num_tokens * num_heads * head_dim
+        num_bytes = cached * self._kv_item + 2 * math.prod(shape) * self._item
+        num_flops = 4 * num_tokens * num_heads * head_dim
         peer = self._peer("decode", *batch[0]) if len(batch) == 1 else None
         size = _named(batch) + ("" if planned else ", and its plan")
         return Case("paged_decode_attention", size, num_bytes, num_flops, make, peer)
@@ -228,12 +236,12 @@ class KernelCases:
 
         def make(i: int) -> Launch:
             q, out, layer = self._random(shape), ops.empty(shape, ops.dtype), i % CACHE_LAYERS
-            chunks = {"query_start": start, "max_query_len": length}
+            chunks = {"query_start": start, "max_query_len": length, "kv_scales": self._kv_scales}
             attended = AttentionBatch(self._kv, layer, tables, lengths, config.head_dim**-0.5, **chunks)
             return lambda: ops.paged_prefill_attention(q, attended, out)
 
         cached = 2 * sequences * (known + length) * config.num_kv_heads * config.head_dim
-        num_bytes = (cached + 2 * math.prod(shape)) * self._item
+        num_bytes = cached * self._kv_item + 2 * math.prod(shape) * self._item
         num_seen = known * length + length * (length + 1) // 2
         num_flops = 4 * config.num_heads * config.head_dim * sequences * num_seen
         peer = self._peer("prefill", sequences, length) if known == 0 else None
@@ -242,7 +250,7 @@ class KernelCases:
 
     def _copies(self) -> Case:
         ops, count = self._ops, self.sizes.copied_blocks
-        num_bytes = 2 * count * math.prod(self._kv.shape[1:]) * self._item
+        num_bytes = 2 * count * math.prod(self._kv.shape[1:]) * self._kv_item
 
         def make(_: int) -> Launch:
             sources, targets = self._rng.permutation(len(self._kv))[: 2 * count].astype(np.int32).reshape(2, count)
@@ -306,7 +314,10 @@ class KernelCases:
         tables[held] = self._rng.permutation(len(self._kv))[: np.count_nonzero(held)]
         return self._ops.upload(tables), self._ops.upload(lengths)
 
-    def _peer(self, what: str, sequences: int, length: int) -> dict[str, Any]:
+    def _peer(self, what: str, sequences: int, length: int) -> dict[str, Any] | None:
+        """Return PyTorch's attention, which has no e4m3 cache."""
+        if self._kv_scales is not None:
+            return None
         config = self._config
         heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
         return {"what": what, "sequences": sequences, "length": length, **heads}
@@ -320,7 +331,8 @@ class KernelCases:
         return self._kept[name]
 
     def _random(self, shape: tuple[int, ...], scale: float = 1.0, dtype: np.dtype | None = None) -> Array:
-        tile = (self._tile * scale).astype(dtype or self._ops.dtype)
+        tile = self._tile * np.float32(scale)
+        tile = narrow(tile) if dtype == np.uint8 else tile.astype(dtype or self._ops.dtype)
         return self._ops.upload(np.resize(np.roll(tile, int(self._rng.integers(RANDOM_TILE))), shape))
 
 

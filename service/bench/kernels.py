@@ -78,6 +78,7 @@ def run_kernel_bench(settings: Settings, flags: argparse.Namespace) -> int:
     figures = [figures_of(*measured, ceilings) for measured in zip(chosen, seconds, peers_s, strict=True)]
     _print(figures)
     record = {"bench": "kernels", "device": ops.device_name, "dtype": str(ops.dtype), **asdict(ceilings)}
+    record["kv_dtype"] = str(ops.kv_dtype)
     write_report(flags, {**record, "kernels": [asdict(each) for each in figures]}, _figure(ops, figures))
     return 0
 
@@ -131,7 +132,7 @@ def _open(settings: Settings, is_model_named: bool) -> tuple[Ops, KernelCases]:
     preset = settings.model_config
     try:
         dtype = read_model_config(replace(settings, load_format="dummy")).dtype
-        ops = open_ops(settings.device, settings.dtype, dtype)
+        ops = open_ops(settings.device, settings.dtype, dtype, settings.kv_cache_dtype)
     except ModelError as error:
         raise StartupError(str(error)) from None
     if ops.name == "cuda" and preset is None and not is_model_named:

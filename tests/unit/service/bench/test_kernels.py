@@ -62,6 +62,17 @@ def test_one_operation_alone(capsys):
     assert [row.split()[0] for row in rows[2:]] == ["op", "copy_blocks"]
 
 
+def test_an_fp8_cache_moves_fewer_bytes(capsys, tmp_path):
+    moved = []
+    for kv in ("auto", "fp8"):
+        out = tmp_path / f"{kv}.json"
+        flags = ["--device", "cpu", "--kv-cache-dtype", kv, "--only", "copy_blocks", "--out", str(out)]
+        assert main(["bench", "kernels", *flags]) == 0
+        (copied,) = json.loads(out.read_text())["kernels"]
+        moved.append(copied["gb_per_s"] * copied["time_us"])
+    assert moved[1] == pytest.approx(moved[0] / 4)  # float32 on a CPU
+
+
 def test_an_operation_that_does_not_exist_is_one_line(capsys):
     assert main(["bench", "kernels", "--device", "cpu", "--only", "divination"]) == 2
     assert capsys.readouterr().err == "quire bench: --only: no operation's name contains 'divination'\n"

@@ -55,19 +55,27 @@ class RecordingOps:
         return launch
 
 
-def decoded(dtype_code=BF16, num_sequences=1, heads=(32, 8), head_dim=128, max_blocks=2048, window=NO_WINDOW):
+def decoded(
+    dtype_code=BF16,
+    num_sequences=1,
+    heads=(32, 8),
+    head_dim=128,
+    max_blocks=2048,
+    window=NO_WINDOW,
+    kv_dtype=np.float32,
+):
     ops = RecordingOps(dtype_code)
     q = np.empty((num_sequences, heads[0], head_dim), np.float32)
-    kv = np.empty((1, 1, 2, heads[1], 16, head_dim), np.float32)
+    kv = np.empty((1, 1, 2, heads[1], 16, head_dim), kv_dtype)
     tables = np.empty((num_sequences, max_blocks), np.int32)
     decode_attention(ops, q, AttentionBatch(kv, 0, tables, np.empty(num_sequences, np.int32), 0.1, window), q)
     return ops
 
 
-def prefilled(dtype_code=BF16, chunks=(4096,), heads=(32, 8), head_dim=128, arch="80"):
+def prefilled(dtype_code=BF16, chunks=(4096,), heads=(32, 8), head_dim=128, arch="80", kv_dtype=np.float32):
     ops = RecordingOps(dtype_code, arch)
     q = np.empty((sum(chunks), heads[0], head_dim), np.float32)
-    kv = np.empty((1, 1, 2, heads[1], 16, head_dim), np.float32)
+    kv = np.empty((1, 1, 2, heads[1], 16, head_dim), kv_dtype)
     tables, lens = np.empty((len(chunks), 256), np.int32), np.empty(len(chunks), np.int32)
     start = np.empty(len(chunks) + 1, np.int32)
     prefill_attention(ops, q, AttentionBatch(kv, 0, tables, lens, 0.1, NO_WINDOW, start, max(chunks)), q)
@@ -76,10 +84,28 @@ def prefilled(dtype_code=BF16, chunks=(4096,), heads=(32, 8), head_dim=128, arch
 
 @pytest.mark.parametrize("dtype_code", [FP32, BF16])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-def test_tiles_fit_every_architecture(dtype_code, head_dim):
-    assert decoded(dtype_code, head_dim=head_dim).shared_bytes <= SMALLEST_SHARED_LIMIT_BYTES
+@pytest.mark.parametrize("kv_dtype", [np.float32, np.uint8])
+def test_tiles_fit_every_architecture(dtype_code, head_dim, kv_dtype):
+    assert decoded(dtype_code, head_dim=head_dim, kv_dtype=kv_dtype).shared_bytes <= SMALLEST_SHARED_LIMIT_BYTES
     for chunks in ((1,), (4096,)):
-        assert prefilled(dtype_code, chunks, head_dim=head_dim).shared_bytes <= SMALLEST_SHARED_LIMIT_BYTES
+        prefill = prefilled(dtype_code, chunks, head_dim=head_dim, kv_dtype=kv_dtype)
+        assert prefill.shared_bytes <= SMALLEST_SHARED_LIMIT_BYTES
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (64, 8), (16, 1), (28, 4)])
+def test_four_blocks_of_an_e4m3_cache_fit_a_multiprocessor(heads):
+    build = decoded(num_sequences=16, heads=heads, kv_dtype=np.uint8).build[1]
+    assert build["QUIRE_KV_FP8"] == 1
+    assert build["CTAS_PER_SM"] * (build["SHARED_BYTES"] + 1024) <= HOPPER_SHARED_LIMIT_BYTES
+    assert "QUIRE_KV_FP8" not in decoded(num_sequences=16, heads=heads).build[1]
+
+
+@pytest.mark.parametrize("chunk", [64, 4096])
+def test_prefill_on_hopper_holds_tiles_of_bytes_in_addition(chunk):
+    sixteen, eight = (prefilled(arch="90a", chunks=(chunk,), kv_dtype=dtype) for dtype in (np.float32, np.uint8))
+    assert sixteen.shared_bytes < eight.shared_bytes <= HOPPER_SHARED_LIMIT_BYTES
+    assert eight.build[0] == sixteen.build[0]
+    assert eight.build[1]["FETCHED_STAGES"] > 2
 
 
 def test_a_sequence_can_be_cut_to_fill_the_device_twice():
