@@ -57,11 +57,12 @@ def op_names(events: Sequence[KernelEvent], num_layers: int) -> list[str]:
     """Return the operation of each event of whole steps, in order of start.
 
     A product is a kernel not of ours, or our own; a step has four per layer and one for the head. Further launches of
-    cuBLASLt (reductions, memsets) belong to the previous one.
+    cuBLASLt (reductions, memsets) and pieces of many rows belong to the previous one.
     """
-    names, num_products, product = [], 0, PRODUCTS[0]
+    names, num_products, product, previous = [], 0, PRODUCTS[0], ""
     for event in events:
-        kind = _kind(event.name)
+        kind = "part of a product" if event.name == previous and _kind(previous) == "product" else _kind(event.name)
+        previous = event.name
         if kind == "product":
             at = num_products % (len(PRODUCTS) * num_layers + 1)
             product = HEAD if at == len(PRODUCTS) * num_layers else PRODUCTS[at % len(PRODUCTS)]
