@@ -5,7 +5,8 @@ WORKDIR /src
 COPY requirements.txt ./
 RUN python -m venv /opt/quire \
     && /opt/quire/bin/pip install --no-cache-dir --require-hashes -r requirements.txt
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE CHANGELOG.md ./
+COPY deploy/wheel ./deploy/wheel
 COPY service ./service
 COPY model ./model
 COPY cuda ./cuda

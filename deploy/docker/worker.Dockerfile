@@ -6,7 +6,8 @@ WORKDIR /src
 COPY requirements-cuda.txt ./
 RUN python -m venv /opt/quire \
     && /opt/quire/bin/pip install --no-cache-dir --require-hashes -r requirements-cuda.txt
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE CHANGELOG.md ./
+COPY deploy/wheel ./deploy/wheel
 COPY service ./service
 COPY model ./model
 COPY cuda ./cuda

@@ -19,8 +19,9 @@ import numpy as np
 
 from model.errors import ModelError
 from service.errors import StartupError
+from service.import_root import IMPORT_ROOT, python_path
 
-ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = __name__.rpartition(".")[0]
 
 Figure = dict[str, Any]
 """Input of `plot.py`: {"title", "panels": [{"kind", "title", "x", "y", "series": [{"label", "x", "y"}]}]}; kind is
@@ -90,18 +91,17 @@ def run_script(main: Callable[[], None]) -> None:
         sys.exit(2)
 
 
-def python_script(module: str, *arguments: str, package: str = "service.bench") -> list[str]:
+def python_script(module: str, *arguments: str, package: str = PACKAGE) -> list[str]:
     return [sys.executable, "-P", "-m", f"{package}.{module}", *arguments]
 
 
 def script_environment() -> dict[str, str]:
     """Return the environment with this checkout first on the Python path."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path}
+    return {**os.environ, "PYTHONPATH": python_path(os.environ)}
 
 
 def _commit() -> str | None:
-    ask = ["git", "-C", str(ROOT), "-c", "safe.directory=*", "rev-parse", "--short", "HEAD"]
+    ask = ["git", "-C", str(IMPORT_ROOT), "-c", "safe.directory=*", "rev-parse", "--short", "HEAD"]
     try:
         answer = subprocess.run(ask, capture_output=True, text=True, check=False)
     except OSError:  # no git

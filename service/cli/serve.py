@@ -14,13 +14,13 @@ import sys
 import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from service.cli.roles import READY, run_until_signalled, supervised
 from service.config.settings import GATEWAY, WORKER, Settings
 from service.config.sources import NO_CONFIG_FILE, to_flags, to_secret_environ
 from service.errors import StartupError
+from service.import_root import python_path
 from service.observability.logs import fields
 from service.observability.systemd import VARIABLES as SUPERVISOR_VARIABLES
 from service.observability.systemd import Supervisor
@@ -29,6 +29,8 @@ from service.queue.embedded.redis import EmbeddedRedis
 from service.queue.redis.connect import own_name
 
 log = logging.getLogger("quire.serve")
+
+MAIN = f"{__name__.rpartition('.')[0]}.main"
 
 EXIT_GRACE_S = 10.0
 """Time after the drain time before a child is killed."""
@@ -62,7 +64,7 @@ class ChildProcess:
             sys.executable,
             "-P",
             "-m",
-            "service.cli.main",
+            MAIN,
             verb,
             *to_flags(settings, verb),
             env={
@@ -70,7 +72,7 @@ class ChildProcess:
                 **{name: value for name, value in os.environ.items() if name not in SUPERVISOR_VARIABLES},
                 **to_secret_environ(settings),
                 **NO_CONFIG_FILE,
-                "PYTHONPATH": _module_path(),
+                "PYTHONPATH": python_path(os.environ),
             },
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
@@ -207,12 +209,6 @@ async def _keep_running(redis: EmbeddedRedis) -> None:
 async def _all_ready(gateway: ChildProcess, worker: RestartingWorker) -> str:
     url, _ = await asyncio.gather(gateway.wait_ready(), worker.wait_ready())
     return url
-
-
-def _module_path() -> str:
-    """Return a PYTHONPATH with this checkout first: the working directory may hold another `model`."""
-    ours = str(Path(__file__).resolve().parents[2])
-    return os.pathsep.join(filter(None, (ours, os.environ.get("PYTHONPATH"))))
 
 
 def _without_password(url: str) -> str:

@@ -37,7 +37,7 @@ _COMPILED = "nothing is compiled at start; kernels are chosen per shape, and dec
 _KERNELS = "kernels are chosen per shape and measured"
 _ONE_HOST = "a model runs on one GPU; for more requests start a `quire worker` on each GPU, on one Redis"
 _LORA = "adapters are not served yet; merge the adapter into the model's weights"
-_DRAFTS = "speculative decoding is not served yet; leave it out: answers are the same"
+_DRAFTS = "use --speculative-config"
 _NO_CODE = "no code is loaded from a flag"
 _FOLDER = "the folder's Hugging Face files are read"
 _EDIT = "edit config.json in a copy of the folder"
@@ -111,7 +111,7 @@ CONDITIONAL = [
 ]  # fmt: skip
 
 REFUSED = [
-    *_rows("speculative-config speculative-model num-speculative-tokens", _ONE, reason=_DRAFTS),
+    *_rows("speculative-model num-speculative-tokens", _ONE, reason=_DRAFTS),
     *_rows("enable-lora fully-sharded-loras", _SWITCH, reason=_LORA),
     *_rows("lora-modules lora-target-modules", _SEVERAL, reason=_LORA),
     *_rows("max-loras max-lora-rank max-cpu-loras lora-dtype", _ONE, reason=_LORA),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 
 import pytest
@@ -57,12 +56,6 @@ def stems(suffix: str) -> list[str]:
 def test_the_readme_lists_every_source_and_no_other():
     assert sorted(kernels_of(read_readme())) == stems(".cu")
     assert sorted(headers_of(read_readme())) == stems(".cuh")
-
-
-def test_an_installation_has_every_source_in_its_folder():
-    files = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
-    installed = {f"{to}/{path.name}" for to, patterns in files.items() for each in patterns for path in ROOT.glob(each)}
-    assert {f"share/quire/cuda/{stem}{suffix}" for suffix in (".cu", ".cuh") for stem in stems(suffix)} <= installed
 
 
 def test_cuda_holds_cuda_only():

@@ -22,7 +22,7 @@ MAX_LONG_FILES = 5
 MAX_FILES_IN_FOLDER = 20
 
 TOP_LEVEL = {
-    "README.md", "LICENSE", "Makefile", "pyproject.toml",
+    "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "pyproject.toml",
     "requirements.txt", "requirements-cuda.txt", "requirements-test.txt",
     "service", "model", "cuda", "tests", "deploy",
 }  # fmt: skip

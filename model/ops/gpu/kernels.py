@@ -9,7 +9,6 @@ import functools
 import hashlib
 import logging
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -119,12 +118,10 @@ def arch_of(compute_capability: str) -> str:
 
 def source_folder() -> Path:
     """Return `cuda/` of a checkout or an installed package. Raises KernelError."""
-    checkout = Path(__file__).resolve().parents[3] / "cuda"
-    installed = Path(sys.prefix) / "share" / "quire" / "cuda"
-    for folder in (checkout, installed):
-        if (folder / "common" / "types.cuh").is_file():
-            return folder
-    raise KernelError(f"the CUDA sources are neither in {checkout} nor in {installed}")
+    folder = Path(__file__).resolve().parents[3] / "cuda"
+    if (folder / "common" / "types.cuh").is_file():
+        return folder
+    raise KernelError(f"the CUDA sources are not in {folder}")
 
 
 def source_path(name: str) -> Path:

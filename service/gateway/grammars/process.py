@@ -10,14 +10,13 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
 from service.gateway.grammars.messages import LENGTH, MAX_FRAME_BYTES, Reply, decode_reply, framed
+from service.import_root import python_path
 
 CHILD = f"{__package__}.child"
-ROOT = Path(__file__).resolve().parents[3]
 PASSED_ON = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 """Environment variables passed on; others may be secret."""
 
@@ -46,11 +45,10 @@ class GrammarProcess:
         ours.setblocking(False)
         self._link = ours
         environ = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-        path = os.pathsep.join(filter(None, (str(ROOT), environ.get("PYTHONPATH"))))
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", CHILD, str(its.fileno()), str(os.getpid())],
-                env={**environ, "PYTHONPATH": path},
+                env={**environ, "PYTHONPATH": python_path(environ)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[its.fileno()],

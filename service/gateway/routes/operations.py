@@ -17,6 +17,7 @@ from service.observability.metrics import CONTENT_TYPE, LaneStats
 from service.queue.interface import QUEUE_LANES, QueueUnavailable
 from service.queue.messages import WorkerCard
 
+GATEWAY = __name__.partition(".routes.")[0]
 ASSETS = {
     "ui.css": "text/css",
     "ui.js": "text/javascript",
@@ -64,7 +65,7 @@ class Operations:
 
 def asset(name: str, content_type: str) -> Callable[[web.Request], Awaitable[web.Response]]:
     """Return the handler of one of the page's files."""
-    text = (files("service.gateway") / "ui" / name).read_text()
+    text = (files(GATEWAY) / "ui" / name).read_text()
 
     async def handle(http: web.Request) -> web.Response:
         return web.Response(text=text, content_type=content_type, charset="utf-8", headers=HEADERS)
