@@ -30,6 +30,9 @@ from service.gateway.routes.models import Models
 from service.gateway.routes.operations import ASSETS, Operations, asset
 from service.gateway.routes.responses import RESPONSE_ROUTE, Responses
 
+_SHOWN_SETTINGS = ("max_n", "max_request_tokens", "request_timeout", "enable_embeddings", "pooling")
+"""Settings that decide how a request is answered; none is secret."""
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -78,6 +81,8 @@ def route_table(service: InferenceService, runner: BatchRunner) -> list[Route]:
         Route("GET", "/v1/batches", batches.list),
         Route("GET", "/v1/batches/{batch_id}", batches.get),
         Route("POST", "/v1/batches/{batch_id}/cancel", batches.cancel),
+        Route("GET", "/version", pages.version),
+        Route("GET", "/server_info", pages.server_info),
         Route("GET", "/livez", operations.livez, needs_key=False),
         Route("GET", "/readyz", operations.readyz, needs_key=False),
         Route("GET", "/health", operations.readyz, needs_key=False),
@@ -118,6 +123,14 @@ class _Pages:
     async def welcome(self, http: web.Request) -> web.Response:
         routes = sorted({resource.canonical for resource in http.app.router.resources()})
         return json_response({"service": "quire", "model": self._service.model.name, "routes": routes})
+
+    async def version(self, _: web.Request) -> web.Response:
+        return json_response({"version": version("quire")})
+
+    async def server_info(self, _: web.Request) -> web.Response:
+        settings = self._service.settings
+        limits = {name: getattr(settings, name) for name in _SHOWN_SETTINGS}
+        return json_response({"version": version("quire"), **self._service.model.description(), "settings": limits})
 
     async def openapi(self, http: web.Request) -> web.Response:
         settings = self._service.settings

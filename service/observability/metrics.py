@@ -44,6 +44,26 @@ _REQUEST_BUCKETS_S = (
 )  # fmt: skip
 _TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
+_CHOICE_BUCKETS = (1, 2, 5, 10, 20)
+
+E2E_S = "vllm:e2e_request_latency_seconds"
+PROMPT_TOKENS = "vllm:request_prompt_tokens"
+GENERATION_TOKENS = "vllm:request_generation_tokens"
+DECODE_S = "vllm:request_decode_time_seconds"
+TOKEN_S = "vllm:request_time_per_output_token_seconds"
+MAX_TOKENS = "vllm:request_params_max_tokens"
+N = "vllm:request_params_n"
+_REQUEST_HISTOGRAMS = {
+    E2E_S: ("Time from admission to the end, seconds.", _REQUEST_BUCKETS_S),
+    PROMPT_TOKENS: ("Prompt tokens per request.", _TOKEN_BUCKETS),
+    GENERATION_TOKENS: ("Generated tokens per request.", _TOKEN_BUCKETS),
+    DECODE_S: ("Time from the first token to the last, seconds.", _REQUEST_BUCKETS_S),
+    TOKEN_S: ("Mean time per token after the first, by request, seconds.", _NEXT_TOKEN_BUCKETS_S),
+    MAX_TOKENS: ("Most tokens to generate per choice, by request.", _TOKEN_BUCKETS),
+    N: ("Choices per request.", _CHOICE_BUCKETS),
+}
+"""Histograms with one observation per request: help and buckets."""
+
 _SUCCESSES = {EndReason.STOP: "stop", EndReason.LENGTH: "length", EndReason.CANCELLED: "abort"}
 """Ends that vLLM counts as successes: `finished_reason`."""
 
@@ -76,15 +96,7 @@ class GatewayMetrics:
         )
         for intervals in (self._first_token_s, self._next_token_s):
             self._registry.register(intervals)
-        self._request_s = self._histogram(
-            "vllm:e2e_request_latency_seconds", "Time from admission to the end, seconds.", _REQUEST_BUCKETS_S
-        )
-        self._prompt_tokens = self._histogram(
-            "vllm:request_prompt_tokens", "Prompt tokens per request.", _TOKEN_BUCKETS
-        )
-        self._generation_tokens = self._histogram(
-            "vllm:request_generation_tokens", "Generated tokens per request.", _TOKEN_BUCKETS
-        )
+        self._of_requests = {name: self._histogram(name, *how) for name, how in _REQUEST_HISTOGRAMS.items()}
         labels = ("model_name", "engine")
         self._success = Counter(
             "vllm:request_success",
@@ -118,10 +130,12 @@ class GatewayMetrics:
         for word in _SUCCESSES.values():
             self._success.labels(model_name, GATEWAY, word)
 
-    def track_request(self, num_prompt_tokens: int) -> RequestTimer:
+    def track_request(self, num_prompt_tokens: int, max_tokens: int, num_choices: int = 1) -> RequestTimer:
         """Return the timer of a request that begins now."""
         self._open.inc()
-        self._prompt_tokens.observe(num_prompt_tokens)
+        self._of_requests[PROMPT_TOKENS].observe(num_prompt_tokens)
+        self._of_requests[MAX_TOKENS].observe(max_tokens)
+        self._of_requests[N].observe(num_choices)
         return RequestTimer(self)
 
     def count_grammar(self, result: str) -> None:
@@ -154,10 +168,14 @@ class GatewayMetrics:
     def observe_tokens(self, first: bool, elapsed_s: float) -> None:
         (self._first_token_s if first else self._next_token_s).observe(elapsed_s)
 
-    def observe_end(self, reason: EndReason, num_tokens: int, elapsed_s: float) -> None:
+    def observe_end(self, reason: EndReason, num_tokens: int, elapsed_s: float, decode_s: float) -> None:
+        """`decode_s`: from the first token to the last."""
         self._open.dec()
-        self._request_s.observe(elapsed_s)
-        self._generation_tokens.observe(num_tokens)
+        self._of_requests[E2E_S].observe(elapsed_s)
+        self._of_requests[DECODE_S].observe(decode_s)
+        if num_tokens > 1:
+            self._of_requests[TOKEN_S].observe(decode_s / (num_tokens - 1))
+        self._of_requests[GENERATION_TOKENS].observe(num_tokens)
         self._ended.labels(reason.value).inc()
         if reason in _SUCCESSES:
             self._success.labels(self._model_name, GATEWAY, _SUCCESSES[reason]).inc()
@@ -170,7 +188,7 @@ class GatewayMetrics:
 class RequestTimer:
     def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics = metrics
-        self._started_s = self._last_s = time.monotonic()
+        self._started_s = self._first_s = self._last_s = time.monotonic()
         self._num_tokens = 0
 
     def observe_tokens(self, num_tokens: int) -> None:
@@ -178,11 +196,14 @@ class RequestTimer:
             return
         now_s = time.monotonic()
         self._metrics.observe_tokens(self._num_tokens == 0, now_s - self._last_s)
+        if self._num_tokens == 0:
+            self._first_s = now_s
         self._num_tokens += num_tokens
         self._last_s = now_s
 
     def observe_end(self, reason: EndReason) -> None:
-        self._metrics.observe_end(reason, self._num_tokens, time.monotonic() - self._started_s)
+        decode_s = self._last_s - self._first_s
+        self._metrics.observe_end(reason, self._num_tokens, time.monotonic() - self._started_s, decode_s)
 
 
 class _Intervals(Collector):

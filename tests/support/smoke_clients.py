@@ -15,7 +15,8 @@ from functools import partial
 
 from pydantic import BaseModel, Field
 
-THINK = {"thinking_token_budget": 8}
+BUDGET = {"thinking_token_budget": 8}
+THINK = {**BUDGET, "min_tokens": 24}
 QUESTION = "What is the weather in Oslo?"
 PARAMETERS = {
     "type": "object",
@@ -64,7 +65,7 @@ def with_langchain(url: str, model: str) -> None:
     assert call["args"]["city"] is not None
     assert isinstance(chat.with_structured_output(Weather, method="json_schema").invoke(QUESTION), Weather)
     assert isinstance(chat.with_structured_output(Weather, method="function_calling").invoke(QUESTION), Weather)
-    common = {"model": model, "base_url": url, "api_key": "-", "max_tokens": 120, "extra_body": THINK}
+    common = {"model": model, "base_url": url, "api_key": "-", "max_tokens": 120, "extra_body": BUDGET}
     blocks = ChatOpenAI(**common, use_responses_api=True, reasoning={"summary": "auto"}).invoke(QUESTION).content_blocks
     assert [block["type"] for block in blocks] == ["reasoning", "text"]
 
@@ -95,12 +96,12 @@ def with_openai(url: str, model: str) -> None:
     assert "".join(getattr(delta, "reasoning", "") for delta in deltas)
     (call,) = create(tools=[TOOL], tool_choice="required", parallel_tool_calls=False).choices[0].message.tool_calls
     json.loads(call.function.arguments)["city"]
-    respond = partial(client.responses.create, model=model, input=QUESTION, max_output_tokens=120, extra_body=THINK)
+    respond = partial(client.responses.create, model=model, input=QUESTION, max_output_tokens=120, extra_body=BUDGET)
     assert [item.type for item in respond().output] == ["reasoning", "message"]
     kinds = [event.type for event in respond(stream=True, reasoning={"summary": "auto"})]
     assert "response.reasoning_summary_text.delta" in kinds
     parsed = client.responses.parse(
-        model=model, input=QUESTION, text_format=Weather, max_output_tokens=120, extra_body=THINK
+        model=model, input=QUESTION, text_format=Weather, max_output_tokens=120, extra_body=BUDGET
     )
     assert isinstance(parsed.output_parsed, Weather)
 

@@ -19,10 +19,10 @@ from service.gateway.core.response_stream import JobStream, ResponseAssembler, R
 from service.gateway.core.served_model import ServedModel
 from service.gateway.core.spans import begin_generation, end_generation
 from service.observability.logs import fields
-from service.observability.metrics import GatewayMetrics
+from service.observability.metrics import GatewayMetrics, RequestTimer
 from service.observability.tracing import NO_TRACING, Tracing
 from service.queue.interface import GatewayQueue, QueueFull, QueueUnavailable
-from service.queue.messages import Cancel
+from service.queue.messages import Cancel, Job
 from service.queue.records import StorageFull
 
 log = logging.getLogger("quire.gateway")
@@ -208,7 +208,7 @@ class RequestDispatcher:
                     raise storage_refusal(full) from None
                 raise self._pressure.refused(accepted.tenant, full) from None
             self._pressure.accepted(accepted.tenant)
-            job_stream.note_accepted(self._metrics.track_request(len(job.prompt) // 4))
+            job_stream.note_accepted(self._track(job))
 
     async def _withdraw(self, accepted: AcceptedRequest, num_accepted: int) -> None:
         """Forget a refused request, so that a flood leaves no records; then cancel its accepted jobs: while it can be
@@ -226,6 +226,9 @@ class RequestDispatcher:
         if await self.background.until_known(forget, "request not forgotten", request=accepted.request_id):
             for job in accepted.jobs[:num_accepted]:
                 self._cancel(Cancel(job_id=job.job_id, reason=EndReason.CANCELLED))
+
+    def _track(self, job: Job) -> RequestTimer:
+        return self._metrics.track_request(len(job.prompt) // 4, job.sampling.max_tokens, job.sampling.n)
 
     def _follow(self, accepted: AcceptedRequest, number: int, *, is_queued: bool) -> JobStream:
         job_id = accepted.job_ids[number]

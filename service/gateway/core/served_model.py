@@ -115,6 +115,15 @@ class ServedModel:
             fingerprint="fp_" + hashlib.sha256(f"{name} {config}".encode()).hexdigest()[:10],
         )
 
+    def description(self) -> dict[str, str | int | None]:
+        return {
+            "model": self.name,
+            "max_model_len": self.max_model_len,
+            "vocab_size": self.vocab_size,
+            "tool_call_parser": _name_of(self.call_format, CALL_FORMATS),
+            "reasoning_parser": _name_of(self.reasoning_format, REASONING_FORMATS),
+        }
+
     def require(self, name: str | None) -> None:
         """Raises RequestError (404) unless `name` is None or one of this model's."""
         if name not in (None, self.name, *self.aliases):
@@ -300,6 +309,10 @@ class ServedModel:
             raise refusal(param, "must not be empty")
         self.check_ids(ids, param)
         return ids
+
+
+def _name_of(value: object, known: Mapping[str, object]) -> str | None:
+    return next((name for name, one in known.items() if one == value), None)
 
 
 def _reasoning_format(settings: Settings, template: ChatTemplate | None) -> ReasoningFormat | None:

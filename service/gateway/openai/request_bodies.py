@@ -180,6 +180,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None  # the same by its older name
+    provider_specific_fields: dict[str, Any] = {}  # sent back by litellm, which repeats the reasoning there
 
 
 class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -309,7 +310,6 @@ IDLE_MESSAGE_FIELDS: Idle = {
     "refusal": (),
     "audio": (),
     "annotations": ([],),
-    "provider_specific_fields": ({},),  # sent back by litellm
 }
 
 

@@ -272,6 +272,19 @@ class Status(Shape):
     status: str
 
 
+class Version(Shape):
+    version: str
+
+
+class ServerInfo(Version):
+    model: str
+    max_model_len: int
+    vocab_size: int
+    tool_call_parser: str | None
+    reasoning_parser: str | None
+    settings: dict[str, Any]
+
+
 class Readiness(Shape):
     status: Literal["ok", "not ready"]
     missing: list[str]
@@ -305,5 +318,5 @@ ANSWERS: tuple[Any, ...] = (
     *(Completion, ChatCompletion, RequestState, ModelList, Model, Tokens, Detokenized),
     *(Response, ResponseDeleted, ResponseItems, EmbeddingList, PoolingList),
     *(File, FileList, FileDeleted, Batch, BatchList),
-    *(Status, Readiness, Refusal, AnthropicMessage, AnthropicRefusal, TokenCount),
+    *(Status, Readiness, Version, ServerInfo, Refusal, AnthropicMessage, AnthropicRefusal, TokenCount),
 )

@@ -208,6 +208,8 @@ def _paths() -> Json:
         "/v1/models/{model}": {"get": _get("Model", "The same by its name.", of="model")},
         "/tokenize": {"post": _post("TokenizeBody", "Tokens", "A text or a conversation as token ids.")},
         "/detokenize": {"post": _post("DetokenizeBody", "Detokenized", "Token ids as text.")},
+        "/version": {"get": _get("Version", "The version of the software.")},
+        "/server_info": {"get": _get("ServerInfo", "The model, its parsers and the limits of a request.")},
         "/livez": {"get": _get("Status", "Whether the process lives.", open_to_all=True)},
         "/readyz": {
             "get": _get("Readiness", "Whether a request would be worked on now.", open_to_all=True, or_503=True)

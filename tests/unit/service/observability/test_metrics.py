@@ -26,7 +26,7 @@ MINE = {"model_name": "m", "engine": "gateway"}
 
 def test_request_that_ends_well():
     page = GatewayMetrics("m")
-    timer = page.track_request(30)
+    timer = page.track_request(30, 16, 2)
     assert find(page, "quire:open_requests") == 1
     for num_tokens in (1, 2, 0, 1):
         timer.observe_tokens(num_tokens)
@@ -44,7 +44,7 @@ def test_request_that_ends_well():
 def test_every_end_has_its_label():
     page = GatewayMetrics("m")
     for reason in EndReason:
-        page.track_request(1).observe_end(reason)
+        page.track_request(1, 16).observe_end(reason)
         assert find(page, "quire:requests_ended_total", reason=reason.value) == 1
     successes = {key: value for key, value in samples(page).items() if key[0] == "vllm:request_success_total"}
     assert sum(successes.values()) == 3
@@ -157,7 +157,7 @@ def test_responses_by_route():
 
 def test_two_pages_share_nothing():
     one, other = GatewayMetrics("a"), GatewayMetrics("b")
-    one.track_request(1).observe_end(EndReason.STOP)
+    one.track_request(1, 16).observe_end(EndReason.STOP)
     assert find(other, "quire:requests_ended_total", reason="stop") == 0
 
 
@@ -165,3 +165,15 @@ def test_every_statistic_has_its_source():
     assert {metric.attribute for metric in WORKER_METRICS if metric.source == ENGINE} <= set(dir(EngineStats))
     assert {metric.attribute for metric in WORKER_METRICS if metric.source == JOBS} <= set(dir(JobCounts))
     assert {metric.source for metric in WORKER_METRICS} == {ENGINE, JOBS}
+
+
+def test_histograms_of_requests_that_dashboards_ask_for():
+    page = GatewayMetrics("m")
+    timer = page.track_request(30, 16, 2)
+    for _ in range(3):
+        timer.observe_tokens(1)
+    timer.observe_end(EndReason.STOP)
+    text = page.exposition().decode()
+    for name in ("decode_time_seconds", "time_per_output_token_seconds", "params_max_tokens", "params_n"):
+        assert f'vllm:request_{name}_count{{engine="gateway",model_name="m"}} 1.0' in text
+    assert 'vllm:request_params_n_sum{engine="gateway",model_name="m"} 2.0' in text

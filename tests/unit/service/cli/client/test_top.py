@@ -16,7 +16,7 @@ def test_a_picture_tells_rates_percentiles_and_blocks():
     metrics = GatewayMetrics("m")
     counts = {"num_running": 2, "num_waiting": 1, "num_blocks_free": 30, "num_blocks_used": 10, "kv_waste_ratio": 0.02}
     before = look(metrics, 10.0, steps_total=100, generation_tokens_total=50, step_time_ms=5.0, **counts)
-    timer = metrics.track_request(7)
+    timer = metrics.track_request(7, 16)
     for elapsed_s in (0.004, *[0.012] * 9):
         metrics.observe_tokens(elapsed_s == 0.004, elapsed_s)
     timer.observe_end(EndReason.STOP)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from service.errors import RequestError
+from service.gateway.anthropic.messages_body import IDLE_MESSAGES_FIELDS, MessagesBody
 from service.gateway.anthropic.request_reader import read_count_body, read_messages, read_messages_body, read_outline
 from service.gateway.core.request import MESSAGES
 
@@ -138,3 +142,33 @@ def test_what_cannot_be_done_is_refused(fields, param):
     assert caught.value.param.startswith(param)
     assert len(caught.value.param) < len(param) + 16
     assert f"'{caught.value.param}'" in caught.value.message
+
+
+NAMES = sorted({*MessagesBody.__struct_fields__, *IDLE_MESSAGES_FIELDS, "nonsense"})
+WORDS = [
+    "role",
+    "content",
+    "type",
+    "text",
+    "tool_use",
+    "tool_result",
+    "user",
+    "assistant",
+    "id",
+    "name",
+    "input",
+    "auto",
+]
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.sampled_from(WORDS)
+values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(NAMES), values, max_size=4))
+def test_anything_is_read_or_refused(fields):
+    with contextlib.suppress(RequestError):
+        assert read_messages({**BODY, **fields}).endpoint == MESSAGES

@@ -18,6 +18,8 @@ OPEN_ROUTES = frozenset({"/livez", "/readyz", "/health", "/ping"})
 ROUTES = (
     ("POST", "/v1/completions"),
     ("POST", CHAT),
+    ("GET", "/version"),
+    ("GET", "/server_info"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
     ("GET", "/v1/requests/{id}"),

@@ -64,6 +64,8 @@ async def test_it_has_the_documented_routes_of_the_table_and_their_need_of_a_key
         ("/v1/models", None, answers.ModelList),
         ("/v1/files", None, answers.FileList),
         ("/v1/batches", None, answers.BatchList),
+        ("/version", None, answers.Version),
+        ("/server_info", None, answers.ServerInfo),
         ("/livez", None, answers.Status),
         ("/readyz", None, answers.Readiness),
         ("/nowhere", None, answers.Refusal),
