@@ -14,7 +14,7 @@ from service.cli.models import take_model_argument, with_model
 from service.cli.parser import parser_for, translated, unknown_word
 from service.cli.secret_flags import hide_secrets
 from service.cli.verbs import COMPLETION, WITHOUT_SETTINGS, load_plain_verb, load_verb
-from service.cli.vllm_words import check_stored_format
+from service.cli.vllm_words import with_stored_format
 from service.config.sources import read_settings
 from service.errors import StartupError
 from service.observability.logs import setup_logs
@@ -51,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             log.warning("%s", warning)
         for note in translation.notes:
             log.info("%s", note)
-        settings = with_model(settings)
-        check_stored_format(translation.stored_format, settings)
+        settings = with_stored_format(with_model(settings), translation.stored_format)
         return load_verb(flags.verb).run(settings, flags)
     except BrokenPipeError:  # the reader of our stdout has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

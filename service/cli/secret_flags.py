@@ -25,7 +25,8 @@ def hide_secrets(flags: argparse.Namespace) -> list[str]:
     texts = {name: getattr(flags, name, None) for name in SECRET_FLAGS}
     secrets = {name: text for name, text in texts.items() if text and (name != "redis_url" or has_password(text))}
     if secrets:
-        _overwrite({text.encode("utf-8", "surrogateescape") for text in secrets.values()})
+        given = {word for text in secrets.values() for word in (text, *text.split(","))}  # keys may be several words
+        _overwrite({word.encode("utf-8", "surrogateescape") for word in given if word})
     return [
         f"--{name.replace('_', '-')}: other users of this host could read it in the process list "
         f"(use {SECRET_FLAGS[name]})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from model.errors import ModelError
@@ -72,19 +72,25 @@ def translate(argv: Sequence[str], flags: Mapping[str, argparse.Action]) -> Tran
     return done
 
 
-def check_stored_format(stored_format: str | None, settings: Settings) -> None:
-    """Raises StartupError unless the folder's weights are in the format that --quantization named."""
-    if stored_format is None:
-        return
+def with_stored_format(settings: Settings, stored_format: str | None) -> Settings:
+    """Check the format that --quantization named: it must be the folder's. fp8 of an fp8 folder means as stored.
+
+    Raises StartupError.
+    """
+    if stored_format is None and settings.quantization != "fp8":
+        return settings
     folder = settings.model or Path()
     try:
         found = find_method(folder)
     except ModelError as error:
         raise StartupError(str(error)) from None
+    if stored_format is None:
+        return replace(settings, quantization="auto") if found is not None and found[0] == "fp8" else settings
     is_gguf = found is None and any(folder.glob("*.gguf"))
     label = "gguf" if is_gguf else "16- or 32-bit" if found is None else found[0]
     if label.removesuffix("_fp4") != STORED_FORMATS[stored_format]:
         raise StartupError(f"--quantization: {stored_format}: the folder's weights are {label} (leave the flag out)")
+    return settings
 
 
 def _spelled(word: str, flags: Mapping[str, argparse.Action]) -> tuple[str, str | None]:

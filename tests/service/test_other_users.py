@@ -85,6 +85,7 @@ def test_no_key_stands_in_the_process_list(served):
     [
         (["gateway", "--api-key", KEY], KEY, True),
         (["gateway", f"--api-key={KEY},{KEY}2"], KEY, True),
+        (["gateway", "--api-key", f"{KEY}1", f"{KEY}2"], KEY, True),
         (["worker", "--redis-url=redis://user:pass-word@127.0.0.1:1"], "pass-word", True),
         (["gateway", "--redis-url", "redis+sentinel://a/b?sentinel_password=pass-word"], "pass-word", True),
         (["dead", "list", "--redis-url=redis://:pass-word@127.0.0.1:1"], "pass-word", True),
@@ -95,7 +96,8 @@ def test_no_key_stands_in_the_process_list(served):
 def test_every_verb_hides_what_is_secret_and_nothing_else(arguments, secret, masked):
     script = (
         "import sys; from service.cli import main, parser\n"
-        "parsed = parser.parser_for(sys.argv[1:]).parse_known_args(sys.argv[1:])[0]\n"
+        "parsing = parser.parser_for(sys.argv[1:])\n"
+        "parsed = parsing.parse_known_args(parser.translated(sys.argv[1:], parsing).argv)[0]\n"
         "print(len(main.hide_secrets(parsed)), open('/proc/self/cmdline').read())"
     )
     command = [sys.executable, "-c", script, *arguments]

@@ -13,7 +13,7 @@ from service.cli.main import main
 from service.cli.models import take_model_argument
 from service.cli.parser import make_parser
 from service.cli.vllm_flags import RENAMED, VLLM_FLAGS
-from service.cli.vllm_words import Translation, check_stored_format, translate
+from service.cli.vllm_words import Translation, translate, with_stored_format
 from service.config.settings import Settings
 from service.config.sources import read_settings
 from service.errors import StartupError
@@ -136,10 +136,18 @@ def test_quantization_names_what_the_folder_is(tmp_path, config, word, refused):
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config} if config else {}))
     settings = Settings(model=tmp_path)
     if refused is None:
-        check_stored_format(word, settings)
+        assert with_stored_format(settings, word) == settings
         return
     with pytest.raises(StartupError, match=refused):
-        check_stored_format(word, settings)
+        with_stored_format(settings, word)
+
+
+@pytest.mark.parametrize(("method", "means"), [("fp8", "auto"), ("compressed-tensors", "fp8"), (None, "fp8")])
+def test_fp8_of_an_fp8_folder_means_as_stored(tmp_path, method, means):
+    section = {"quantization_config": {"quant_method": method}} if method else {}
+    (tmp_path / "config.json").write_text(json.dumps(section))
+    settings = Settings(model=tmp_path, quantization="fp8")
+    assert with_stored_format(settings, None).quantization == means
 
 
 @pytest.mark.parametrize(
