@@ -1,23 +1,23 @@
 // Paged decode attention: one query token per sequence against its cached keys and values. Split-KV flash decoding.
 //
-// q, out [S, Hq, HEAD_DIM]; kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM]; block_tables int32[S, max_blocks]; splits
-// KvSplit[num_slots], followed by the members of groups (plan_decode.cu). Reference: NumpyOps.paged_decode_attention.
-// Grid (Hkv * SLICES, num_slots), THREADS threads, SHARED_BYTES of dynamic shared memory.
+// q, out [S, Hq, HEAD_DIM]; kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM], kv_scales float[L, 2, Hkv] with
+// QUIRE_KV_FP8; block_tables int32[S, max_blocks]; splits KvSplit[num_slots] and members (plan_decode.cu); workspace
+// partial_sums float[num_rows, Hq, HEAD_DIM], partial_stats float2[num_rows, Hq]. Reference:
+// NumpyOps.paged_decode_attention. Grid (Hkv * SLICES, num_slots), THREADS threads, SHARED_BYTES of dynamic shared
+// memory.
 //
-// A CTA computes ROWS query rows of one kv head for the split in its slot, or those rows of all sequences of a group
-// for a split of their common prefix. CTAs of unused slots exit. A sequence of one split is written to out. Otherwise
-// each split writes (sum, maximum, total) to the workspace, and the last CTA to arrive combines them: no second kernel.
+// A CTA computes ROWS query rows of one kv head for its slot's split, or those of all sequences of a group for a split
+// of their prefix. Splits write (sum, maximum, total) to the workspace, and the last CTA to arrive combines them.
 //
-// fp16, bf16: every warp streams tiles of 16 tokens through its own STAGES of shared memory (cp.async through the block
-// table), with no barrier wider than a warp in the loop. Tokens are the M of the products, query rows their N:
-// S^T = K Q^T, O^T = V^T P^T. Eight query rows cost one instruction, and fragments of P are one movmatrix away.
+// fp16, bf16: a warp streams tiles of 16 tokens through its own STAGES of shared memory (cp.async), with no wider
+// barrier in the loop. S^T = K Q^T, O^T = V^T P^T: eight query rows cost one instruction, and P's fragments are a
+// movmatrix away.
 // fp32: CUDA cores, one query row a CTA, for tests and small models.
 //
-// Preconditions: 16-byte aligned arrays; max_blocks, scale and window > 0; launches do not overlap on a device (they
-// share `num_arrived`); no sequence is split if S * gridDim.x > MAX_PAIRS. Rows with context_len <= 0 become zeros;
-// block ids outside the pool read as zeros. Workspace: partial_sums float[num_rows, Hq, HEAD_DIM], partial_stats
-// float2[num_rows, Hq].
-// Roofline: bytes of the visible keys and values over memory bandwidth; 0.90 of the device's copy rate from 256 MB.
+// Preconditions: 16-byte aligned arrays; max_blocks, scale, window > 0; launches do not overlap (they share
+// `num_arrived`); nothing is split if S * gridDim.x > MAX_PAIRS. Rows with context_len <= 0 and block ids outside the
+// pool are zeros.
+// Roofline: bytes of visible keys and values; 0.90 of the copy rate from 256 MB.
 #include "attention/kv_split.cuh"
 #include "attention/paged_kv.cuh"
 #include "common/mma.cuh"
@@ -28,18 +28,18 @@
 constexpr int STEPS = HEAD_DIM / 16;
 constexpr int TILE_BYTES = TILE * KvTile::ROW_BYTES;
 constexpr int HALF_CHUNKS = TILE / 2 * KvTile::CHUNKS;
-constexpr int ELEMENTS = 16 / sizeof(Kv);  // of a chunk
+constexpr int ELEMENTS = 16 / sizeof(Kv);
 static_assert(SHARED_BYTES >= WARPS * STAGES * 2 * TILE_BYTES, "the launcher's tile sizes are not these");
 
-// A warp's softmax state. Element [n][j] belongs to query row 8 n + 2 t + j, t = lane % 4.
+// Element [n][j] belongs to query row 8 n + 2 t + j, t = lane % 4.
 template <int Q_TILES>
 struct WarpState {
     float sum[Q_TILES][STEPS][4];
     float maximum[Q_TILES][2];
-    float total[Q_TILES][2];  // over this thread's tokens
+    float total[Q_TILES][2];  // of this thread's tokens
 };
 
-// Turns a product of query row 8 n + 2 t + j into a score in units of log2.
+// Turns products of that row into scores in units of log2.
 template <int Q_TILES>
 struct ScoreScale {
 #if SCALES_QUERIES
@@ -53,7 +53,7 @@ struct ScoreScale {
 #endif
 };
 
-// The block ids of a tile's two halves of 8 tokens; the same unless BLOCK_SIZE is 8.
+// Of a tile's two halves of 8 tokens.
 __device__ __forceinline__ int2 blocks_of_tile(const PagedHead& head, int tile) {
     const int block = tile * TILE / BLOCK_SIZE;
     if (BLOCK_SIZE >= TILE) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ int2 blocks_of_tile(const PagedHead& head, int tile) 
     return make_int2(__ldg(head.entry(block)), __ldg(head.entry(block + 1)));
 }
 
-// Starts the copy of a tile's keys and values; tokens outside first <= token < end become zeros and are not read.
+// Starts the copy of a tile; tokens outside first <= token < end become zeros and are not read.
 __device__ __forceinline__ void copy_tile(u32 key_tile, const PagedHead& head, int2 ids, int tile, int first, int end) {
     const int lane = threadIdx.x % WARP_SIZE;
     const int at = tile * TILE % BLOCK_SIZE;
@@ -86,15 +86,15 @@ __device__ __forceinline__ void copy_tile(u32 key_tile, const PagedHead& head, i
 
 #if QUIRE_KV_FP8
 
-// Bytes instead of pairs are laid out for the 16-bit fragments by a permutation: lane 4g + t holds elements 4t .. 4t + 3
-// of a chunk's row g. Of keys they become columns 2t, 2t + 1, 2t + 8, 2t + 9 of the product with queries, whose
-// fragments are permuted alike. Of values, rows g and g + 8 of the product are dimensions 2g and 2g + 1.
+// Bytes become 16-bit fragments by a permutation: lane 4g + t holds elements 4t .. 4t + 3 of a chunk's row g. Of keys
+// they are columns 2t, 2t + 1, 2t + 8, 2t + 9; queries are permuted alike. Of values, rows g and g + 8 are dimensions
+// 2g and 2g + 1.
 __device__ __forceinline__ u32 chunk_pair(u32 tile, int row, int right, int pair) {
     const bool is_last_alone = KvTile::CHUNKS % 2 == 1 && pair == KvTile::CHUNKS / 2;
     return KvTile::right_of(tile + KvTile::offset(row, is_last_alone ? 0 : right), pair);
 }
 
-// Fragments of chunks 2 pair and 2 pair + 1 of a key tile. The second is meaningless past the last chunk.
+// Chunks 2 pair and 2 pair + 1; the second is meaningless past the last.
 __device__ __forceinline__ void load_keys(u32 (&keys)[2][4], u32 tile, int pair) {
     const int lane = threadIdx.x % WARP_SIZE;
     u32 raw[4];
@@ -120,12 +120,12 @@ __device__ __forceinline__ void load_values(u32 (&values)[2][4], u32 tile, int p
 
 #endif
 
-// S^T = K Q^T of one tile; rows (tokens) outside low <= row < high get minus infinity.
+// S^T = K Q^T; tokens outside low <= row < high get minus infinity.
 template <int Q_TILES>
 __device__ __forceinline__ void score_tile(float (&score)[Q_TILES][4], const u32 (&q)[Q_TILES][STEPS][2], u32 key_tile,
                                            int low, int high, const ScoreScale<Q_TILES>& scale) {
     const int lane = threadIdx.x % WARP_SIZE, g = lane / 4;
-    float chain[2][Q_TILES][4] = {};  // two independent chains of products
+    float chain[2][Q_TILES][4] = {};
 #if QUIRE_KV_FP8
     u32 keys[2][4];
 #pragma unroll
@@ -153,7 +153,7 @@ __device__ __forceinline__ void score_tile(float (&score)[Q_TILES][4], const u32
     }
 }
 
-// Turns the scores of 8 query rows into fragments of P^T and rescales the state to the new maximum.
+// Turns scores of 8 query rows into fragments of P^T; rescales the state to the new maximum.
 template <int Q_TILES>
 __device__ __forceinline__ void weigh_tile(WarpState<Q_TILES>& state, int n, float (&score)[4], u32 (&weights)[2]) {
     float correction[2];
@@ -227,7 +227,7 @@ __device__ __forceinline__ void load_queries(u32 (&fragments)[Q_TILES][STEPS][2]
 }
 
 #if SCALES_QUERIES
-// Turns bfloat16 queries into float16, each row with its own scale.
+// bfloat16 to float16, each row with its own scale.
 template <int Q_TILES>
 __device__ __forceinline__ void scale_rows(u32 (&fragments)[Q_TILES][STEPS][2], ScoreScale<Q_TILES>& scale) {
     const int lane = threadIdx.x % WARP_SIZE;
@@ -253,16 +253,16 @@ __device__ __forceinline__ void scale_rows(u32 (&fragments)[Q_TILES][STEPS][2], 
 #endif
 
 constexpr int THREADS = WARPS * WARP_SIZE;
-constexpr int ROWS = QUIRE_DTYPE == 0 ? 1 : at_most(GROUP, 16);  // query rows of a CTA, of one kv head
-constexpr int SLICES = ceil_div(GROUP, ROWS);                    // CTAs that share a kv head
-constexpr int GROUP_ROWS = MEMBERS * ROWS;                       // query rows of a CTA with a group's split
-constexpr int SUM_STRIDE = HEAD_DIM + 4;                         // floats; the 4 avoid bank conflicts
-constexpr int MAX_PAIRS = 1 << 14;                               // (sequence, blockIdx.x) that may be split
+constexpr int ROWS = QUIRE_DTYPE == 0 ? 1 : at_most(GROUP, 16);  // query rows of a CTA
+constexpr int SLICES = ceil_div(GROUP, ROWS);  // CTAs of a kv head
+constexpr int GROUP_ROWS = MEMBERS * ROWS;  // query rows of a group's CTA
+constexpr int SUM_STRIDE = HEAD_DIM + 4;  // avoids bank conflicts
+constexpr int MAX_PAIRS = 1 << 14;  // that may be split
 
-// Splits whose result is written, by (sequence, blockIdx.x). atomicInc wraps each to 0 for the next launch.
+// Splits that have written, by (sequence, blockIdx.x). atomicInc wraps to 0 for the next launch.
 __device__ u32 num_arrived[MAX_PAIRS];
 
-// The partial results of a CTA's warps, in the memory of the tiles.
+// Results of a CTA's warps, in place of the tiles.
 template <int NUM_ROWS>
 struct Results {
     float sum[WARPS][NUM_ROWS][SUM_STRIDE];
@@ -271,7 +271,7 @@ struct Results {
 static_assert(SHARED_BYTES >= sizeof(Results<QUIRE_DTYPE == 0 ? ROWS : GROUP_ROWS>), "the warps' results must fit");
 static_assert(SHARED_BYTES >= ROWS * 2 * MAX_SPLITS * sizeof(float), "the weights of the splits must fit");
 
-// Four consecutive elements, rounded to T.
+// Rounded to T.
 __device__ __forceinline__ void store_four(T* to, const float (&x)[4]) {
     struct alignas(4 * sizeof(T)) Four { T at[4]; } four;
 #pragma unroll
@@ -279,8 +279,7 @@ __device__ __forceinline__ void store_four(T* to, const float (&x)[4]) {
     *reinterpret_cast<Four*>(to) = four;
 }
 
-// Adds the warps' results, weighting each by 2^(its maximum - the largest), and stores the rows that
-// `destination.holds`, four dimensions at a time.
+// Adds the warps' results, each times 2^(its maximum - the largest).
 template <int NUM_ROWS, typename Destination>
 __device__ __forceinline__ void merge_warps(const Results<NUM_ROWS>& results, const Destination& destination) {
     for (int i = threadIdx.x; i < NUM_ROWS * (HEAD_DIM / 4); i += THREADS) {
@@ -300,7 +299,7 @@ __device__ __forceinline__ void merge_warps(const Results<NUM_ROWS>& results, co
     }
 }
 
-// Rows of a sequence of one split: normalised and written to out.
+// Rows of an unsplit sequence.
 struct OutputRows {
     T* out;
     int num_rows;
@@ -315,7 +314,7 @@ struct OutputRows {
     }
 };
 
-// Rows of one split of several: written to the workspace.
+// Rows of one split of several.
 struct WorkspaceRows {
     float* sums;
     float2* stats;
@@ -332,7 +331,7 @@ struct WorkspaceRows {
     }
 };
 
-// True in every thread of the CTA that arrives last of `count` at this pair; it then sees what the others wrote.
+// True in every thread of the last CTA of `count` at this pair, which sees what the others wrote.
 __device__ __forceinline__ bool is_last_to_arrive(int pair, int count) {
     __threadfence();
     __syncthreads();
@@ -341,8 +340,7 @@ __device__ __forceinline__ bool is_last_to_arrive(int pair, int count) {
     return is_last;
 }
 
-// The same for a group: true in thread m if this CTA arrives last at member m. Every thread of the CTA calls; after the
-// next __syncthreads all of them see what the others wrote.
+// True in thread m if this CTA is the last at member m; all see the others' writes after the next __syncthreads.
 __device__ __forceinline__ bool completes_member(const PrefixGroupMember* members, int num_members) {
     __threadfence();
     __syncthreads();
@@ -356,8 +354,7 @@ __device__ __forceinline__ bool completes_member(const PrefixGroupMember* member
     return is_last;
 }
 
-// out = the splits of each row, weighted by their shares of the softmax. Splits are `stride` workspace rows apart;
-// `weights` is shared float[ROWS][count].
+// Splits are `stride` workspace rows apart; `weights` is shared float[ROWS][count].
 __device__ __forceinline__ void combine_splits(const float* sums, const float2* stats, int num_rows, int count,
                                               int stride, float* weights, float value_scale, T* out) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
@@ -391,7 +388,7 @@ __device__ __forceinline__ void combine_splits(const float* sums, const float2* 
     }
 }
 
-// The query rows of one sequence and kv head.
+// Of one sequence and kv head.
 struct SequenceRows {
     const T* q;
     int num_rows;
@@ -399,7 +396,7 @@ struct SequenceRows {
     __device__ __forceinline__ const T* at(int row) const { return row < num_rows ? q + row * HEAD_DIM : nullptr; }
 };
 
-// The query rows of a group, ROWS a member, and their destination. `q` and `workspace` point to sequence 0 and row 0.
+// Of a group, ROWS a member. `q` and `workspace` point to sequence 0 and row 0.
 struct GroupRows {
     const T* q;
     WorkspaceRows workspace;
@@ -434,7 +431,7 @@ __device__ __forceinline__ void attend(const T* q, const PagedHead& head, const 
 
 #else
 
-// Writes a warp's state to `results`. No warp may still read tiles from that memory.
+// No warp may still read tiles from the memory of `results`.
 template <int Q_TILES, int NUM_ROWS>
 __device__ __forceinline__ void store_state(const WarpState<Q_TILES>& state, Results<NUM_ROWS>& results) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
@@ -499,7 +496,7 @@ __device__ __forceinline__ void attend(const Rows& rows, const PagedHead& head, 
         const int ahead = tile + STAGES * WARPS;
         if (ahead < num_tiles) copy_tile(at, head, next_ids, ahead, split.first, split.end);
         commit_copies();
-        next_ids = blocks_of_tile(head, ahead + WARPS);  // a step ahead, so that the copy does not wait for the ids
+        next_ids = blocks_of_tile(head, ahead + WARPS);  // ahead, so that the copy does not wait
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     wait_for_copies<0>();
@@ -509,7 +506,7 @@ __device__ __forceinline__ void attend(const Rows& rows, const PagedHead& head, 
 
 #endif
 
-// Writes the partial results of a group's rows for one split of its prefix. `shared` is all dynamic shared memory.
+// Writes a group's partial results for one split of its prefix.
 __device__ __forceinline__ void attend_group(const GroupRows& rows, const PagedHead& head, const KvSplit& split,
                                              float scale_log2, unsigned char* shared) {
 #if QUIRE_DTYPE == 0
@@ -559,7 +556,8 @@ paged_decode(T* __restrict__ out, const T* __restrict__ q, const Kv* __restrict_
     const auto combine = [&](int sequence, int first, int count) {
         const i64 row = static_cast<i64>(first) * num_heads;
         combine_splits(workspace.sums + row * HEAD_DIM, workspace.stats + row, num_rows, count, num_heads,
-                      reinterpret_cast<float*>(shared), value_scale, out + static_cast<i64>(sequence) * num_heads * HEAD_DIM);
+                      reinterpret_cast<float*>(shared), value_scale,
+                      out + static_cast<i64>(sequence) * num_heads * HEAD_DIM);
     };
 
     if (split.num_members > 0) {
@@ -568,7 +566,7 @@ paged_decode(T* __restrict__ out, const T* __restrict__ q, const Kv* __restrict_
         const GroupRows rows{q, workspace, members, split.num_members, num_rows, num_heads, split.row};
         attend_group(rows, head, split, scale_log2, shared);
         const bool is_last = completes_member(members, split.num_members);
-        for (int m = 0; m < split.num_members; ++m) {  // the barrier protects the previous member's weights
+        for (int m = 0; m < split.num_members; ++m) {  // the barrier protects the previous weights
             if (__syncthreads_or(is_last && threadIdx.x == m))
                 combine(members[m].sequence, members[m].first_row, members[m].count);
         }

@@ -1,8 +1,8 @@
-// Shared by decode and prefill attention: the walk through the block table, tiles in shared memory, and the float32
-// path, where a warp folds keys into one query row on the CUDA cores.
+// Shared by decode and prefill: the walk through the block table, tiles in shared memory, and the float32 path, where a
+// warp folds keys into one query row.
 //
 // A build defines HEAD_DIM (a multiple of 16, at most 256), BLOCK_SIZE (a power of two, at least 8) and GROUP, the
-// query heads of one kv head. Scores are kept in units of log2, so that a weight is one exp2.
+// query heads of a kv head. Scores are in units of log2.
 #pragma once
 
 #include "common/mma.cuh"
@@ -21,8 +21,7 @@ static_assert(BLOCK_SIZE >= 8 && (BLOCK_SIZE & (BLOCK_SIZE - 1)) == 0, "block_si
 constexpr __host__ __device__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr __host__ __device__ int at_most(int a, int b) { return a < b ? a : b; }
 
-// kv_scales [L, 2, Hkv] of one layer: a key or value is the stored number times its head's scale. 1 in builds whose cache
-// is of type T.
+// The scales of a layer in kv_scales [L, 2, Hkv]: value = stored * scale. 1 if the cache is of type T.
 struct KvScales {
     const float* of_layer;
     int num_kv_heads;
@@ -38,15 +37,15 @@ struct KvScales {
 #endif
 };
 
-// The keys and values of one sequence, layer and kv head in kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM]. Tokens of
-// a block id outside the pool read as zeros.
+// Keys and values of a sequence, layer and kv head in kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM]. A block id
+// outside the pool reads as zeros.
 struct PagedHead {
     const Kv* keys;      // token 0 of block 0
-    u32 block_stride;   // elements from a block to the next
-    u32 value_offset;   // elements from a key to its value
-    const int* table;   // the sequence's row of block_tables
+    u32 block_stride;  // elements between blocks
+    u32 value_offset;  // elements from key to value
+    const int* table;
     int num_blocks;
-    int max_blocks;     // entries of `table`
+    int max_blocks;
 
     __device__ __forceinline__ PagedHead(const Kv* kv, const int* table, int num_blocks, int max_blocks, int num_layers,
                                          int layer, int num_kv_heads, int head)
@@ -60,15 +59,15 @@ struct PagedHead {
         return static_cast<u32>(block_id) < static_cast<u32>(num_blocks);
     }
 
-    // The table's entry for a block of the sequence; the last entry for a block past the end.
+    // The table's entry for a block; the last for a block past the end.
     __device__ __forceinline__ const int* entry(int block) const { return table + min(block, max_blocks - 1); }
 
-    // Key `offset` of a block. Not to be dereferenced for an id outside the pool.
+    // Key `offset` of a block; not to be read for an id outside the pool.
     __device__ __forceinline__ const Kv* key_at(int block_id, int offset) const {
         return keys + static_cast<u64>(holds(block_id) ? block_id : 0) * block_stride + offset * HEAD_DIM;
     }
 
-    // A context's tokens, at most as many as the table holds.
+    // A context's tokens, at most the table's.
     __device__ __forceinline__ int clamped(int context_len) const {
         return max(0, min(context_len, max_blocks * BLOCK_SIZE));
     }
@@ -76,10 +75,10 @@ struct PagedHead {
 
 __device__ __forceinline__ float minus_infinity() { return -positive_infinity(); }
 
-// The base of the exponents: the running maximum, or 0 while no key was visible (avoids inf - inf).
+// The running maximum, or 0 while no key was visible: avoids inf - inf.
 __device__ __forceinline__ float finite_base(float maximum) { return maximum == minus_infinity() ? 0.0f : maximum; }
 
-// 1 / total; 0 for a row without visible keys; NaN stays NaN.
+// 1 / total; 0 without visible keys.
 __device__ __forceinline__ float reciprocal_or_zero(float total) {
     return total == 0.0f ? 0.0f : __fdividef(1.0f, total);
 }
@@ -88,9 +87,9 @@ __device__ __forceinline__ float reciprocal_or_zero(float total) {
 
 #if QUIRE_DTYPE != 0
 
-// Rows of 16-byte chunks in shared memory, laid so that eight rows of one chunk column touch all 32 banks: chunks XORed
-// with the row where their number is a power of two, else an odd number of them a row. The tile's base must be aligned
-// to ROW_BYTES (SWIZZLED) or 16 bytes.
+// Rows of 16-byte chunks in shared memory, such that eight rows of a chunk column touch all 32 banks: chunks XORed with
+// the row if their number is a power of two, else an odd number a row. The base is aligned to ROW_BYTES (SWIZZLED) or
+// 16.
 template <int NUM_CHUNKS>
 struct TileOf {
     static constexpr int CHUNKS = NUM_CHUNKS;
@@ -101,16 +100,16 @@ struct TileOf {
         return row * ROW_BYTES + 16 * (SWIZZLED ? chunk ^ (row & 7) : chunk);
     }
 
-    // The address `pairs` pairs of chunks to the right of an address in the first pair.
+    // The address `pairs` pairs of chunks right of one in the first pair.
     __device__ __forceinline__ static u32 right_of(u32 address, int pairs) {
         return SWIZZLED ? address ^ (32 * pairs) : address + 32 * pairs;
     }
 };
-using SharedTile = TileOf<HEAD_DIM / 8>;                // of 16-bit elements
-using KvTile = TileOf<HEAD_DIM * sizeof(Kv) / 16>;  // of the cache's
+using SharedTile = TileOf<HEAD_DIM / 8>;  // 16-bit elements
+using KvTile = TileOf<HEAD_DIM * sizeof(Kv) / 16>;  // the cache's
 
 #if QUIRE_KV_FP8
-// Eight e4m3 in shared memory, and their store as float16. Apart, so that loads can precede stores.
+// Eight e4m3 and their store as float16; apart, so that loads can precede stores.
 __device__ __forceinline__ uint2 load_eight(u32 from) {
     uint2 eight;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(eight.x), "=r"(eight.y) : "r"(from) : "memory");
@@ -139,13 +138,13 @@ __device__ __forceinline__ void store_widened(u32 to, uint2 eight) {
 }
 
 #if QUIRE_DTYPE == 2
-// bfloat16 queries become float16 times a power of two, which makes the largest 2^14 or more: numbers down to 2^-28 of
-// it are exact. Scores must be multiplied by `down`.
+// bfloat16 queries become float16 times a power of two: the largest is 2^14 or more, and numbers down to 2^-28 of it
+// are exact. Scores must be multiplied by `down`.
 struct QueryScale {
     __nv_bfloat162 up;
     float down;
 
-    // `largest`: the bits of the largest magnitude.
+    // `largest`: bits of the largest magnitude.
     __device__ __forceinline__ QueryScale(u32 largest) {
         const u32 exponent = min(max(largest >> 7, 15u), 254u);  // biased
         up = __float2bfloat162_rn(__uint_as_float((268 - exponent) << 23));
@@ -158,19 +157,19 @@ struct QueryScale {
     }
 };
 
-constexpr u32 MAGNITUDES = 0x7fff7fffu;  // of a pair
+constexpr u32 MAGNITUDES = 0x7fff7fffu;
 constexpr u32 INFINITY_BITS = 0x7f80u;
 
 __device__ __forceinline__ u32 larger_of_pair(u32 pair) { return max(pair & 0xffffu, pair >> 16); }
 
-// The same without numbers that are not finite, which must not hide the others.
+// Without infinities and NaN, which must not hide other rows.
 __device__ __forceinline__ u32 finite_of_pair(u32 pair) {
     const u32 low = pair & 0xffffu, high = pair >> 16;
     return max(low < INFINITY_BITS ? low : 0, high < INFINITY_BITS ? high : 0);
 }
 
-// Scales a warp's queries in shared memory in place, all NUM_ROWS rows alike; returns QueryScale.down. `address(row,
-// chunk)` is that of 16 bytes. Only the first `num_held` rows hold queries, the others anything.
+// Scales a warp's queries in place, NUM_ROWS rows alike; returns QueryScale.down. `address(row, chunk)`: of 16 bytes.
+// Rows from `num_held` on hold anything.
 template <int NUM_ROWS, typename Address>
 __device__ __forceinline__ float scale_queries(int num_held, const Address& address) {
     constexpr int CHUNKS = HEAD_DIM / 8, BATCH = 8, NUM_CHUNKS = NUM_ROWS * CHUNKS / WARP_SIZE;
@@ -208,7 +207,7 @@ __device__ __forceinline__ float scale_queries(int num_held, const Address& addr
 
 #else
 
-// One query row's running softmax, held by a warp: the lanes own dimensions lane, lane + 32, ...
+// A query row's running softmax in a warp: lanes own dimensions lane, lane + 32, ...
 struct RowState {
     static constexpr int DIMS = ceil_div(HEAD_DIM, WARP_SIZE);
     float maximum = minus_infinity();
@@ -240,7 +239,7 @@ __device__ __forceinline__ float dot_row(const float* a, const float* b) {
 }
 #endif
 
-// Folds the keys begin <= token < end into `state`, 32 at a time, a key a lane; runs of 32 start every `stride` tokens.
+// Folds keys begin <= token < end into `state`, a key a lane; runs of 32 start every `stride` tokens.
 __device__ __forceinline__ void attend_row(RowState& state, const float* q, const PagedHead& head, int begin, int end,
                                            int stride, float scale_log2) {
     const int lane = threadIdx.x % WARP_SIZE;

@@ -1,34 +1,32 @@
-// Paged varlen prefill attention: causal attention of the chunks of several sequences against the cache, which already
-// holds the chunks' own keys. Flash attention with mma.sync, for every architecture from sm_80.
+// Paged varlen prefill attention: causal attention of chunks of several sequences, whose keys are already cached. Flash
+// attention with mma.sync, from sm_80 on.
 //
-// q, out [T, Hq, HEAD_DIM]; kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM]; block_tables int32[S, max_blocks];
-// context_lens int32[S]; query_start int32[S + 1]. Reference: NumpyOps.paged_prefill_attention. Grid (Hkv, S,
-// num_tiles) with num_tiles = ceil(max_query_len * GROUP / ROWS); THREADS threads; SHARED_BYTES of dynamic shared
-// memory.
+// q, out [T, Hq, HEAD_DIM]; kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM], kv_scales float[L, 2, Hkv] with
+// QUIRE_KV_FP8; block_tables int32[S, max_blocks]; context_lens int32[S]; query_start int32[S + 1]. Reference:
+// NumpyOps.paged_prefill_attention. Grid (Hkv, S, ceil(max_query_len * GROUP / ROWS)); THREADS threads; SHARED_BYTES of
+// dynamic shared memory.
 //
-// A CTA computes ROWS query rows of one kv head: row r is query head r % GROUP of the chunk's token r / GROUP, so that
-// the heads of a group share the keys and short chunks fill the tile. blockIdx.z counts tiles from a chunk's end: the
-// longest first, over all sequences. Key tiles of KEYS tokens are fetched one tile ahead (cp.async; block ids two tiles
-// ahead) into two stages. fp16, bf16: a warp has 16 * ROW_TILES rows; two row tiles halve its shared memory reads per
-// product.
+// A CTA computes ROWS query rows of one kv head: row r is query head r % GROUP of the chunk's token r / GROUP.
+// blockIdx.z counts from a chunk's end: the longest first. Tiles of KEYS tokens are fetched one ahead (cp.async; block
+// ids two ahead). A warp has 16 * ROW_TILES rows; two row tiles halve its shared memory reads per product.
 // fp32: CUDA cores, a warp a row, for tests and small models. A build also defines WARPS.
 //
-// Preconditions: 16-byte aligned arrays; max_blocks, scale and window > 0; max_query_len >= the longest chunk. Rows
-// without visible keys become zeros; block ids outside the pool read as zeros.
-// Roofline: 4 * HEAD_DIM flop a visible (query, key) pair and head; on an H200 at least 300 TFLOP/s in bf16 at 4k.
+// Preconditions: 16-byte aligned arrays; max_blocks, scale, window > 0; max_query_len >= the longest chunk. Rows
+// without visible keys and block ids outside the pool are zeros.
+// Roofline: 4 * HEAD_DIM flop a visible (query, key) pair and head; on an H200 300 TFLOP/s in bf16 at 4k.
 #include "attention/paged_kv.cuh"
 #include "common/mma.cuh"
 #include "common/types.cuh"
 
-// The rows of a chunk that one CTA computes.
+// The rows of a CTA.
 struct Chunk {
-    int start, num_rows;  // the chunk's first token in q and out; its tokens * GROUP
-    int first_position;   // of the chunk's first token in its sequence
-    int first_row;        // of this CTA
+    int start, num_rows;  // first token in q and out; tokens * GROUP
+    int first_position;  // of the chunk in its sequence
+    int first_row;  // of this CTA
 
     __device__ __forceinline__ int position(int row) const { return first_position + row / GROUP; }
 
-    // The offset of a row of this kv head in q and out, in elements.
+    // In q and out, in elements.
     __device__ __forceinline__ i64 element(int row, int kv_head, int num_kv_heads) const {
         const i64 token = start + row / GROUP;
         return ((token * num_kv_heads + kv_head) * GROUP + row % GROUP) * HEAD_DIM;
@@ -41,11 +39,11 @@ constexpr int WARP_ROWS = 16 * ROW_TILES;
 constexpr int STEPS = HEAD_DIM / 16;
 constexpr int KEY_STEPS = KEYS / 16;
 
-// A warp's softmax state. Half h of row tile r is row 16 r + 8 h + lane / 4 of the warp.
+// Half h of row tile r is row 16 r + 8 h + lane / 4 of the warp.
 struct WarpState {
     float sum[ROW_TILES][2 * STEPS][4];
-    float maximum[ROW_TILES][2];  // of the raw scores
-    float total[ROW_TILES][2];    // over this thread's keys
+    float maximum[ROW_TILES][2];  // raw scores
+    float total[ROW_TILES][2];  // of this thread's keys
 };
 
 // score = Q K^T of this warp's rows and one tile of keys.
@@ -86,7 +84,7 @@ __device__ __forceinline__ void mask_tile(float (&score)[ROW_TILES][2 * KEY_STEP
             for (int n = 0; n < 2 * KEY_STEPS; ++n) {
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
-                    const int distance = last - (n * 8 + j);  // tokens from the key to the query
+                    const int distance = last - (n * 8 + j);  // from key to query
                     if (distance < 0 || distance >= window) score[r][n][2 * h + j] = minus_infinity();
                 }
             }
@@ -94,7 +92,7 @@ __device__ __forceinline__ void mask_tile(float (&score)[ROW_TILES][2 * KEY_STEP
     }
 }
 
-// Turns scores into weights 2^((score - maximum) * scale_log2) and rescales the state to the new maximum.
+// Turns scores into weights 2^((score - maximum) * scale_log2); rescales the state to the new maximum.
 __device__ __forceinline__ void weigh_tile(WarpState& state, float (&score)[ROW_TILES][2 * KEY_STEPS][4],
                                            float scale_log2) {
 #pragma unroll
@@ -123,7 +121,7 @@ __device__ __forceinline__ void weigh_tile(WarpState& state, float (&score)[ROW_
             }
             state.total[r][h] = fmaf(state.total[r][h], correction[h], total);
         }
-        // Most tiles bring no new maximum to the warp.
+        // Most tiles bring no new maximum.
         if (!__any_sync(FULL_WARP, correction[0] != 1.0f || correction[1] != 1.0f)) continue;
 #pragma unroll
         for (int n = 0; n < 2 * STEPS; ++n) {
@@ -193,18 +191,18 @@ __device__ __forceinline__ void attend(T* out, const T* q, const PagedHead& head
 #else
 
 constexpr int ROWS = WARPS * WARP_ROWS;
-constexpr int NUM_IDS = ceil_div(KEYS, BLOCK_SIZE);  // blocks of a tile of keys
-constexpr int BLOCK_KEYS = at_most(KEYS, BLOCK_SIZE);  // keys of a tile that one block holds
+constexpr int NUM_IDS = ceil_div(KEYS, BLOCK_SIZE);  // of a tile
+constexpr int BLOCK_KEYS = at_most(KEYS, BLOCK_SIZE);  // of one block
 constexpr int TILE_BYTES = KEYS * SharedTile::ROW_BYTES;
 constexpr int QUERY_BYTES = ROWS * SharedTile::ROW_BYTES;
-constexpr int IDS_BYTES = 64;  // of one stage
+constexpr int IDS_BYTES = 64;  // of a stage
 static_assert(KEYS % BLOCK_SIZE == 0 || BLOCK_SIZE % KEYS == 0, "tiles and blocks must nest");
 static_assert(NUM_IDS * 4 <= IDS_BYTES, "a tile's block ids must fit");
 static_assert(WARP_ROWS * SharedTile::CHUNKS % WARP_SIZE == 0, "every lane copies the same number of chunks");
 static_assert(SHARED_BYTES == QUERY_BYTES + 4 * TILE_BYTES + 2 * IDS_BYTES, "the launcher's tile sizes are not these");
 
-// Shared memory: query rows (later the output), then two stages of (keys, values), then their block ids. Of an e4m3
-// cache: the tile that is multiplied, and in place of the other two stages of bytes, unswizzled.
+// Shared memory: query rows (later the output), two stages of (keys, values), their block ids. Of e4m3: the widened
+// tile, and two stages of bytes in place of the second.
 struct Shared {
     unsigned char* base;
 
@@ -216,7 +214,9 @@ struct Shared {
     static constexpr int FETCHED_BYTES = KEYS * HEAD_DIM;
     static_assert(2 * FETCHED_BYTES <= TILE_BYTES, "two stages of bytes take the place of one of elements");
 
-    __device__ __forceinline__ u32 fetched(int stage) const { return keys(0) + 2 * TILE_BYTES + stage * 2 * FETCHED_BYTES; }
+    __device__ __forceinline__ u32 fetched(int stage) const {
+        return keys(0) + 2 * TILE_BYTES + stage * 2 * FETCHED_BYTES;
+    }
 #else
     __device__ __forceinline__ u32 fetched(int stage) const { return keys(stage); }
 #endif
@@ -225,7 +225,7 @@ struct Shared {
     }
 };
 
-// A warp's own rows only: no other warp reads them.
+// Only a warp reads its rows.
 __device__ __forceinline__ void copy_queries(u32 queries, const T* q, const Chunk& chunk, int kv_head,
                                              int num_kv_heads) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
@@ -244,11 +244,11 @@ __device__ __forceinline__ void copy_ids(int* ids, const PagedHead& head, int ti
     copy_async_4(shared_address(ids + threadIdx.x), head.entry(tile * KEYS / BLOCK_SIZE + threadIdx.x));
 }
 
-// Keys and values of a tile, block by block; tokens outside first <= token < end become zeros and are not read.
+// Keys and values of a tile; tokens outside first <= token < end become zeros and are not read.
 __device__ __forceinline__ void copy_tile(u32 key_tile, const int* ids, const PagedHead& head, int tile, int first,
                                           int end) {
     const u32 low = first - tile * KEYS, num_wanted = max(0, end - first);
-    const int in_block = tile * KEYS % BLOCK_SIZE;  // not 0 where a block is larger than a tile
+    const int in_block = tile * KEYS % BLOCK_SIZE;
 #pragma unroll 4  // more at once makes registers spill
     for (int block = 0; block < NUM_IDS; ++block) {
         const int id = ids[block];
@@ -277,7 +277,7 @@ __device__ __forceinline__ void copy_tile(u32 key_tile, const int* ids, const Pa
 // Widens the keys and values of a fetched tile.
 __device__ __forceinline__ void widen_tile(u32 key_tile, u32 fetched) {
     constexpr int CHUNKS = SharedTile::CHUNKS, EIGHTS = KEYS * CHUNKS, STEPS = EIGHTS / THREADS, BATCH = 4;
-    constexpr bool SAME_PLACE = THREADS % (8 * CHUNKS) == 0;  // of all steps in the swizzle
+    constexpr bool SAME_PLACE = THREADS % (8 * CHUNKS) == 0;  // in the swizzle of all steps
     static_assert(EIGHTS % THREADS == 0, "every thread widens the same number");
     const int thread = threadIdx.x;
     const u32 first = SharedTile::offset(thread / CHUNKS, thread % CHUNKS);
@@ -300,7 +300,7 @@ __device__ __forceinline__ void widen_tile(u32 key_tile, u32 fetched) {
 #endif
 
 #if SCALES_QUERIES
-// Called by a warp for its rows, once these have landed; returns the factor of its scores.
+// Scales a warp's rows once they have landed; returns the factor of its scores.
 __device__ __forceinline__ float scale_own_queries(u32 queries, const Chunk& chunk) {
     const int first = threadIdx.x / WARP_SIZE * WARP_ROWS;
     const float down = scale_queries<WARP_ROWS>(
@@ -311,7 +311,7 @@ __device__ __forceinline__ float scale_own_queries(u32 queries, const Chunk& chu
 }
 #endif
 
-// Through the memory of the warp's query rows, so that lanes store 16 adjacent bytes.
+// Through the queries' memory, so that lanes store 16 adjacent bytes.
 __device__ __forceinline__ void store_rows(const WarpState& state, unsigned char* queries, T* out, const Chunk& chunk,
                                            int kv_head, int num_kv_heads, float value_scale) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
@@ -373,7 +373,7 @@ __device__ __forceinline__ void attend(T* out, const T* q, const PagedHead& head
 #endif
     for (int stage = 0; tile < end_tile; ++tile, stage ^= 1) {
         wait_for_copies<0>();
-        __syncthreads();  // the tile has landed, and no warp reads the other stage
+        __syncthreads();  // the tile has landed; the other stage is free
         if (tile + 1 < end_tile) {
             copy_tile(shared.fetched(stage ^ 1), shared.ids(stage ^ 1), head, tile + 1, first_key, end_key);
             copy_ids(shared.ids(stage), head, tile + 2);

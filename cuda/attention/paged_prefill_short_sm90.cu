@@ -1,22 +1,19 @@
-// Paged prefill attention on Hopper (sm_90a) for few query rows, such as a short chunk after a long context, whose
-// query tiles do not fill the device. The task of paged_prefill_sm90.cu, for latency instead of throughput.
+// Paged prefill attention on Hopper for few query rows, such as a short chunk after a long context, whose query tiles
+// do not fill the device: paged_prefill_sm90.cu's task for latency.
 //
-// q, out [T, Hq, HEAD_DIM], block_tables, context_lens, query_start: as in paged_prefill.cu. `query_map` is q as a 3-D
-// tensor map with boxes of 64 elements x GROUP heads x ROWS / GROUP tokens; `cache_map` is kv as a 2-D one of rows of
-// HEAD_DIM, with boxes of 64 elements x min(KEYS, BLOCK_SIZE) rows; both with the 128-byte swizzle. Reference:
-// NumpyOps.paged_prefill_attention. Grid (num_clusters * cluster_size), in clusters of up to MAX_CLUSTER_SPLITS;
-// THREADS threads; SHARED_BYTES of dynamic shared memory. A build defines PADDED_ROWS (query rows of a tile, rounded
-// up), KEYS (of a key tile), STAGES, and the macros of paged_kv.cuh.
+// q, out [T, Hq, HEAD_DIM], block_tables, context_lens, query_start, kv_scales: as in paged_prefill.cu; `query_map`,
+// `cache_map`: as in paged_prefill_sm90.cu. Reference: NumpyOps.paged_prefill_attention. Grid (num_clusters *
+// cluster_size), clusters of up to MAX_CLUSTER_SPLITS; THREADS threads; SHARED_BYTES of dynamic shared memory. A build
+// defines STAGES and the macros of prefill_sm90.cuh.
 //
-// The CTAs of a cluster split the keys of a query tile and reduce its rows in each other's shared memory, in place of
-// queries and keys. In a CTA, one warp fetches queries and key tiles, and two warpgroups of 64 rows consume them. The
-// scores of a tile are multiplied together with the values of the previous one, so that scores become weights while the
-// values are in flight.
+// The CTAs of a cluster split the keys of a query tile and reduce its rows in each other's shared memory. One warp
+// fetches, two warpgroups of 64 rows consume; three more warps widen e4m3. Scores of a tile are multiplied together
+// with the values of the previous one, so that scores become weights meanwhile.
 //
-// Keys run from the first tile to the last. Keys outside the split in its first and last block are masked, and their
-// values overwritten with zeros, since they may never have been written.
-// Preconditions: those of paged_prefill.cu. Roofline: 16 bits a visible key's and value's element over memory
-// bandwidth, which is 2 us of the 12 that 64 tokens after 2,048 take on an H200.
+// Keys run from the first tile to the last. Keys outside the split are masked and their values zeroed, since they may
+// be uninitialised.
+// Preconditions: those of paged_prefill.cu. Roofline: bytes of visible keys and values, 2 of the 12 us that 64 tokens
+// after 2,048 take on an H200.
 #include "attention/paged_kv.cuh"
 #include "attention/prefill_sm90.cuh"
 #include "common/mma.cuh"
@@ -25,22 +22,22 @@
 
 constexpr int MIN_SPLIT_KEYS = 128;
 
-// a / b of numbers from 0 to a million, five times as fast.
+// a / b up to a million, five times as fast.
 __device__ __forceinline__ int quotient(int a, int b) { return static_cast<int>(__fdividef(a + 0.5f, b)); }
 
-// The work of a CTA in one round: a split of a query tile's keys, in key tiles from `begin` on.
+// A CTA's work in one round: a split of a query tile's keys, in key tiles from `begin` on.
 //
-// With no more query tiles than clusters, each CTA of a cluster has a split of one tile. With some more, the CTAs of a
-// cluster are divided among its tiles. With still more, every CTA computes whole tiles, round after round.
+// With no more query tiles than clusters, a cluster splits one tile; with some more, its CTAs are divided among its
+// tiles; with still more, every CTA computes whole tiles.
 struct Task {
     QueryTile query_tile;
-    int sequence;      // num_sequences if there is nothing to do
+    int sequence;  // num_sequences: nothing to do
     int index, count;  // of the splits
-    int begin;         // first key of the first key tile
+    int begin;  // of the first key tile
 
     __device__ __forceinline__ int num_tiles() const { return max(0, ceil_div(query_tile.end_key - begin, KEYS)); }
 
-    // Narrows the keys to those of the split, in whole boxes. Few keys make fewer splits.
+    // Narrows the keys to the split's, in whole boxes.
     __device__ __forceinline__ void take_split(int nothing) {
         const int first = query_tile.first_key / BLOCK_KEYS,
                   num_boxes = max(0, ceil_div(query_tile.end_key, BLOCK_KEYS) - first);
@@ -52,8 +49,7 @@ struct Task {
     }
 };
 
-// The chunks of 32 sequences, one a lane. `end`: query tiles of one kv head up to and including the lane's; `total`: of
-// all.
+// 32 sequences, one a lane. `end`: query tiles of a kv head up to the lane's; `total`: of all.
 struct Chunks {
     int start, num_tokens, context_len, end, total;
 
@@ -75,7 +71,7 @@ struct Chunks {
     }
 };
 
-// Called by a whole warp, with the same result in all lanes. All its loads are independent.
+// Called by a whole warp. All its loads are independent.
 __device__ __forceinline__ Task find_task(const Batch& batch, int cluster_size, int round) {
     Task task;
     task.sequence = batch.num_sequences;
@@ -122,24 +118,23 @@ constexpr int CONSUMER_WARPS = CONSUMER_THREADS / WARP_SIZE;
 constexpr int THREADS = CONSUMER_THREADS + WARPGROUP_SIZE;
 static_assert(PADDED_ROWS == CONSUMERS * 64, "every row has a warpgroup");
 
-constexpr int MAX_CLUSTER_SPLITS = 8;  // the portable cluster size
+constexpr int MAX_CLUSTER_SPLITS = 8;  // the portable size
 constexpr int CHUNKS = HEAD_DIM / 16;
 constexpr int UNIT_BYTES = WARP_SIZE * 16;
-constexpr int STAT_BYTES = 8 * 16;  // of a warp of a split: maximum and total of rows r and r + 8, by r
+constexpr int STAT_BYTES = 8 * 16;  // of a warp: maximum and total of rows r and r + 8
 constexpr int MAX_UNITS = CONSUMER_WARPS * CHUNKS + MAX_CLUSTER_SPLITS;
 constexpr int REDUCTION_BYTES = MAX_UNITS * UNIT_BYTES + MAX_CLUSTER_SPLITS * CONSUMER_WARPS * STAT_BYTES;
 
-// The reduction of a tile's splits inside a cluster: each CTA sends the others what they reduce. Nothing goes through
-// global memory.
+// Reduction of a tile's splits inside a cluster: each CTA sends the others what they reduce.
 //
-// A warp's sums are sent in units of 16 columns of its 16 rows, 16 bytes a lane, in the fragments of wgmma.cuh. Unit i
-// * num_warps + w is column chunk i of warp w; split u % count reduces unit u. Units are normalised and sent in 16
-// bits, since bandwidth between SMs is low; each split weighs its total times 2^(its maximum - the largest).
+// Sums are sent in units of 16 columns of a warp's 16 rows, 16 bytes a lane. Unit i * num_warps + w is column chunk i
+// of warp w; split u % count reduces unit u. Units are normalised and sent in 16 bits, since bandwidth between SMs is
+// low; each split weighs its total times 2^(its maximum - the largest).
 //
-// Shared memory of the receiver: its units, split by split, then maxima and totals of all rows of all splits.
+// The receiver holds its units, split by split, then all maxima and totals.
 struct PartialReduction {
     u32 base, barrier;
-    int first_rank;  // of the tile's splits, in the cluster
+    int first_rank;  // of the tile's splits
     int index, count, num_warps;
     int inverse;  // 4096 / count + 1
 
@@ -158,7 +153,7 @@ struct PartialReduction {
         arrive_expecting(barrier, count * (num_slots() * UNIT_BYTES + num_warps * STAT_BYTES));
     }
 
-    // Sends this warp's rows to the splits that reduce them.
+    // To the splits that reduce them.
     __device__ __forceinline__ void send_partial(const Rows& rows, int warp, float scale_log2) const {
         const int lane = threadIdx.x % WARP_SIZE;
         const float total[2] = {sum_of_four(rows.total[0]), sum_of_four(rows.total[1])};
@@ -181,7 +176,7 @@ struct PartialReduction {
         }
     }
 
-    // Reduces this split's units, a unit a warp, after all have arrived.
+    // A unit a warp, after all have arrived.
     __device__ __forceinline__ void reduce(T* out, const QueryTile& query_tile, int warp, int num_kv_heads,
                                            float value_scale) const {
         const int lane = threadIdx.x % WARP_SIZE, slots = num_slots();
@@ -242,8 +237,7 @@ static_assert(SHARED_BYTES ==
                   1024 + QUERY_BYTES + 2 * STAGES * TILE_BYTES + RING_BYTES + BARRIER_BYTES + RING_BARRIER_BYTES,
               "the launcher's memory is not this");
 
-// Shared memory: query rows and STAGES tiles of keys, replaced by partial results at the end; STAGES of values;
-// barriers.
+// Query rows and tiles of keys, replaced by partial results at the end; values; e4m3; barriers.
 struct Shared {
     u32 base;
 
@@ -263,7 +257,7 @@ struct Shared {
     __device__ __forceinline__ u32 values_empty(int stage) const { return barrier(3 + 3 * STAGES + stage); }
 };
 
-// Counts the tiles that a producer or consumer has passed: its next stage and the parity of that stage's phase.
+// Counts tiles: the next stage and its phase's parity.
 struct PipelineState {
     u32 count = 0;
 
@@ -271,7 +265,7 @@ struct PipelineState {
     __device__ __forceinline__ u32 parity() const { return count / STAGES % 2; }
 };
 
-// The warp that fetches. Its lanes hold the block ids of the next WARP_SIZE boxes.
+// Lanes hold the block ids of the next WARP_SIZE boxes.
 struct Producer {
     const Shared& shared;
     const TensorMap& query_map;
@@ -286,7 +280,7 @@ struct Producer {
     PipelineState pipeline;
 #endif
 
-    // The row of the cache map where this lane's box of keys or values starts.
+    // Where this lane's box starts in the cache map.
     __device__ __forceinline__ int row_of(const Task& task, int tile, bool is_value) {
         const int lane = threadIdx.x % WARP_SIZE, in_ids = tile * NUM_IDS % WARP_SIZE;
         if (in_ids == 0 && !is_value) {
@@ -347,7 +341,7 @@ struct Producer {
 };
 
 #if QUIRE_KV_FP8
-// The widening warps: turn fetched tiles into elements, in the order in which they are fetched.
+// The widening warps.
 __device__ __forceinline__ void widen_tiles(const Shared& shared, const Batch& batch, int cluster_size, int warp) {
     FetchedRing ring = shared.fetched();
     PipelineState pipeline;
@@ -379,7 +373,7 @@ __device__ __forceinline__ void start_scores(float (&score)[KEYS / 2], u32 queri
 struct Consumer {
     const Shared& shared;
     int index;
-    int first_row;  // of the query tile: this thread's row of half 0
+    int first_row;  // this thread's row of half 0
     int cluster_size;
     float scale_log2;
     int window;
@@ -405,7 +399,7 @@ struct Consumer {
         if (tile + 1 == task.num_tiles()) release_queries(task);
     }
 
-    // Zeros the values of keys masked for the whole split. Each warpgroup does so for itself; all write the same.
+    // Zeros values masked for the whole split. Each warpgroup does so for itself.
     __device__ __forceinline__ void clear_masked_values(const Task& task, int tile, u32 values) const {
         const int begin = task.begin + tile * KEYS;
         const bool is_partly_masked =
@@ -424,7 +418,7 @@ struct Consumer {
         sync_named_barrier(1 + index, WARPGROUP_SIZE);
     }
 
-    // Turns the scores of a key tile into weights. Only tiles at the edge of the visible keys need the mask.
+    // Only tiles at the edge of the visible keys need the mask.
     __device__ __forceinline__ void weigh(Rows& rows, float (&correction)[2], float (&score)[KEYS / 2],
                                           const Task& task, int tile) const {
         const QueryTile& query_tile = task.query_tile;
@@ -441,7 +435,7 @@ struct Consumer {
         weigh_scores(rows, correction, score, scale_log2);
     }
 
-    // Queries and keys may be overwritten: by the next query tile or, after the last, by partial results.
+    // Queries and keys may then be overwritten.
     __device__ __forceinline__ void release_queries(const Task& task) const {
         release(shared.queries_empty());
         if (task.count > 1) arrive_at_cluster();

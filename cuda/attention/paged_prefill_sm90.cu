@@ -1,24 +1,21 @@
-// Paged varlen prefill attention on Hopper (sm_90a): the task of paged_prefill.cu in fp16 and bf16 for a HEAD_DIM of 64
-// or 128, by wgmma and the copy engine.
+// Paged varlen prefill attention on Hopper: the task of paged_prefill.cu in 16 bits for a HEAD_DIM of 64 or 128, by
+// wgmma and the copy engine.
 //
-// q, out [T, Hq, HEAD_DIM], block_tables, context_lens, query_start: as there. `query_map` is q as a 3-D tensor map
-// with boxes of 64 elements x GROUP heads x ROWS / GROUP tokens; `cache_map` is kv as a 2-D one of rows of HEAD_DIM,
-// with boxes of 64 elements x min(KEYS, BLOCK_SIZE) rows; both with the 128-byte swizzle. Workspace: partial_sums
-// float32[num_ctas, 192, HEAD_DIM], partial_stats float32[num_ctas, 192, 2]. Reference:
+// q, out [T, Hq, HEAD_DIM], block_tables, context_lens, query_start, kv_scales: as there. `query_map` is q as a 3-D
+// tensor map in boxes of 64 elements x GROUP heads x ROWS / GROUP tokens, `cache_map` kv (prefill_sm90.cuh). Workspace:
+// partial_sums float32[num_ctas, 192, HEAD_DIM], partial_stats float32[num_ctas, 192, 2]. Reference:
 // NumpyOps.paged_prefill_attention.
 // Grid (num_ctas), at most one CTA an SM; THREADS threads; SHARED_BYTES of dynamic shared memory.
 //
-// CTAs take query tiles (prefill_sm90.cuh) from one counter, which the last CTA resets; no CTA takes one before the
-// previous kernel has ended. With several CTAs for each tile they split its keys. In a CTA one warp fetches queries and
-// tiles of KEYS keys and values, two stages ahead. Three warpgroups of 64 rows consume them at their own pace, so that
-// the tensor cores work for one while others compute weights. Three, because the L2 bounds two: 128 rows reach 560
-// TFLOP/s (690 without waiting for keys), 192 read a third less.
+// CTAs take query tiles from one counter, which the last resets; none before the previous kernel has ended. With
+// several CTAs a tile they split its keys. One warp fetches queries and tiles of KEYS keys and values. Three warpgroups
+// of 64 rows consume them at their own pace: the tensor cores work for one while others compute weights. Two are bound
+// by the L2: 128 rows reach 560 TFLOP/s, 192 read a third less. Tiles of e4m3 are widened by three more warps.
 //
-// Keys run from the last tile to the first. Rows without visible keys become zeros. Block ids outside the pool and
-// fully masked blocks are boxes outside the map and arrive as zeros; other masked values are overwritten with zeros,
-// since they may never have been written.
+// Keys run from the last tile to the first. Rows without visible keys become zeros. Unknown and masked blocks are boxes
+// outside the map; other masked values are overwritten with zeros, since they may be uninitialised.
 // Preconditions: those of paged_prefill.cu. Roofline: 4 * HEAD_DIM flop a visible (query, key) pair and head; on an
-// H200 440 / 585 / 635 TFLOP/s in bf16 at 1k / 4k / 16k, warm.
+// H200 440 / 585 / 635 TFLOP/s in bf16 at 1k / 4k / 16k.
 #include "attention/paged_kv.cuh"
 #include "attention/prefill_sm90.cuh"
 #include "common/mma.cuh"
@@ -29,7 +26,7 @@ constexpr int STAGES = 2;
 constexpr int NUM_CONSUMERS = 3;  // warpgroups
 constexpr int WARPGROUP_ROWS = 64;
 static_assert(PADDED_ROWS == NUM_CONSUMERS * WARPGROUP_ROWS, "every row has a warpgroup");
-constexpr int TAIL_BYTES = 256;  // barriers, the query tile and its split
+constexpr int TAIL_BYTES = 256;  // barriers, query tile, split
 #if QUIRE_KV_FP8
 #define RING_BYTES (FETCHED_STAGES * FETCHED_BYTES)
 #else
@@ -38,8 +35,7 @@ constexpr int TAIL_BYTES = 256;  // barriers, the query tile and its split
 static_assert(SHARED_BYTES == QUERY_BYTES + 2 * STAGES * TILE_BYTES + RING_BYTES + TAIL_BYTES,
               "the launcher's memory is not this");
 
-// Shared memory: query rows, STAGES tiles of keys, STAGES of values, tiles of e4m3 if the cache holds these, barriers,
-// the query tile and its split.
+// Query rows, tiles of keys, of values, of e4m3, barriers, the query tile and its split.
 struct Shared {
     unsigned char* base;
 
@@ -65,7 +61,7 @@ struct Shared {
     __device__ __forceinline__ KvSplit* split() const { return reinterpret_cast<KvSplit*>(query_tile() + 1); }
 };
 
-// Counts the tiles that a producer or consumer has passed: its next stage and the parity of that stage's phase.
+// Counts tiles: the next stage and its phase's parity.
 struct PipelineState {
     u32 count = 0;
 
@@ -73,16 +69,15 @@ struct PipelineState {
     __device__ __forceinline__ u32 parity() const { return count / STAGES % 2; }
 };
 
-constexpr int MAX_SPLITS = 1024;  // of a launch: one a CTA
+constexpr int MAX_SPLITS = 1024;  // one a CTA
 
-// Splits whose rows are stored, by query tile. The last atomicInc of a tile wraps its counter to 0.
+// Splits stored, by query tile. The last atomicInc wraps to 0.
 __device__ u32 splits_stored[MAX_SPLITS];
 
-// The reduction of a tile's splits: each stores its sums, maxima (in units of log2) and totals in the workspace, waits
-// for the others, then reduces its share of the tile's rows, weighting each split by 2^(its maximum - the largest).
+// Reduction of a tile's splits: each stores sums, maxima (log2) and totals, waits for the others, then reduces its
+// share of the rows, each split times 2^(its maximum - the largest).
 //
-// The wait is safe because all CTAs of a launch run at once: one an SM, with one split each. Two processes that share
-// the SMs of a device through MPS could each hold half of them and deadlock; with time slicing they cannot.
+// The wait is safe because all CTAs run at once, one an SM. Two processes that share SMs through MPS could deadlock.
 struct PartialReduction {
     float* sums;
     float2* stats;
@@ -105,11 +100,11 @@ struct PartialReduction {
         }
     }
 
-    // Called by all `num_threads` that stored rows. Returns once all splits of the tile can be read.
+    // Called by all `num_threads` that stored rows.
     __device__ __forceinline__ void wait_for_all(const KvSplit& split, int barrier, int num_threads) const {
         __threadfence();
         sync_named_barrier(barrier, num_threads);
-        if (threadIdx.x == WARPGROUP_SIZE) {  // the first consumer thread
+        if (threadIdx.x == WARPGROUP_SIZE) {
             u32* counter = &splits_stored[split.query_tile()];
             const u32 last = split.count - 1;
             if (atomicInc(counter, last) != last)
@@ -119,7 +114,7 @@ struct PartialReduction {
         sync_named_barrier(barrier, num_threads);
     }
 
-    // Reduces this split's share of the tile's rows, a row a warp.
+    // A row a warp.
     __device__ __forceinline__ void reduce(T* out, const QueryTile& query_tile, const KvSplit& split, int warp,
                                            int num_warps, int num_kv_heads, float value_scale) const {
         const int lane = threadIdx.x % WARP_SIZE;
@@ -149,14 +144,14 @@ struct PartialReduction {
 
 constexpr int THREADS = (NUM_CONSUMERS + 1) * WARPGROUP_SIZE;
 constexpr int CONSUMER_WARPS = NUM_CONSUMERS * WARPGROUP_SIZE / WARP_SIZE;
-constexpr int FIRST_CONSUMER_BARRIER = 1;  // named barriers: one for each consumer, then one for all
+constexpr int FIRST_CONSUMER_BARRIER = 1;  // one a consumer, then one for all
 constexpr int ALL_CONSUMERS_BARRIER = FIRST_CONSUMER_BARRIER + NUM_CONSUMERS;
 static_assert(QUIRE_DTYPE != 0 && (HEAD_DIM == 64 || HEAD_DIM == 128), "fp16 or bf16, rows of 128 or 256 bytes");
 
-__device__ u32 num_taken;  // tile indices beyond the first of each CTA
+__device__ u32 num_taken;  // beyond the first of each CTA
 constexpr u32 NONE_TAKEN = ~0u;
 
-// The warp's next tile index. `taken` is set to the number taken before.
+// `taken`: the number taken before.
 __device__ __forceinline__ int next_tile_index(u32& taken) {
     if (threadIdx.x % WARP_SIZE == 0) taken = atomicAdd(&num_taken, 1u);
     taken = __shfl_sync(FULL_WARP, taken, 0);
@@ -178,7 +173,7 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& q
         KvSplit split;
         int num_indices = 0;
         const int sequence = batch.find(query_tile, split, tile_index,
-                                        num_indices);  // reads nothing that another kernel of a graph writes
+                                        num_indices);  // reads nothing that a kernel of a graph writes
         wait_for_previous_kernel();
         const bool is_end = query_tile.first_row >= query_tile.num_rows;
         if (!is_end && !split.exists()) {
@@ -208,7 +203,7 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& q
             wait_for(ring.empty(), ring.parity ^ 1);
             if (lane == 0) *shared.is_end() = 1, arrive(ring.full());
 #endif
-            // Every CTA starts with one index and takes one past the end: num_indices are taken in all.
+            // Every CTA starts with one index and takes one past the end: num_indices in all.
             if (lane == 0 && taken == static_cast<u32>(num_indices) - 1) atomicExch(&num_taken, 0u);
             return;
         }
@@ -227,7 +222,7 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& q
         const int first_block = query_tile.first_key / BLOCK_KEYS, end_block = ceil_div(query_tile.end_key, BLOCK_KEYS);
         for (int tile = query_tile.first_key_tile() + query_tile.num_key_tiles() - 1;
              tile >= query_tile.first_key_tile(); --tile, ++pipeline.count) {
-            const int box = tile * NUM_IDS + lane;  // of BLOCK_KEYS keys
+            const int box = tile * NUM_IDS + lane;
             const bool is_visible = box >= first_block && box < end_block;
             const int id = is_visible ? table[box * BLOCK_KEYS / BLOCK_SIZE] : -1;
             const int row = pool.row(id, query_tile.kv_head, box * BLOCK_KEYS);
@@ -245,7 +240,7 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& q
 }
 
 #if QUIRE_KV_FP8
-// The widening warps: turn fetched tiles into elements, in the order in which they are fetched, until the end.
+// The widening warps.
 __device__ __forceinline__ void widen_tiles(const Shared& shared, u32 warp) {
     FetchedRing ring = shared.fetched();
     for (PipelineState pipeline;; ++pipeline.count) {
@@ -269,14 +264,14 @@ __device__ __forceinline__ void start_scores(float (&score)[KEYS / 2], u32 queri
     commit_products();
 }
 
-// Whether a block of the key tile has keys masked for the whole query tile: their values may be uninitialised.
+// Whether keys of a block are masked for the whole query tile: their values may be uninitialised.
 __device__ __forceinline__ bool is_cut(const QueryTile& query_tile, int tile) {
     const int begin = tile * KEYS;
     return (query_tile.first_key > begin && query_tile.first_key % BLOCK_KEYS != 0) ||
            (query_tile.end_key < begin + KEYS && query_tile.end_key % BLOCK_KEYS != 0);
 }
 
-// Zeros the values of those keys. Each warpgroup does so for itself; all write the same.
+// Each warpgroup zeros those values for itself.
 __device__ __forceinline__ void clear_masked_values(u32 values, const QueryTile& query_tile, int tile, int consumer) {
     for (int i = threadIdx.x % WARPGROUP_SIZE; i < KEYS * COLUMNS * 8; i += WARPGROUP_SIZE) {
         const int key = tile * KEYS + i / 8 % KEYS;
@@ -290,14 +285,14 @@ __device__ __forceinline__ void clear_masked_values(u32 values, const QueryTile&
 struct Consumer {
     const Shared& shared;
     int index;
-    int first_row;  // of the query tile: this thread's row of half 0
+    int first_row;  // this thread's row of half 0
     float scale_log2;
     int window;
     PipelineState pipeline;
 
     __device__ __forceinline__ u32 queries() const { return shared.queries() + index * WARPGROUP_ROWS * 128; }
 
-    // Turns the scores of a key tile into weights. Only tiles at the edge of the visible keys need the mask.
+    // Only tiles at the edge of the visible keys need the mask.
     __device__ __forceinline__ void weigh(Rows& rows, float (&score)[KEYS / 2], const QueryTile& query_tile,
                                           int tile) const {
         const int first = query_tile.first_row + index * WARPGROUP_ROWS, begin = tile * KEYS;
@@ -354,7 +349,7 @@ __device__ __forceinline__ void consume(const Shared& shared, T* out, const Part
         consumer.scale_log2 = scale_log2 * scales.key(query_tile.kv_head);
         Rows rows;
         consumer.attend(rows, query_tile);
-        const float value_scale = scales.value(query_tile.kv_head);  // not earlier, when registers are scarce
+        const float value_scale = scales.value(query_tile.kv_head);  // not earlier: registers are scarce
         // A CTA with a split has no other tile: the reduction costs the loop no registers.
         if (shared.split()->count > 1) {
             const KvSplit split = *shared.split();

@@ -1,32 +1,29 @@
-// plan_decode: splits the sequences of a decode batch into KvSplits of about equal work, once a step for all layers. It
-// runs on the device, so that a captured graph serves every mix of lengths.
+// plan_decode: splits the sequences of a decode batch into KvSplits of about equal work, once a step, on the device, so
+// that a captured graph serves every mix of lengths.
 //
-//   context_lens int32[S], block_tables int32[S, max_blocks] -> splits KvSplit[num_slots], followed by
-//   members PrefixGroupMember[max_groups, MEMBERS]
-//   Order: the splits of common prefixes, then those of single sequences, longest first, so that little is left at the
-//   end (128 chats keep the CTAs busy 89 % of the time; unsorted, 62 %). A sequence without visible tokens has one
-//   empty split. Unused slots name sequence S.
-//   A build defines WARPS, MEMBERS, BLOCK_SIZE (of paged_decode), MIN_SPLIT and MIN_COMMON (tokens), and MAX_SPLITS.
+//   context_lens int32[S], block_tables int32[S, max_blocks] -> splits KvSplit[num_slots], members
+//   PrefixGroupMember[max_groups, MEMBERS]
+//   Order: splits of common prefixes, then of single sequences, longest first (128 chats keep the CTAs busy 89 % of the
+//   time; unsorted 62 %). A sequence without visible tokens has an empty split. Unused slots name sequence S.
+//   A build defines WARPS, MEMBERS, BLOCK_SIZE, MAX_SPLITS, and MIN_SPLIT and MIN_COMMON in tokens.
 //   grid (1), block (1024)
 //   reference: NumpyOps.plan_decode_attention
-//   needs: num_slots >= S, and >= S + 2 * target_splits + max_groups if target_splits > 0; with 0 no sequence is split.
-//   max_groups is 0 (no groups) if S > 1024, target_splits is 0 or the window hides tokens. Two tables with the same
-//   block at one index have the same blocks up to it.
-//   roofline: none; a few kilobytes, about one launch. If each CTA of paged_decode planned for itself, that would cost
-//   66 us a layer at 512 short sequences on an H200.
+//   needs: num_slots >= S, with target_splits > 0 also S + 2 * target_splits + max_groups; 0 splits nothing. max_groups
+//   is 0 if S > 1024, target_splits is 0 or the window hides tokens. Tables with one block in common agree up to it.
+//   roofline: none, about one launch
 #include "attention/kv_split.cuh"
 
 constexpr int THREADS = 1024;
-constexpr int CLASSES = WARP_SIZE;  // of splits, by size
+constexpr int CLASSES = WARP_SIZE;  // of splits by size
 constexpr int MIN_COMMON_BLOCKS = BLOCK_SIZE < MIN_COMMON ? MIN_COMMON / BLOCK_SIZE : 1;  // of a group
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // The tokens of a sequence inside its window.
 struct VisibleRange {
-    int first, origin, end;  // first visible token, start of its own splits (a multiple of TILE), end of the context
+    int first, origin, end;  // first visible token, first of its own splits (a multiple of TILE), end
 
-    // `prefix`: tokens of the common prefix, a multiple of TILE, which are not its own.
+    // `prefix`: tokens of the common prefix, a multiple of TILE.
     __device__ __forceinline__ VisibleRange(int context_len, int max_tokens, int window, int prefix) {
         end = max(0, min(context_len, max_tokens));
         first = max(0, end - window);
@@ -37,14 +34,14 @@ struct VisibleRange {
 
 // The size of the splits of a batch.
 struct SplitSize {
-    bool is_even;   // no sequence is much longer than the mean
-    int tokens;     // of a split, as a target
-    int threshold;  // most tokens of a sequence that is not split
+    bool is_even;  // none much longer than the mean
+    int tokens;  // target of a split
+    int threshold;  // most tokens that are not split
 
     __device__ __forceinline__ SplitSize(int total, int longest, int num_sequences, int target_splits) {
         const int fair = target_splits > 0 ? ceil_div(total, target_splits) : total;
         is_even = static_cast<i64>(longest) * num_sequences <= total + total / 8;
-        tokens = max(MIN_SPLIT, is_even ? fair : ceil_div(fair, 2));  // small splits of an uneven batch fill the gaps
+        tokens = max(MIN_SPLIT, is_even ? fair : ceil_div(fair, 2));  // small ones fill the gaps
         threshold = target_splits == 0 ? 0x7fffffff : is_even ? max(tokens, fair + fair / 8) : tokens;
     }
 
@@ -57,7 +54,7 @@ struct SplitSize {
 
 // The splits of one sequence.
 struct SequenceSplits {
-    int size, count;  // tokens of each split but the last; splits
+    int size, count;  // tokens of each split but the last
 
     __device__ __forceinline__ SequenceSplits(const SplitSize& split_size, int span) {
         size = split_size.tokens_for(span);
@@ -66,14 +63,14 @@ struct SequenceSplits {
     __device__ __forceinline__ int last_size(int span) const { return span - (count - 1) * size; }
 };
 
-// The slots of a sequence: the first of its splits of full size, which are adjacent, and that of the last split.
+// Slots of a sequence: the first of its adjacent splits of full size, and the last split's.
 struct Slots {
     int full, last;
 };
 
-// A counting sort of splits by size class, the largest first; unordered inside a class.
+// A counting sort of splits by size class, largest first.
 struct SizeOrder {
-    int* next;    // shared [CLASSES]: the next free slot of a class
+    int* next;  // shared [CLASSES]: next free slot
     int largest;  // tokens of a split
 
     __device__ __forceinline__ int* of(int tokens) const {
@@ -84,7 +81,7 @@ struct SizeOrder {
         if (sequence_splits.count > 1) atomicAdd(of(sequence_splits.size), sequence_splits.count - 1);
         atomicAdd(of(sequence_splits.last_size(span)), 1);
     }
-    // Called by one warp: turns the counts of the classes into their first slots, starting at `first`.
+    // Called by one warp: turns counts into first slots from `first` on.
     __device__ __forceinline__ void begin(int lane, int first) const {
         const int mine = next[lane];
         int before = first;
@@ -100,26 +97,25 @@ struct SizeOrder {
     }
 };
 
-// The prefix that a sequence shares with others of the batch. Tables with the same block at one index are equal up to
-// it: comparing one index finds the groups, a binary search the prefix's length.
+// The prefix that a sequence shares. Comparing one index finds the groups, a binary search the length.
 struct CommonPrefix {
-    int tokens = 0;       // a multiple of TILE, shorter than every sequence of the group; 0: no group
-    int member_index = 0;        // in the members of all groups, MEMBERS for each
-    int num_members = 0;  // of the group, if this sequence is its first
+    int tokens = 0;  // a multiple of TILE; 0: no group
+    int member_index = 0;  // in the members of all groups
+    int num_members = 0;  // if this is the group's first
     int num_groups = 0;   // of the batch
-    int num_splits = 0;    // of the prefix
+    int num_splits = 0;  // of the prefix
     int split_tokens = 1;
 
     __device__ __forceinline__ bool is_first() const { return tokens > 0 && member_index % MEMBERS == 0; }
 };
 
-// Called by every thread of the block, each with one sequence or none.
+// Called by every thread of the block, with one sequence or none.
 __device__ __forceinline__ CommonPrefix find_common_prefix(int context_len, const int* block_tables, int num_sequences,
                                               int max_blocks, int max_groups, int target_splits) {
     __shared__ int keys[THREADS], shortest[THREADS], sizes[THREADS], bases[THREADS];
     const int self = threadIdx.x;
     const int* table = block_tables + static_cast<i64>(self) * max_blocks;
-    const int num_whole = (context_len - 1) / BLOCK_SIZE;  // full blocks before the one of the last token
+    const int num_whole = (context_len - 1) / BLOCK_SIZE;  // full blocks before the last token's
     const int block = self < num_sequences && num_whole >= MIN_COMMON_BLOCKS ? table[MIN_COMMON_BLOCKS - 1] : -1;
     const int key = block >= 0 ? block : -1 - self;  // unique
     keys[self] = key;
@@ -138,7 +134,7 @@ __device__ __forceinline__ CommonPrefix find_common_prefix(int context_len, cons
     if (rank > 0) {
         const int* leaders = block_tables + static_cast<i64>(leader) * max_blocks;
         int low = MIN_COMMON_BLOCKS,
-            high = min(num_whole, shortest[leader]) + 1;  // `low` blocks are common, `high` are not
+            high = min(num_whole, shortest[leader]) + 1;  // exclusive
         while (high - low > 1) {
             const int middle = (low + high) / 2;
             (table[middle - 1] == leaders[middle - 1] ? low : high) = middle;
@@ -182,7 +178,7 @@ __device__ __forceinline__ void write_prefix_splits(KvSplit* splits, const Commo
 // The splits of one sequence after its common prefix.
 struct OwnSplits {
     int sequence, size, num_splits;
-    int num_before, first_row;  // partial results of the prefix, whose rows come first; the first row
+    int num_before, first_row;  // partial results of the prefix; first row of all
     Slots at;
 
     // Every `stride`-th one, starting at `from`.
@@ -210,10 +206,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int lane = threadIdx.x % WARP_SIZE, max_tokens = max_blocks * BLOCK_SIZE;
     PrefixGroupMember* members = reinterpret_cast<PrefixGroupMember*>(splits + num_slots);
     CommonPrefix prefix;
-    if (max_groups > 0) {  // then a thread has one sequence at most
+    if (max_groups > 0) {  // then one sequence a thread
         const int visible = threadIdx.x < num_sequences ? min(context_lens[threadIdx.x], max_tokens) : 0;
         prefix = find_common_prefix(visible, block_tables, num_sequences, max_blocks, max_groups, target_splits);
-        if (prefix.num_groups > 0) target_splits = max(1, target_splits / 2);  // the other half is for prefixes
+        if (prefix.num_groups > 0) target_splits = max(1, target_splits / 2);  // the rest is for prefixes
     }
     int total = 0, longest = 0;
     for (int s = threadIdx.x; s < num_sequences; s += THREADS) {

@@ -1,12 +1,12 @@
-// Shared by the prefill kernels of Hopper: query tiles, key tiles and softmax rows.
+// Shared by Hopper's prefill kernels: query tiles, key tiles and softmax rows.
 //
-// A query tile is ROWS query rows of one kv head: row r is query head r % GROUP of the chunk's token r / GROUP. Tile
-// indices run through the kv heads of a tile, then through a chunk's tiles, the longest first, then through the
-// sequences. If a warp's lanes hold all sequences and the grid has several CTAs for each tile, these split its keys:
-// indices then run through the first split of every tile, then through the second splits.
+// A query tile is ROWS query rows of one kv head; row r is query head r % GROUP of the chunk's token r / GROUP. Tile
+// indices run through kv heads, a chunk's tiles (longest first), sequences. If a warp's lanes hold all sequences and
+// the grid has several CTAs a tile, these split its keys: then indices run through the first splits of all tiles, the
+// second, ...
 //
-// A build defines KEYS (of a key tile) and PADDED_ROWS, in addition to those of paged_kv.cuh. The cache map is kv as
-// rows of HEAD_DIM, with boxes of 64 elements x BLOCK_KEYS rows and the 128-byte swizzle.
+// A build defines KEYS (of a key tile) and PADDED_ROWS. The cache map is kv as rows of HEAD_DIM, in boxes of 64
+// elements x BLOCK_KEYS rows with the 128-byte swizzle; of e4m3 in boxes of whole rows without.
 #pragma once
 
 #include "attention/paged_kv.cuh"
@@ -19,9 +19,9 @@ constexpr int MIN_SPLIT_TILES = 2;
 
 struct QueryTile {
     int kv_head;
-    int start, num_rows;  // the chunk's first token in q and out; its tokens * GROUP
-    int first_position;   // of the chunk's first token in its sequence
-    int first_row;        // of the tile; at least num_rows if no tile is left
+    int start, num_rows;  // first token in q and out; tokens * GROUP
+    int first_position;  // of the chunk in its sequence
+    int first_row;  // of the tile; num_rows or more: none is left
     int first_key, end_key;
 
     __device__ __forceinline__ int position(int row) const { return first_position + row / GROUP; }
@@ -36,7 +36,7 @@ struct QueryTile {
     __device__ __forceinline__ int num_key_tiles() const { return max(0, ceil_div(end_key, KEYS) - first_key_tile()); }
 };
 
-// The split of a query tile's keys with this tile index; empty if it does not exist.
+// A query tile's split of this index; empty if it does not exist.
 struct KvSplit {
     int index, count;
     int tile_index, num_query_tiles;
@@ -45,19 +45,18 @@ struct KvSplit {
     __device__ __forceinline__ int query_tile() const { return tile_index % num_query_tiles; }
 };
 
-// The chunk of a sequence: its first token in q, its length, and the context including it.
+// A chunk: first token in q, length, context including it.
 struct Chunk {
     int start, num_tokens, context_len;
 };
 
-// The sequences of a launch, and how tile indices map to them.
+// The sequences of a launch.
 struct Batch {
     const int* context_lens;
     const int* query_start;
     int num_sequences, num_kv_heads, max_blocks, window;
 
-    // Called by a whole warp, with the same result in all lanes: the sequence, num_sequences past the last tile. Only
-    // then `num_indices` is set.
+    // Called by a whole warp: the sequence, num_sequences past the last tile (only then sets `num_indices`).
     __device__ __forceinline__ int find(QueryTile& tile, KvSplit& split, int tile_index, int& num_indices) const {
         const int lane = threadIdx.x % WARP_SIZE;
         int wanted = tile_index / num_kv_heads, before = 0;
@@ -114,7 +113,7 @@ struct Batch {
         tile.end_key = min(end, max(0, min(chunk.context_len, max_blocks * BLOCK_SIZE)));
     }
 
-    // Narrows the keys to those of the split, in whole key tiles. Few keys make fewer splits.
+    // Narrows the keys to the split's, in whole key tiles.
     __device__ __forceinline__ void cut(QueryTile& tile, KvSplit& split) const {
         const int num_tiles = tile.num_key_tiles(), first = tile.first_key_tile();
         split.count = min(split.count, max(1, num_tiles / MIN_SPLIT_TILES));
@@ -123,12 +122,12 @@ struct Batch {
     }
 };
 
-// A thread's two rows of a warpgroup's 64, in the fragments of wgmma.cuh: element i of a score or sum belongs to half
-// h = i / 2 % 2, row 8 h + lane / 4 of the warp's 16, and to column i / 4 * 8 + lane % 4 * 2 + i % 2.
+// A thread's two rows of a warpgroup's 64 in wgmma's fragments: element i belongs to half h = i / 2 % 2, row 8 h + lane
+// / 4 of the warp's 16, column i / 4 * 8 + lane % 4 * 2 + i % 2.
 struct Rows {
     float sum[HEAD_DIM / 2];
-    float maximum[2];  // of the raw scores
-    float total[2];    // over this thread's keys
+    float maximum[2];  // raw scores
+    float total[2];  // of this thread's keys
 
     __device__ __forceinline__ Rows() {
 #pragma unroll
@@ -138,8 +137,7 @@ struct Rows {
     }
 };
 
-// Minus infinity for masked keys. `last`: tokens from the tile's first key to a row's last visible key;
-// `num_visible`: visible keys of the row.
+// Minus infinity for masked keys. `last`: tokens from the tile's first key to a row's last visible.
 __device__ __forceinline__ void mask_tile(float (&score)[KEYS / 2], const int (&last)[2],
                                           const int (&num_visible)[2]) {
 #pragma unroll
@@ -150,7 +148,6 @@ __device__ __forceinline__ void mask_tile(float (&score)[KEYS / 2], const int (&
 }
 
 // Turns scores into weights 2^((score - maximum) * scale_log2). The row's sums must then be multiplied by `correction`.
-// Two independent chains a row.
 __device__ __forceinline__ void weigh_scores(Rows& rows, float (&correction)[2], float (&score)[KEYS / 2],
                                              float scale_log2) {
 #pragma unroll
@@ -179,7 +176,7 @@ __device__ __forceinline__ void weigh_scores(Rows& rows, float (&correction)[2],
 }
 
 __device__ __forceinline__ void rescale_sums(Rows& rows, const float (&correction)[2]) {
-    // Most tiles bring no new maximum to the warp.
+    // Most tiles bring no new maximum.
     if (!__any_sync(FULL_WARP, correction[0] != 1.0f || correction[1] != 1.0f)) return;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) rows.sum[i] *= correction[i / 2 % 2];
@@ -192,13 +189,13 @@ __device__ __forceinline__ void weigh_tile(Rows& rows, float (&score)[KEYS / 2],
     rescale_sums(rows, correction);
 }
 
-// Packs weights to the register operand of the product with the values.
+// The register operand of the product with values.
 __device__ __forceinline__ void pack_weights(u32 (&weights)[KEYS / 16][4], const float (&score)[KEYS / 2]) {
 #pragma unroll
     for (int i = 0; i < KEYS / 4; ++i) weights[i / 4][i % 4] = pack_operand(score[2 * i], score[2 * i + 1]);
 }
 
-// A 4 x 4 transpose among four lanes: lane t gets pair[t] of each, eight adjacent columns.
+// A 4 x 4 transpose among four lanes.
 __device__ __forceinline__ uint4 gather_pairs(const u32 (&pair)[4]) {
     const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
     const u32 low = __shfl_xor_sync(FULL_WARP, odd ? pair[0] : pair[1], 1);
@@ -209,7 +206,7 @@ __device__ __forceinline__ uint4 gather_pairs(const u32 (&pair)[4]) {
     return upper ? make_uint4(first, second, near[2], near[3]) : make_uint4(near[0], near[1], first, second);
 }
 
-// Sums over the four lanes of a row.
+// Over the four lanes of a row.
 __device__ __forceinline__ float sum_of_four(float x) {
     x += __shfl_xor_sync(FULL_WARP, x, 1);
     return x + __shfl_xor_sync(FULL_WARP, x, 2);
@@ -237,12 +234,12 @@ __device__ __forceinline__ void store_rows(const Rows& rows, T* out, const Query
     }
 }
 
-constexpr int COLUMNS = HEAD_DIM / 64;  // of 64 elements: 128 bytes, a row of shared memory
+constexpr int COLUMNS = HEAD_DIM / 64;  // of 64 elements: 128 bytes
 constexpr int QUERY_COLUMN_BYTES = PADDED_ROWS * 128;
 constexpr int KEY_COLUMN_BYTES = KEYS * 128;
 constexpr int QUERY_BYTES = COLUMNS * QUERY_COLUMN_BYTES;
 constexpr int TILE_BYTES = COLUMNS * KEY_COLUMN_BYTES;
-constexpr int BLOCK_KEYS = at_most(KEYS, BLOCK_SIZE);  // keys of a tile that one block holds
+constexpr int BLOCK_KEYS = at_most(KEYS, BLOCK_SIZE);  // of one block
 constexpr int NUM_IDS = KEYS / BLOCK_KEYS;
 static_assert(NUM_IDS <= WARP_SIZE, "a lane holds one block id of a tile");
 
@@ -257,7 +254,7 @@ struct Pool {
         layer_row = 2 * layer * value_rows;
     }
 
-    // The row of key `first` in its block; past the end of the map, which reads as zeros, if the block does not exist.
+    // The row of key `first` in its block; past the map's end, which reads as zeros, for an unknown block.
     __device__ __forceinline__ int row(int block_id, int kv_head, int first) const {
         const bool exists = static_cast<u32>(block_id) < static_cast<u32>(num_blocks);
         return exists ? block_id * block_rows + layer_row + kv_head * BLOCK_SIZE + first % BLOCK_SIZE
@@ -265,7 +262,7 @@ struct Pool {
     }
 };
 
-// Called by a whole warp: fetches a key tile, whose box i starts in the row that lane i gives.
+// Called by a whole warp: fetches a key tile; box i starts in lane i's row.
 __device__ __forceinline__ void fetch_tile(u32 tile, const TensorMap& map, int row, u32 barrier) {
     if (threadIdx.x % WARP_SIZE == 0) arrive_expecting(barrier, TILE_BYTES);
     __syncwarp();
@@ -293,15 +290,15 @@ __device__ __forceinline__ void start_values(Rows& rows, const u32 (&weights)[KE
     commit_products();
 }
 
-// Called by a whole warp that has finished reading what the barrier guards.
+// Called by a whole warp that has read what the barrier guards.
 __device__ __forceinline__ void release(u32 barrier) {
     __syncwarp();
     if (threadIdx.x % WARP_SIZE == 0) arrive(barrier);
 }
 
 #if SCALES_QUERIES
-// Called by a warp for its 16 rows of the query tile, `queries` on, before the first product; returns the factor of its
-// scores. The warps of a product must then meet.
+// Scales a warp's 16 rows before the first product; returns the factor of its scores. The warps of a product must then
+// meet.
 __device__ __forceinline__ float scale_own_queries(u32 queries, const QueryTile& tile, int first_row) {
     const u32 own = queries + first_row * 128;
     const int num_held = min(ROWS, tile.num_rows - tile.first_row) - first_row;
@@ -313,7 +310,7 @@ __device__ __forceinline__ float scale_own_queries(u32 queries, const QueryTile&
 }
 #endif
 
-// Arrivals at a tile's barrier: the copy engine's, or those of the warps that widen what it brought.
+// The copy engine's, or those of the warps that widen what it brought.
 #if QUIRE_KV_FP8
 #define TILE_ARRIVALS NUM_WIDENERS
 #else
@@ -322,11 +319,10 @@ __device__ __forceinline__ float scale_own_queries(u32 queries, const QueryTile&
 
 #if QUIRE_KV_FP8
 
-constexpr int NUM_WIDENERS = 3;                 // warps that turn tiles of e4m3 into elements
-constexpr int FETCHED_BYTES = KEYS * HEAD_DIM;  // of a key tile as e4m3, rows of HEAD_DIM bytes
+constexpr int NUM_WIDENERS = 3;
+constexpr int FETCHED_BYTES = KEYS * HEAD_DIM;  // rows of HEAD_DIM bytes
 
-// The tiles that the copy engine has brought as e4m3, keys and values in turns. `base` is followed by the barriers, at
-// `barriers`.
+// Tiles of e4m3 from the copy engine, keys and values in turns.
 struct FetchedRing {
     u32 base, barriers;
     int stage = 0;
@@ -346,11 +342,10 @@ struct FetchedRing {
     }
 };
 
-// Called by each of the widening warps, 0 <= warp < NUM_WIDENERS: turns the next fetched tile into a tile of float16 in
-// the swizzle of the products' operands.
+// Called by the widening warps: turns the next fetched tile into float16 in the operands' swizzle.
 //
-// A unit is four steps of eight numbers a lane, whose rows differ by 8: all addresses of a unit are one plus constants,
-// which the few registers demand. A step of the next unit is loaded as soon as one of this unit is stored.
+// A unit is four steps of eight numbers a lane whose rows differ by 8: one address plus constants, since registers are
+// few. A step of the next unit is loaded once one of this unit is stored.
 __device__ __forceinline__ void widen_tile(FetchedRing& ring, u32 to, u32 to_empty, u32 parity, u32 to_full, u32 warp) {
     constexpr int CHUNKS = HEAD_DIM / 8, ROWS_A_STEP = WARP_SIZE / CHUNKS, SETS = 8 / ROWS_A_STEP, STEPS = 4;
     constexpr int UNITS = KEYS / 8 / STEPS * SETS;
@@ -381,7 +376,7 @@ __device__ __forceinline__ void widen_tile(FetchedRing& ring, u32 to, u32 to_emp
     ring.advance();
 }
 
-// Called by a whole warp: fetches a key tile, whose box i starts in the row that lane i gives.
+// Called by a whole warp: fetches a tile of e4m3; box i starts in lane i's row.
 __device__ __forceinline__ void fetch_bytes(FetchedRing& ring, const TensorMap& map, int row) {
     wait_for(ring.empty(), ring.parity ^ 1);
     if (threadIdx.x % WARP_SIZE == 0) arrive_expecting(ring.full(), FETCHED_BYTES);
