@@ -29,6 +29,7 @@ from service.gateway.routes.messages import COUNT_TOKENS, Messages
 from service.gateway.routes.models import Models
 from service.gateway.routes.operations import ASSETS, Operations, asset
 from service.gateway.routes.responses import RESPONSE_ROUTE, Responses
+from service.gateway.routes.scores import RERANK_PATHS, SCORE_PATHS, Scores
 
 _SHOWN_SETTINGS = ("max_n", "max_request_tokens", "request_timeout", "enable_embeddings", "pooling")
 """Settings that decide how a request is answered; none is secret."""
@@ -48,7 +49,7 @@ class Route:
 def route_table(service: InferenceService, runner: BatchRunner) -> list[Route]:
     completions, embeddings = Completions(service), Embeddings(service)
     invocations = Invocations(service, completions, embeddings)
-    messages = Messages(service)
+    messages, scores = Messages(service), Scores(service, embeddings)
     responses, models, operations = Responses(service), Models(service), Operations(service)
     files = Files(service.queue, service.storage, service.settings)
     batches = Batches(service.queue, runner, service.storage)
@@ -67,6 +68,8 @@ def route_table(service: InferenceService, runner: BatchRunner) -> list[Route]:
         Route("POST", COUNT_TOKENS, messages.count_tokens),
         Route("POST", EMBEDDINGS, embeddings.create),
         Route("POST", POOLING, embeddings.pool),
+        *(Route("POST", path, scores.score) for path in SCORE_PATHS),
+        *(Route("POST", path, scores.rerank) for path in RERANK_PATHS),
         Route("POST", INVOCATIONS, invocations.invoke),
         Route("GET", "/v1/models", models.list),
         Route("GET", "/v1/models/{model:.+}", models.get),

@@ -194,6 +194,39 @@ class Detokenized(Shape):
     prompt: str
 
 
+class Score(Shape):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreList(Shape):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
+class RankedText(Shape):
+    text: str
+
+
+class RankedDocument(Shape):
+    index: int
+    relevance_score: float
+    document: RankedText | msgspec.UnsetType = msgspec.UNSET
+
+
+class Ranking(Shape):
+    id: str
+    created: int
+    model: str
+    results: list[RankedDocument]
+    usage: EmbeddingUsage
+
+
 class File(Shape):
     id: str
     object: Literal["file"]
@@ -316,7 +349,7 @@ class RequestState(Shape):
 
 ANSWERS: tuple[Any, ...] = (
     *(Completion, ChatCompletion, RequestState, ModelList, Model, Tokens, Detokenized),
-    *(Response, ResponseDeleted, ResponseItems, EmbeddingList, PoolingList),
+    *(Response, ResponseDeleted, ResponseItems, EmbeddingList, PoolingList, ScoreList, Ranking),
     *(File, FileList, FileDeleted, Batch, BatchList),
     *(Status, Readiness, Version, ServerInfo, Refusal, AnthropicMessage, AnthropicRefusal, TokenCount),
 )

@@ -35,6 +35,7 @@ from service.gateway.openai.responses_request import ResponseBody
 from service.gateway.openapi import answers
 from service.gateway.routes.invocations import INVOCATIONS
 from service.gateway.routes.pages import MAX_PAGE
+from service.gateway.routes.scores import RERANK_PATHS, SCORE_PATHS, RerankBody, ScoreBody
 from service.gateway.routes.tokenization import DetokenizeBody, TokenizeBody
 
 Json = dict[str, Any]
@@ -42,7 +43,7 @@ Json = dict[str, Any]
 REF = "#/components/schemas/{name}"
 BODIES: tuple[type[msgspec.Struct], ...] = (
     *(CompletionBody, ChatBody, ResponseBody, MessagesBody, CountBody, EmbeddingBody, PoolingBody),
-    *(TokenizeBody, DetokenizeBody, BatchBody),
+    *(ScoreBody, RerankBody, TokenizeBody, DetokenizeBody, BatchBody),
 )
 IDLE: Mapping[str, Idle] = {
     "CompletionBody": IDLE_COMPLETION_FIELDS,
@@ -181,6 +182,10 @@ def _paths() -> Json:
         **_message_paths(generation),
         EMBEDDINGS: {"post": _post("EmbeddingBody", "EmbeddingList", "Texts as vectors, where that is enabled.")},
         POOLING: {"post": _post("PoolingBody", "PoolingList", "The same, in vLLM's shape.")},
+        **{path: {"post": _post("ScoreBody", "ScoreList", "The likeness of texts.")} for path in SCORE_PATHS},
+        **{
+            path: {"post": _post("RerankBody", "Ranking", "Documents by likeness to a query.")} for path in RERANK_PATHS
+        },
         INVOCATIONS: {"post": _invocation(generation)},
         "/v1/files": {
             "get": _asking(_get("FileList", "Your files, the newest first."), *PAGE, "order", "purpose"),

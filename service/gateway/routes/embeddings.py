@@ -29,25 +29,26 @@ class Embeddings:
         self._service = service
 
     async def create(self, http: web.Request) -> web.Response:
-        self._check(http)
+        self.check(http)
         return await self.embed(http, await read_body(http))
 
     async def embed(self, http: web.Request, body: bytes) -> web.Response:
         """Answer a body that is read."""
-        self._check(http)
-        accepted, stream = await self._finished(http, EMBEDDINGS, body)
+        self.check(http)
+        accepted, stream = await self.finished(http, EMBEDDINGS, body)
         return json_response(await embedding_answer(self._service, accepted, stream))
 
     async def pool(self, http: web.Request) -> web.Response:
-        self._check(http)
-        accepted, stream = await self._finished(http, POOLING, await read_body(http))
+        self.check(http)
+        accepted, stream = await self.finished(http, POOLING, await read_body(http))
         return json_response(_pooled(accepted, await embedding_answer(self._service, accepted, stream)))
 
-    def _check(self, http: web.Request) -> None:
+    def check(self, http: web.Request) -> None:
+        """Raises RequestError: 404 where embeddings are not enabled, 400 for an Idempotency-Key."""
         require_enabled(self._service.settings)
         refuse_idempotency_key(http)
 
-    async def _finished(self, http: web.Request, endpoint: str, body: bytes) -> tuple[AcceptedRequest, ResponseStream]:
+    async def finished(self, http: web.Request, endpoint: str, body: bytes) -> tuple[AcceptedRequest, ResponseStream]:
         """Run a request to its good end."""
         request = await parse_body(self._service.threads, endpoint, body, http[TENANT])
         try:

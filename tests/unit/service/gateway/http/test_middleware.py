@@ -38,6 +38,7 @@ ROUTES = (
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
     ("POST", "/pooling"),
+    *(("POST", path) for path in ("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")),
     ("POST", "/invocations"),
     ("POST", "/v1/files"),
     ("GET", "/v1/files/{file_id}"),
