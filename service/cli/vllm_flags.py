@@ -82,7 +82,8 @@ ALREADY_SO = [
         "mm-encoder-attn-backend media-io-kwargs allowed-local-media-path video-pruning-rate",
         _ONE, _TEXT,
     ),
-    *_rows("mamba-ssm-cache-dtype mamba-cache-mode mamba-backend", _ONE, "no model served has such layers"),
+    *_rows("mamba-ssm-cache-dtype mamba-cache-mode mamba-backend mamba-cache-philox-rounds mamba-ssu-algorithm", _ONE,
+           "no model served has such layers"),
     *_rows("seed", _ONE, "weights are not random, and a request brings its own `seed`"),
     *_rows("disable-frontend-multiprocessing", _SWITCH, "the gateway is a process of its own"),
     *_rows("kv-offloading-backend", _ONE, "--swap-space is host memory", "--swap-space is host memory", "native"),
@@ -150,15 +151,19 @@ REFUSED = [
     *_rows("ssl-ciphers", _ONE, reason="the ciphers are Python's"),
     *_rows("allowed-origins allowed-methods allowed-headers", _ONE, reason=_ORIGINS),
     *_rows("allow-credentials", _SWITCH, reason=_ORIGINS),
-    *_rows("middleware tool-parser-plugin reasoning-parser-plugin worker-cls", _ONE, reason=_NO_CODE),
+    *_rows("middleware tool-parser-plugin tool-call-parser-plugin reasoning-parser-plugin worker-cls", _ONE,
+           reason=_NO_CODE),
     *_rows("logits-processors", _SEVERAL, reason=_NO_CODE),
     *_rows("tool-server", _ONE, reason="tools run in the client"),
     *_rows("enable-sleep-mode", _SWITCH, reason="stop the worker: requests wait in the queue until one starts"),
     *_rows("override-pooler-config pooler-config", _ONE, reason="use --pooling"),
     *_rows("grpc", _SWITCH, reason="use HTTP, or Redis (--producers)"),
     *_rows("additional-config", _ONE, reason="it is for other hardware"),
-    *_rows("omni use-hsdp vae-use-tiling enable-layerwise-offload", _SWITCH, reason=_TEXT),
-    *_rows("task-type deploy-config diffusion-attention-backend usp ring num-gpus model-class-name", _ONE,
+    *_rows("omni use-hsdp vae-use-tiling enable-layerwise-offload enable-cpu-offload "
+           "enable-distributed-layerwise-offload dlo-no-use-allgather no-async-chunk", _SWITCH, reason=_TEXT),
+    *_rows("task-type deploy-config diffusion-attention-backend usp ring num-gpus model-class-name "
+           "vae-patch-parallel-size vae-parallel-mode text-encoder-tp-size ulysses-degree cfg-parallel-size "
+           "hsdp-shard-size init-timeout stage-init-timeout diffusion-config dlo-resident-layers", _ONE,
            reason=_TEXT),
 ]  # fmt: skip
 
