@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ import numpy as np
 from model.config import ModelConfig
 from model.kv_cache import block_shape
 from model.ops.fp8 import narrow
-from model.ops.interface import Array, AttentionBatch, HeadRotation, Ops, SamplingArrays
-from model.ops.weight import Weight
+from model.ops.interface import Array, AttentionBatch, Fp8Rows, HeadRotation, Ops, SamplingArrays
+from model.ops.weight import Weight, WeightFormat
 from model.rope import rope_tables
 
 Batch = tuple[tuple[int, int], ...]
@@ -66,6 +67,10 @@ CPU_SIZES = Sizes(
 RANDOM_TILE = 1_000_003
 """Period of random inputs: a prime, so that no two rows are equal."""
 
+QUANTISED = (WeightFormat.FP8, WeightFormat.INT8, WeightFormat.INT4)
+GROUP_SIZE = 128
+FP8_SIZE = 97.0  # root of the mean square of random e4m3
+
 CACHE_LAYERS = 2
 """Cache layers that attention cases alternate between."""
 
@@ -104,11 +109,13 @@ class KernelCases:
         if ops.kv_dtype == np.uint8:
             self._kv_scales = ops.upload(np.ones((CACHE_LAYERS, 2, config.num_kv_heads), np.float32))
         self._kept: dict[tuple[str | int, ...], Array] = {}
+        self._quantised_weights: dict[tuple[str | int, ...], Weight] = {}
 
     def all(self) -> Iterator[Case]:
         """Yield every case, in the order of a forward pass."""
         yield from self._rows()
         yield from self._products()
+        yield from self._quantised_products()
         yield self._rope()
         yield self._plan(((max(self.sizes.rows[:-1]), 2 * self._block_size),))
         yield from map(self._plan, self.sizes.decode)
@@ -157,17 +164,20 @@ class KernelCases:
         yield Case("add_rms_norm", f"{tokens} x {width}", 4 * row_bytes, 0, add_norm)
         yield Case("silu_mul", f"{tokens} x {inner}", 3 * tokens * inner * self._item, 0, silu)
 
-    def _products(self) -> Iterator[Case]:
-        config, head_rows = self._config, max(self.sizes.sampled)
+    def _matrices(self) -> dict[str, tuple[int, int]]:
+        config = self._config
         heads = config.num_heads + 2 * config.num_kv_heads
-        matrices = {
+        return {
             "qkv": (heads * config.head_dim, config.hidden_size),
             "output": (config.hidden_size, config.num_heads * config.head_dim),
             "gate_up": (2 * config.intermediate_size, config.hidden_size),
             "down": (config.hidden_size, config.intermediate_size),
         }
+
+    def _products(self) -> Iterator[Case]:
+        config, head_rows = self._config, max(self.sizes.sampled)
         for rows in self.sizes.rows:
-            yield from (self._product(name, rows, *shape) for name, shape in matrices.items())
+            yield from (self._product(name, rows, *shape) for name, shape in self._matrices().items())
             if rows <= head_rows:
                 yield self._product("lm_head", rows, config.vocab_size, config.hidden_size)
 
@@ -181,6 +191,46 @@ class KernelCases:
         num_bytes = (rows * inner + width * inner + rows * width) * self._item
         peer = {"what": "linear", "rows": rows, "width": width, "inner": inner}
         return Case("linear", f"{name} {rows} x {width} x {inner}", num_bytes, 2 * rows * width * inner, make, peer)
+
+    def _quantised_products(self) -> Iterator[Case]:
+        for kind, rows in product(QUANTISED, self.sizes.rows):
+            for name, (width, inner) in self._matrices().items():
+                yield self._quantised_product(name, kind, rows, width, inner)
+
+    def _quantised_product(self, name: str, kind: WeightFormat, rows: int, width: int, inner: int) -> Case:
+        """Return a case whose FLOPs are counted at 16 bits' rate; inputs of FP8 are e4m3 where the device has it."""
+        ops = self._ops
+
+        def make(i: int) -> Launch:
+            weight = self._quantised(kind, (name, i), width, inner)
+            x: Array | Fp8Rows = self._random((rows, inner))
+            if kind is WeightFormat.FP8 and ops.has_fp8:
+                scale = ops.upload(np.full(rows, inner**-0.5 / FP8_SIZE, np.float32))
+                x = Fp8Rows(self._codes((rows, inner)), scale)
+            return lambda: ops.linear(x, weight)
+
+        weight_bytes = width * inner // 2 * (1 if kind is WeightFormat.INT4 else 2)
+        num_bytes = weight_bytes + rows * (inner + width) * self._item
+        size = f"{name} {kind} {rows} x {width} x {inner}"
+        return Case("linear", size, num_bytes, 2 * rows * width * inner, make)
+
+    def _quantised(self, kind: WeightFormat, name: tuple[str | int, ...], width: int, inner: int) -> Weight:
+        """Return shared random weights: INT4 in groups of 128 inputs, others with row scales."""
+        name = (kind, *name)
+        if name not in self._quantised_weights:
+            ops, is_int4 = self._ops, kind is WeightFormat.INT4
+            data = self._codes((width, inner // 2 if is_int4 else inner))
+            groups = (width, inner // GROUP_SIZE) if is_int4 else (width,)
+            scale = ops.upload(np.full(groups, inner**-0.5 / FP8_SIZE, np.float16 if is_int4 else np.float32))
+            if kind is WeightFormat.INT8:
+                data = data.view(np.int8)
+            weight = Weight(data, kind, scale, group_size=GROUP_SIZE if is_int4 else 0)
+            self._quantised_weights[name] = ops.prepare_weight(weight)
+        return self._quantised_weights[name]
+
+    def _codes(self, shape: tuple[int, int]) -> Array:
+        """Return random bytes that are no NaN in e4m3."""
+        return self._ops.upload(self._rng.integers(0, 256, shape, np.uint8) & np.uint8(0xF7))
 
     def _rope(self) -> Case:
         ops, config, tokens = self._ops, self._config, min(self.sizes.num_tokens, self.sizes.cache_tokens)

@@ -103,8 +103,8 @@ def _timed(built: BuiltEngine) -> tuple[float, float]:
     def wait_first(launched):
         nonlocal waited_s
         begin_s = time.perf_counter()
-        for call in launched.calls:
-            call.fetch()
+        for fetch in launched.running.samples:
+            fetch()
         waited_s += time.perf_counter() - begin_s
         return collect(launched)
 

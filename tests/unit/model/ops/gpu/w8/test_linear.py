@@ -29,8 +29,8 @@ def launched_for(m, kind=WeightFormat.INT8, n=4096, k=4096, address=ADDRESS, **d
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_on_hopper_weights_are_widened_in_registers_up_to_384_rows(kind):
-    assert launched_for(8, kind) == ["gemv_w8"]
-    assert launched_for(9, kind) == launched_for(192, kind) == ["small_m_w8a16_sm90"]
+    assert launched_for(16, kind) == ["gemv_w8"]
+    assert launched_for(17, kind) == launched_for(192, kind) == ["small_m_w8a16_sm90"]
     assert launched_for(193, kind) == ["small_m_w8a16_sm90"] * 2
     assert launched_for(384, kind) == ["small_m_w8a16_sm90"] * 2
     assert launched_for(385, kind) == ["dequantise_rows", "linear"]
