@@ -13,7 +13,7 @@ struct alignas(32) KvSplit {
     int first;  // first token in the window
     int begin, end;  // tokens; begin is a multiple of TILE
     int count;  // partial results of the sequence
-    int first_row;  // workspace row of the first; of a group: index of its first member
+    int first_row;  // its first workspace row; of a group: index of its first member
     int row;  // of this result, if count > 1; of a group: added to each member's first_row
     int num_members;  // 0: one sequence
 };

@@ -1,4 +1,4 @@
-// Paged decode attention: one query token per sequence against its cached keys and values. Split-KV flash decoding.
+// Paged decode attention: one query token per sequence against its cached keys and values.
 //
 // q, out [S, Hq, HEAD_DIM]; kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM], kv_scales float[L, 2, Hkv] with
 // QUIRE_KV_FP8; block_tables int32[S, max_blocks]; splits KvSplit[num_slots] and members (plan_decode.cu); workspace
@@ -10,9 +10,8 @@
 // of their prefix. Splits write (sum, maximum, total) to the workspace, and the last CTA to arrive combines them.
 //
 // fp16, bf16: a warp streams tiles of 16 tokens through its own STAGES of shared memory (cp.async), with no wider
-// barrier in the loop. S^T = K Q^T, O^T = V^T P^T: eight query rows cost one instruction, and P's fragments are a
-// movmatrix away.
-// fp32: CUDA cores, one query row a CTA, for tests and small models.
+// barrier in the loop. S^T = K Q^T, O^T = V^T P^T: eight query rows cost one instruction.
+// fp32: CUDA cores, one query row a CTA.
 //
 // Preconditions: 16-byte aligned arrays; max_blocks, scale, window > 0; launches do not overlap (they share
 // `num_arrived`); nothing is split if S * gridDim.x > MAX_PAIRS. Rows with context_len <= 0 and block ids outside the
@@ -39,7 +38,6 @@ struct WarpState {
     float total[Q_TILES][2];  // of this thread's tokens
 };
 
-// Turns products of that row into scores in units of log2.
 template <int Q_TILES>
 struct ScoreScale {
 #if SCALES_QUERIES
@@ -53,7 +51,6 @@ struct ScoreScale {
 #endif
 };
 
-// Of a tile's two halves of 8 tokens.
 __device__ __forceinline__ int2 blocks_of_tile(const PagedHead& head, int tile) {
     const int block = tile * TILE / BLOCK_SIZE;
     if (BLOCK_SIZE >= TILE) {
@@ -153,7 +150,7 @@ __device__ __forceinline__ void score_tile(float (&score)[Q_TILES][4], const u32
     }
 }
 
-// Turns scores of 8 query rows into fragments of P^T; rescales the state to the new maximum.
+// Turns scores into fragments of P^T; rescales the state to the new maximum.
 template <int Q_TILES>
 __device__ __forceinline__ void weigh_tile(WarpState<Q_TILES>& state, int n, float (&score)[4], u32 (&weights)[2]) {
     float correction[2];
@@ -227,7 +224,6 @@ __device__ __forceinline__ void load_queries(u32 (&fragments)[Q_TILES][STEPS][2]
 }
 
 #if SCALES_QUERIES
-// bfloat16 to float16, each row with its own scale.
 template <int Q_TILES>
 __device__ __forceinline__ void scale_rows(u32 (&fragments)[Q_TILES][STEPS][2], ScoreScale<Q_TILES>& scale) {
     const int lane = threadIdx.x % WARP_SIZE;
@@ -257,7 +253,7 @@ constexpr int ROWS = QUIRE_DTYPE == 0 ? 1 : at_most(GROUP, 16);  // query rows o
 constexpr int SLICES = ceil_div(GROUP, ROWS);  // CTAs of a kv head
 constexpr int GROUP_ROWS = MEMBERS * ROWS;  // query rows of a group's CTA
 constexpr int SUM_STRIDE = HEAD_DIM + 4;  // avoids bank conflicts
-constexpr int MAX_PAIRS = 1 << 14;  // that may be split
+constexpr int MAX_PAIRS = 1 << 14;
 
 // Splits that have written, by (sequence, blockIdx.x). atomicInc wraps to 0 for the next launch.
 __device__ u32 num_arrived[MAX_PAIRS];
@@ -271,7 +267,6 @@ struct Results {
 static_assert(SHARED_BYTES >= sizeof(Results<QUIRE_DTYPE == 0 ? ROWS : GROUP_ROWS>), "the warps' results must fit");
 static_assert(SHARED_BYTES >= ROWS * 2 * MAX_SPLITS * sizeof(float), "the weights of the splits must fit");
 
-// Rounded to T.
 __device__ __forceinline__ void store_four(T* to, const float (&x)[4]) {
     struct alignas(4 * sizeof(T)) Four { T at[4]; } four;
 #pragma unroll
@@ -299,7 +294,6 @@ __device__ __forceinline__ void merge_warps(const Results<NUM_ROWS>& results, co
     }
 }
 
-// Rows of an unsplit sequence.
 struct OutputRows {
     T* out;
     int num_rows;
@@ -314,7 +308,6 @@ struct OutputRows {
     }
 };
 
-// Rows of one split of several.
 struct WorkspaceRows {
     float* sums;
     float2* stats;
@@ -388,7 +381,6 @@ __device__ __forceinline__ void combine_splits(const float* sums, const float2* 
     }
 }
 
-// Of one sequence and kv head.
 struct SequenceRows {
     const T* q;
     int num_rows;
@@ -506,7 +498,6 @@ __device__ __forceinline__ void attend(const Rows& rows, const PagedHead& head, 
 
 #endif
 
-// Writes a group's partial results for one split of its prefix.
 __device__ __forceinline__ void attend_group(const GroupRows& rows, const PagedHead& head, const KvSplit& split,
                                              float scale_log2, unsigned char* shared) {
 #if QUIRE_DTYPE == 0

@@ -1,5 +1,4 @@
-// Shared by decode and prefill: the walk through the block table, tiles in shared memory, and the float32 path, where a
-// warp folds keys into one query row.
+// The walk through the block table, tiles in shared memory, and the float32 path.
 //
 // A build defines HEAD_DIM (a multiple of 16, at most 256), BLOCK_SIZE (a power of two, at least 8) and GROUP, the
 // query heads of a kv head. Scores are in units of log2.
@@ -10,7 +9,7 @@
 
 #if QUIRE_KV_FP8
 #include "common/fp8.cuh"
-using Kv = u8;  // e4m3
+using Kv = u8;
 #else
 using Kv = T;
 #endif
@@ -67,7 +66,6 @@ struct PagedHead {
         return keys + static_cast<u64>(holds(block_id) ? block_id : 0) * block_stride + offset * HEAD_DIM;
     }
 
-    // A context's tokens, at most the table's.
     __device__ __forceinline__ int clamped(int context_len) const {
         return max(0, min(context_len, max_blocks * BLOCK_SIZE));
     }
@@ -78,7 +76,6 @@ __device__ __forceinline__ float minus_infinity() { return -positive_infinity();
 // The running maximum, or 0 while no key was visible: avoids inf - inf.
 __device__ __forceinline__ float finite_base(float maximum) { return maximum == minus_infinity() ? 0.0f : maximum; }
 
-// 1 / total; 0 without visible keys.
 __device__ __forceinline__ float reciprocal_or_zero(float total) {
     return total == 0.0f ? 0.0f : __fdividef(1.0f, total);
 }
@@ -100,7 +97,6 @@ struct TileOf {
         return row * ROW_BYTES + 16 * (SWIZZLED ? chunk ^ (row & 7) : chunk);
     }
 
-    // The address `pairs` pairs of chunks right of one in the first pair.
     __device__ __forceinline__ static u32 right_of(u32 address, int pairs) {
         return SWIZZLED ? address ^ (32 * pairs) : address + 32 * pairs;
     }
@@ -144,7 +140,6 @@ struct QueryScale {
     __nv_bfloat162 up;
     float down;
 
-    // `largest`: bits of the largest magnitude.
     __device__ __forceinline__ QueryScale(u32 largest) {
         const u32 exponent = min(max(largest >> 7, 15u), 254u);  // biased
         up = __float2bfloat162_rn(__uint_as_float((268 - exponent) << 23));

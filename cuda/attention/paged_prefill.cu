@@ -9,7 +9,7 @@
 // A CTA computes ROWS query rows of one kv head: row r is query head r % GROUP of the chunk's token r / GROUP.
 // blockIdx.z counts from a chunk's end: the longest first. Tiles of KEYS tokens are fetched one ahead (cp.async; block
 // ids two ahead). A warp has 16 * ROW_TILES rows; two row tiles halve its shared memory reads per product.
-// fp32: CUDA cores, a warp a row, for tests and small models. A build also defines WARPS.
+// fp32: CUDA cores, a warp a row. A build also defines WARPS.
 //
 // Preconditions: 16-byte aligned arrays; max_blocks, scale, window > 0; max_query_len >= the longest chunk. Rows
 // without visible keys and block ids outside the pool are zeros.
@@ -18,15 +18,13 @@
 #include "common/mma.cuh"
 #include "common/types.cuh"
 
-// The rows of a CTA.
 struct Chunk {
     int start, num_rows;  // first token in q and out; tokens * GROUP
     int first_position;  // of the chunk in its sequence
-    int first_row;  // of this CTA
+    int first_row;
 
     __device__ __forceinline__ int position(int row) const { return first_position + row / GROUP; }
 
-    // In q and out, in elements.
     __device__ __forceinline__ i64 element(int row, int kv_head, int num_kv_heads) const {
         const i64 token = start + row / GROUP;
         return ((token * num_kv_heads + kv_head) * GROUP + row % GROUP) * HEAD_DIM;
@@ -46,7 +44,6 @@ struct WarpState {
     float total[ROW_TILES][2];  // of this thread's keys
 };
 
-// score = Q K^T of this warp's rows and one tile of keys.
 __device__ __forceinline__ void score_tile(float (&score)[ROW_TILES][2 * KEY_STEPS][4], u32 warp_queries,
                                            u32 key_tile) {
     const int lane = threadIdx.x % WARP_SIZE;
@@ -71,7 +68,6 @@ __device__ __forceinline__ void score_tile(float (&score)[ROW_TILES][2 * KEY_STE
     }
 }
 
-// Minus infinity for masked keys.
 __device__ __forceinline__ void mask_tile(float (&score)[ROW_TILES][2 * KEY_STEPS][4], const Chunk& chunk, int warp_row,
                                           int first_key, int window) {
     const int lane = threadIdx.x % WARP_SIZE;
@@ -121,7 +117,6 @@ __device__ __forceinline__ void weigh_tile(WarpState& state, float (&score)[ROW_
             }
             state.total[r][h] = fmaf(state.total[r][h], correction[h], total);
         }
-        // Most tiles bring no new maximum.
         if (!__any_sync(FULL_WARP, correction[0] != 1.0f || correction[1] != 1.0f)) continue;
 #pragma unroll
         for (int n = 0; n < 2 * STEPS; ++n) {
@@ -131,7 +126,6 @@ __device__ __forceinline__ void weigh_tile(WarpState& state, float (&score)[ROW_
     }
 }
 
-// state.sum += weights V.
 __device__ __forceinline__ void add_values(WarpState& state, const float (&weights)[ROW_TILES][2 * KEY_STEPS][4],
                                            u32 value_tile) {
     const int lane = threadIdx.x % WARP_SIZE;
@@ -191,11 +185,11 @@ __device__ __forceinline__ void attend(T* out, const T* q, const PagedHead& head
 #else
 
 constexpr int ROWS = WARPS * WARP_ROWS;
-constexpr int NUM_IDS = ceil_div(KEYS, BLOCK_SIZE);  // of a tile
-constexpr int BLOCK_KEYS = at_most(KEYS, BLOCK_SIZE);  // of one block
+constexpr int NUM_IDS = ceil_div(KEYS, BLOCK_SIZE);
+constexpr int BLOCK_KEYS = at_most(KEYS, BLOCK_SIZE);
 constexpr int TILE_BYTES = KEYS * SharedTile::ROW_BYTES;
 constexpr int QUERY_BYTES = ROWS * SharedTile::ROW_BYTES;
-constexpr int IDS_BYTES = 64;  // of a stage
+constexpr int IDS_BYTES = 64;
 static_assert(KEYS % BLOCK_SIZE == 0 || BLOCK_SIZE % KEYS == 0, "tiles and blocks must nest");
 static_assert(NUM_IDS * 4 <= IDS_BYTES, "a tile's block ids must fit");
 static_assert(WARP_ROWS * SharedTile::CHUNKS % WARP_SIZE == 0, "every lane copies the same number of chunks");
@@ -225,7 +219,6 @@ struct Shared {
     }
 };
 
-// Only a warp reads its rows.
 __device__ __forceinline__ void copy_queries(u32 queries, const T* q, const Chunk& chunk, int kv_head,
                                              int num_kv_heads) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
@@ -274,10 +267,9 @@ __device__ __forceinline__ void copy_tile(u32 key_tile, const int* ids, const Pa
 }
 
 #if QUIRE_KV_FP8
-// Widens the keys and values of a fetched tile.
 __device__ __forceinline__ void widen_tile(u32 key_tile, u32 fetched) {
     constexpr int CHUNKS = SharedTile::CHUNKS, EIGHTS = KEYS * CHUNKS, STEPS = EIGHTS / THREADS, BATCH = 4;
-    constexpr bool SAME_PLACE = THREADS % (8 * CHUNKS) == 0;  // in the swizzle of all steps
+    constexpr bool SAME_PLACE = THREADS % (8 * CHUNKS) == 0;
     static_assert(EIGHTS % THREADS == 0, "every thread widens the same number");
     const int thread = threadIdx.x;
     const u32 first = SharedTile::offset(thread / CHUNKS, thread % CHUNKS);

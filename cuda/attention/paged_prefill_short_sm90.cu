@@ -8,7 +8,7 @@
 //
 // The CTAs of a cluster split the keys of a query tile and reduce its rows in each other's shared memory. One warp
 // fetches, two warpgroups of 64 rows consume; three more warps widen e4m3. Scores of a tile are multiplied together
-// with the values of the previous one, so that scores become weights meanwhile.
+// with the values of the previous one.
 //
 // Keys run from the first tile to the last. Keys outside the split are masked and their values zeroed, since they may
 // be uninitialised.
@@ -32,12 +32,11 @@ __device__ __forceinline__ int quotient(int a, int b) { return static_cast<int>(
 struct Task {
     QueryTile query_tile;
     int sequence;  // num_sequences: nothing to do
-    int index, count;  // of the splits
-    int begin;  // of the first key tile
+    int index, count;
+    int begin;
 
     __device__ __forceinline__ int num_tiles() const { return max(0, ceil_div(query_tile.end_key - begin, KEYS)); }
 
-    // Narrows the keys to the split's, in whole boxes.
     __device__ __forceinline__ void take_split(int nothing) {
         const int first = query_tile.first_key / BLOCK_KEYS,
                   num_boxes = max(0, ceil_div(query_tile.end_key, BLOCK_KEYS) - first);
@@ -85,7 +84,7 @@ __device__ __forceinline__ Task find_task(const Batch& batch, int cluster_size, 
 
     const int cluster = quotient(blockIdx.x, cluster_size), rank = blockIdx.x - cluster * cluster_size;
     const int num_clusters = quotient(gridDim.x, cluster_size);
-    const int share = max(1, quotient(num_query_tiles + num_clusters - 1, num_clusters));  // of a cluster
+    const int share = max(1, quotient(num_query_tiles + num_clusters - 1, num_clusters));
     task.count = max(1, quotient(cluster_size, share));
     const int of_cluster = quotient(rank, task.count);
     task.index = rank - of_cluster * task.count;
@@ -112,7 +111,7 @@ __device__ __forceinline__ Task find_task(const Batch& batch, int cluster_size, 
     return task;
 }
 
-constexpr int CONSUMERS = 2;  // warpgroups
+constexpr int CONSUMERS = 2;
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP_SIZE;
 constexpr int CONSUMER_WARPS = CONSUMER_THREADS / WARP_SIZE;
 constexpr int THREADS = CONSUMER_THREADS + WARPGROUP_SIZE;
@@ -134,7 +133,7 @@ constexpr int REDUCTION_BYTES = MAX_UNITS * UNIT_BYTES + MAX_CLUSTER_SPLITS * CO
 // The receiver holds its units, split by split, then all maxima and totals.
 struct PartialReduction {
     u32 base, barrier;
-    int first_rank;  // of the tile's splits
+    int first_rank;
     int index, count, num_warps;
     int inverse;  // 4096 / count + 1
 
@@ -153,7 +152,6 @@ struct PartialReduction {
         arrive_expecting(barrier, count * (num_slots() * UNIT_BYTES + num_warps * STAT_BYTES));
     }
 
-    // To the splits that reduce them.
     __device__ __forceinline__ void send_partial(const Rows& rows, int warp, float scale_log2) const {
         const int lane = threadIdx.x % WARP_SIZE;
         const float total[2] = {sum_of_four(rows.total[0]), sum_of_four(rows.total[1])};
@@ -257,7 +255,6 @@ struct Shared {
     __device__ __forceinline__ u32 values_empty(int stage) const { return barrier(3 + 3 * STAGES + stage); }
 };
 
-// Counts tiles: the next stage and its phase's parity.
 struct PipelineState {
     u32 count = 0;
 
@@ -280,7 +277,6 @@ struct Producer {
     PipelineState pipeline;
 #endif
 
-    // Where this lane's box starts in the cache map.
     __device__ __forceinline__ int row_of(const Task& task, int tile, bool is_value) {
         const int lane = threadIdx.x % WARP_SIZE, in_ids = tile * NUM_IDS % WARP_SIZE;
         if (in_ids == 0 && !is_value) {
@@ -341,7 +337,6 @@ struct Producer {
 };
 
 #if QUIRE_KV_FP8
-// The widening warps.
 __device__ __forceinline__ void widen_tiles(const Shared& shared, const Batch& batch, int cluster_size, int warp) {
     FetchedRing ring = shared.fetched();
     PipelineState pipeline;
@@ -418,7 +413,6 @@ struct Consumer {
         sync_named_barrier(1 + index, WARPGROUP_SIZE);
     }
 
-    // Only tiles at the edge of the visible keys need the mask.
     __device__ __forceinline__ void weigh(Rows& rows, float (&correction)[2], float (&score)[KEYS / 2],
                                           const Task& task, int tile) const {
         const QueryTile& query_tile = task.query_tile;
@@ -441,7 +435,6 @@ struct Consumer {
         if (task.count > 1) arrive_at_cluster();
     }
 
-    // For a warpgroup without rows.
     __device__ __forceinline__ void skip(const Task& task) {
         for (int tile = 0; tile < task.num_tiles(); ++tile, ++pipeline.count) {
             wait_for(shared.keys_full(pipeline.stage()), pipeline.parity());

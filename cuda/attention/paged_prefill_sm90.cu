@@ -23,7 +23,7 @@
 #include "common/wgmma.cuh"
 
 constexpr int STAGES = 2;
-constexpr int NUM_CONSUMERS = 3;  // warpgroups
+constexpr int NUM_CONSUMERS = 3;
 constexpr int WARPGROUP_ROWS = 64;
 static_assert(PADDED_ROWS == NUM_CONSUMERS * WARPGROUP_ROWS, "every row has a warpgroup");
 constexpr int TAIL_BYTES = 256;  // barriers, query tile, split
@@ -61,7 +61,6 @@ struct Shared {
     __device__ __forceinline__ KvSplit* split() const { return reinterpret_cast<KvSplit*>(query_tile() + 1); }
 };
 
-// Counts tiles: the next stage and its phase's parity.
 struct PipelineState {
     u32 count = 0;
 
@@ -69,7 +68,7 @@ struct PipelineState {
     __device__ __forceinline__ u32 parity() const { return count / STAGES % 2; }
 };
 
-constexpr int MAX_SPLITS = 1024;  // one a CTA
+constexpr int MAX_SPLITS = 1024;
 
 // Splits stored, by query tile. The last atomicInc wraps to 0.
 __device__ u32 splits_stored[MAX_SPLITS];
@@ -82,7 +81,6 @@ struct PartialReduction {
     float* sums;
     float2* stats;
 
-    // Stores this thread's two rows.
     __device__ __forceinline__ void store_partial(const Rows& rows, const QueryTile& query_tile, const KvSplit& split,
                                                   int first_row, float scale_log2) const {
 #pragma unroll
@@ -114,7 +112,6 @@ struct PartialReduction {
         sync_named_barrier(barrier, num_threads);
     }
 
-    // A row a warp.
     __device__ __forceinline__ void reduce(T* out, const QueryTile& query_tile, const KvSplit& split, int warp,
                                            int num_warps, int num_kv_heads, float value_scale) const {
         const int lane = threadIdx.x % WARP_SIZE;
@@ -151,7 +148,6 @@ static_assert(QUIRE_DTYPE != 0 && (HEAD_DIM == 64 || HEAD_DIM == 128), "fp16 or 
 __device__ u32 num_taken;  // beyond the first of each CTA
 constexpr u32 NONE_TAKEN = ~0u;
 
-// `taken`: the number taken before.
 __device__ __forceinline__ int next_tile_index(u32& taken) {
     if (threadIdx.x % WARP_SIZE == 0) taken = atomicAdd(&num_taken, 1u);
     taken = __shfl_sync(FULL_WARP, taken, 0);
@@ -240,7 +236,6 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& q
 }
 
 #if QUIRE_KV_FP8
-// The widening warps.
 __device__ __forceinline__ void widen_tiles(const Shared& shared, u32 warp) {
     FetchedRing ring = shared.fetched();
     for (PipelineState pipeline;; ++pipeline.count) {
@@ -264,7 +259,7 @@ __device__ __forceinline__ void start_scores(float (&score)[KEYS / 2], u32 queri
     commit_products();
 }
 
-// Whether keys of a block are masked for the whole query tile: their values may be uninitialised.
+// Whether a block has keys masked for the whole query tile.
 __device__ __forceinline__ bool is_cut(const QueryTile& query_tile, int tile) {
     const int begin = tile * KEYS;
     return (query_tile.first_key > begin && query_tile.first_key % BLOCK_KEYS != 0) ||
@@ -292,7 +287,6 @@ struct Consumer {
 
     __device__ __forceinline__ u32 queries() const { return shared.queries() + index * WARPGROUP_ROWS * 128; }
 
-    // Only tiles at the edge of the visible keys need the mask.
     __device__ __forceinline__ void weigh(Rows& rows, float (&score)[KEYS / 2], const QueryTile& query_tile,
                                           int tile) const {
         const int first = query_tile.first_row + index * WARPGROUP_ROWS, begin = tile * KEYS;

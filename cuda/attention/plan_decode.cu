@@ -3,8 +3,8 @@
 //
 //   context_lens int32[S], block_tables int32[S, max_blocks] -> splits KvSplit[num_slots], members
 //   PrefixGroupMember[max_groups, MEMBERS]
-//   Order: splits of common prefixes, then of single sequences, longest first (128 chats keep the CTAs busy 89 % of the
-//   time; unsorted 62 %). A sequence without visible tokens has an empty split. Unused slots name sequence S.
+//   Order: splits of common prefixes, then of single sequences, longest first. A sequence
+//   without visible tokens has an empty split. Unused slots name sequence S.
 //   A build defines WARPS, MEMBERS, BLOCK_SIZE, MAX_SPLITS, and MIN_SPLIT and MIN_COMMON in tokens.
 //   grid (1), block (1024)
 //   reference: NumpyOps.plan_decode_attention
@@ -14,14 +14,13 @@
 #include "attention/kv_split.cuh"
 
 constexpr int THREADS = 1024;
-constexpr int CLASSES = WARP_SIZE;  // of splits by size
-constexpr int MIN_COMMON_BLOCKS = BLOCK_SIZE < MIN_COMMON ? MIN_COMMON / BLOCK_SIZE : 1;  // of a group
+constexpr int CLASSES = WARP_SIZE;
+constexpr int MIN_COMMON_BLOCKS = BLOCK_SIZE < MIN_COMMON ? MIN_COMMON / BLOCK_SIZE : 1;
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// The tokens of a sequence inside its window.
 struct VisibleRange {
-    int first, origin, end;  // first visible token, first of its own splits (a multiple of TILE), end
+    int first, origin, end;  // `origin` begins its own splits, a multiple of TILE
 
     // `prefix`: tokens of the common prefix, a multiple of TILE.
     __device__ __forceinline__ VisibleRange(int context_len, int max_tokens, int window, int prefix) {
@@ -32,7 +31,6 @@ struct VisibleRange {
     __device__ __forceinline__ int span() const { return end - origin; }
 };
 
-// The size of the splits of a batch.
 struct SplitSize {
     bool is_even;  // none much longer than the mean
     int tokens;  // target of a split
@@ -52,7 +50,6 @@ struct SplitSize {
     }
 };
 
-// The splits of one sequence.
 struct SequenceSplits {
     int size, count;  // tokens of each split but the last
 
@@ -63,7 +60,7 @@ struct SequenceSplits {
     __device__ __forceinline__ int last_size(int span) const { return span - (count - 1) * size; }
 };
 
-// Slots of a sequence: the first of its adjacent splits of full size, and the last split's.
+// The first slot of a sequence's adjacent splits of full size, and the last split's.
 struct Slots {
     int full, last;
 };
@@ -71,7 +68,7 @@ struct Slots {
 // A counting sort of splits by size class, largest first.
 struct SizeOrder {
     int* next;  // shared [CLASSES]: next free slot
-    int largest;  // tokens of a split
+    int largest;
 
     __device__ __forceinline__ int* of(int tokens) const {
         const i64 from_below = static_cast<i64>(tokens) * CLASSES / (largest + 1);
@@ -102,14 +99,13 @@ struct CommonPrefix {
     int tokens = 0;  // a multiple of TILE; 0: no group
     int member_index = 0;  // in the members of all groups
     int num_members = 0;  // if this is the group's first
-    int num_groups = 0;   // of the batch
-    int num_splits = 0;  // of the prefix
+    int num_groups = 0;
+    int num_splits = 0;
     int split_tokens = 1;
 
     __device__ __forceinline__ bool is_first() const { return tokens > 0 && member_index % MEMBERS == 0; }
 };
 
-// Called by every thread of the block, with one sequence or none.
 __device__ __forceinline__ CommonPrefix find_common_prefix(int context_len, const int* block_tables, int num_sequences,
                                               int max_blocks, int max_groups, int target_splits) {
     __shared__ int keys[THREADS], shortest[THREADS], sizes[THREADS], bases[THREADS];
@@ -117,7 +113,7 @@ __device__ __forceinline__ CommonPrefix find_common_prefix(int context_len, cons
     const int* table = block_tables + static_cast<i64>(self) * max_blocks;
     const int num_whole = (context_len - 1) / BLOCK_SIZE;  // full blocks before the last token's
     const int block = self < num_sequences && num_whole >= MIN_COMMON_BLOCKS ? table[MIN_COMMON_BLOCKS - 1] : -1;
-    const int key = block >= 0 ? block : -1 - self;  // unique
+    const int key = block >= 0 ? block : -1 - self;
     keys[self] = key;
     shortest[self] = num_whole;
     sizes[self] = 0;
@@ -134,7 +130,7 @@ __device__ __forceinline__ CommonPrefix find_common_prefix(int context_len, cons
     if (rank > 0) {
         const int* leaders = block_tables + static_cast<i64>(leader) * max_blocks;
         int low = MIN_COMMON_BLOCKS,
-            high = min(num_whole, shortest[leader]) + 1;  // exclusive
+            high = min(num_whole, shortest[leader]) + 1;
         while (high - low > 1) {
             const int middle = (low + high) / 2;
             (table[middle - 1] == leaders[middle - 1] ? low : high) = middle;
@@ -166,7 +162,6 @@ __device__ __forceinline__ CommonPrefix find_common_prefix(int context_len, cons
     return prefix;
 }
 
-// The splits of a group's prefix, by the thread of its first sequence.
 __device__ __forceinline__ void write_prefix_splits(KvSplit* splits, const CommonPrefix& prefix, int sequence,
                                                     int first_slot) {
     for (int i = 0; i < prefix.num_splits; ++i) {
@@ -175,13 +170,11 @@ __device__ __forceinline__ void write_prefix_splits(KvSplit* splits, const Commo
     }
 }
 
-// The splits of one sequence after its common prefix.
 struct OwnSplits {
     int sequence, size, num_splits;
     int num_before, first_row;  // partial results of the prefix; first row of all
     Slots at;
 
-    // Every `stride`-th one, starting at `from`.
     __device__ __forceinline__ void write(KvSplit* splits, const VisibleRange& visible, int from, int stride) const {
         for (int i = from; i < num_splits; i += stride) {
             const int begin = visible.origin + i * size, end = min(begin + size, visible.end);

@@ -1,4 +1,4 @@
-// Shared by Hopper's prefill kernels: query tiles, key tiles and softmax rows.
+// Query tiles, key tiles and softmax rows of Hopper's prefill kernels.
 //
 // A query tile is ROWS query rows of one kv head; row r is query head r % GROUP of the chunk's token r / GROUP. Tile
 // indices run through kv heads, a chunk's tiles (longest first), sequences. If a warp's lanes hold all sequences and
@@ -26,7 +26,6 @@ struct QueryTile {
 
     __device__ __forceinline__ int position(int row) const { return first_position + row / GROUP; }
     __device__ __forceinline__ bool holds(int row) const { return row < ROWS && first_row + row < num_rows; }
-    // The index of a row's query head in q and out.
     __device__ __forceinline__ i64 head(int row, int num_kv_heads) const {
         const int of_chunk = first_row + row;
         const i64 token = start + of_chunk / GROUP;
@@ -50,7 +49,6 @@ struct Chunk {
     int start, num_tokens, context_len;
 };
 
-// The sequences of a launch.
 struct Batch {
     const int* context_lens;
     const int* query_start;
@@ -113,7 +111,6 @@ struct Batch {
         tile.end_key = min(end, max(0, min(chunk.context_len, max_blocks * BLOCK_SIZE)));
     }
 
-    // Narrows the keys to the split's, in whole key tiles.
     __device__ __forceinline__ void cut(QueryTile& tile, KvSplit& split) const {
         const int num_tiles = tile.num_key_tiles(), first = tile.first_key_tile();
         split.count = min(split.count, max(1, num_tiles / MIN_SPLIT_TILES));
@@ -176,7 +173,6 @@ __device__ __forceinline__ void weigh_scores(Rows& rows, float (&correction)[2],
 }
 
 __device__ __forceinline__ void rescale_sums(Rows& rows, const float (&correction)[2]) {
-    // Most tiles bring no new maximum.
     if (!__any_sync(FULL_WARP, correction[0] != 1.0f || correction[1] != 1.0f)) return;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) rows.sum[i] *= correction[i / 2 % 2];
@@ -189,13 +185,11 @@ __device__ __forceinline__ void weigh_tile(Rows& rows, float (&score)[KEYS / 2],
     rescale_sums(rows, correction);
 }
 
-// The register operand of the product with values.
 __device__ __forceinline__ void pack_weights(u32 (&weights)[KEYS / 16][4], const float (&score)[KEYS / 2]) {
 #pragma unroll
     for (int i = 0; i < KEYS / 4; ++i) weights[i / 4][i % 4] = pack_operand(score[2 * i], score[2 * i + 1]);
 }
 
-// A 4 x 4 transpose among four lanes.
 __device__ __forceinline__ uint4 gather_pairs(const u32 (&pair)[4]) {
     const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
     const u32 low = __shfl_xor_sync(FULL_WARP, odd ? pair[0] : pair[1], 1);
@@ -206,7 +200,6 @@ __device__ __forceinline__ uint4 gather_pairs(const u32 (&pair)[4]) {
     return upper ? make_uint4(first, second, near[2], near[3]) : make_uint4(near[0], near[1], first, second);
 }
 
-// Over the four lanes of a row.
 __device__ __forceinline__ float sum_of_four(float x) {
     x += __shfl_xor_sync(FULL_WARP, x, 1);
     return x + __shfl_xor_sync(FULL_WARP, x, 2);
@@ -234,16 +227,15 @@ __device__ __forceinline__ void store_rows(const Rows& rows, T* out, const Query
     }
 }
 
-constexpr int COLUMNS = HEAD_DIM / 64;  // of 64 elements: 128 bytes
+constexpr int COLUMNS = HEAD_DIM / 64;
 constexpr int QUERY_COLUMN_BYTES = PADDED_ROWS * 128;
 constexpr int KEY_COLUMN_BYTES = KEYS * 128;
 constexpr int QUERY_BYTES = COLUMNS * QUERY_COLUMN_BYTES;
 constexpr int TILE_BYTES = COLUMNS * KEY_COLUMN_BYTES;
-constexpr int BLOCK_KEYS = at_most(KEYS, BLOCK_SIZE);  // of one block
+constexpr int BLOCK_KEYS = at_most(KEYS, BLOCK_SIZE);
 constexpr int NUM_IDS = KEYS / BLOCK_KEYS;
 static_assert(NUM_IDS <= WARP_SIZE, "a lane holds one block id of a tile");
 
-// Rows of the cache map.
 struct Pool {
     int num_blocks, block_rows, layer_row, value_rows;
 
