@@ -4,15 +4,13 @@
 //   x e4m3 [M, K], x_scale float32 [M], weight e4m3 [N, K], weight_scale float32 [N], bias [N] or null, out [M, N];
 //   M <= COLS. `weight_map` is weight as a 2-D tensor map of 16-bit elements (two of K each), with boxes of 64 x ROWS
 //   rows, `x_map` is x with boxes of 64 x COLS rows; both with the 128-byte swizzle.
-//   A build defines ROWS (weight rows of a tile, at most 128), COLS (rows of x: 16, 32, 64, 96, 128, 192, 256), STAGES,
-//   AHEAD, SPLIT, SHARED_BYTES and OUT_FLOAT as for small_m_sm90.cu.
+//   A build defines ROWS, COLS (16, 32, 64, 96, 128, 192, 256) and the others of small_m.cuh.
 //   grid: up to one block a tile, with SPLIT 2 two; block THREADS
 //   reference: NumpyOps.linear
 //   needs: x, weight and out aligned to 16 bytes, K a multiple of 16
 //   roofline: N K bytes moved; 0.9 of copy bandwidth from 100 MB of weights, up to M = 64
 //
-// As small_m_sm90, with 128 elements of K a stage. The order of an element's sums depends on K and SPLIT alone: a row
-// of x gives the same bits in any batch.
+// The order of an element's sums depends on K and SPLIT alone: a row of x gives the same bits in any batch.
 #define WEIGHT_ELEMENTS 128
 #define X_BOXES 1
 #define SCALE_BYTES (COLS * 4)

@@ -4,17 +4,11 @@
 //   x [M, K], weight [N, K], bias [N] or null, out [M, N]; M <= COLS. `weight_map` is weight as a 2-D tensor map with
 //   boxes of 64 elements x ROWS rows, `x_map` is x with boxes of 64 elements x COLS rows; both with the 128-byte
 //   swizzle.
-//   A build defines ROWS (weight rows of a tile, at most 128), COLS (rows of x: 32, 64, 96, 128), STAGES (of the ring
-//   in shared memory), AHEAD (stages whose weights do not wait for the previous kernel), SPLIT (1, or 2: two blocks
-//   split K of a tile), SHARED_BYTES, OUT_FLOAT: out has the build's type (0) or float32 (1).
+//   A build defines ROWS, COLS (32, 64, 96, 128) and the others of small_m.cuh.
 //   grid: up to one block a tile, with SPLIT 2 two; block THREADS
 //   reference: NumpyOps.linear
 //   needs: x, weight and out aligned to 16 bytes, K a multiple of 8, 16-bit elements
 //   roofline: N K elements moved; 0.9 of copy bandwidth from 100 MB of weights
-//
-// A tile of out, transposed, is ROWS weight rows times COLS rows of x, by wgmma: 64 weight rows a warpgroup. Another
-// warp fetches both, 64 elements of K a stage. Only AHEAD stages of weights are fetched early, since x would wait for
-// more. With SPLIT 2 each block sends half of its sums to the other, in a fixed order: results are deterministic.
 #define WEIGHT_ELEMENTS 64
 #define X_BOXES 1
 #define SCALE_BYTES 0

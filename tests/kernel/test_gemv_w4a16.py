@@ -26,9 +26,7 @@ def launch(request, open_ops):
     def launch_(ops, x, weight, bias, out):
         if len(out) > x_rows:
             pytest.skip("more rows than this build takes")
-        build, layout = builds.GemvW4Build(row_tiles, x_rows, stages=3), int4.layout_of(weight)
-        if build.shared_bytes(weight.shape[1], layout) > ops.max_shared_bytes:
-            build = builds.GemvW4Build(row_tiles, x_rows, stages=2)
+        build, layout = builds.GemvW4Build(row_tiles, x_rows, stages=2), int4.layout_of(weight)
         if build.shared_bytes(weight.shape[1], layout) > ops.max_shared_bytes or weight.shape[0] < 16 * row_tiles:
             pytest.skip("this build needs more shared memory, or rows")
         int4.Int4Linear(ops, None).launch_gemv(build, x, weight, bias, out)
