@@ -79,8 +79,8 @@ REFUSED = [
     ("too long to tokenise", COMPLETIONS, {"prompt": "é" * 100_000}, "prompt"),
     ("too long to tokenise", CHAT, {"messages": [{"role": "user", "content": "a" * 700_000}]}, "messages"),
     ("too long to tokenise", COMPLETIONS, {"prompt": [1] * MAX_POSITION}, "prompt"),
-    ("a request id of the client's", COMPLETIONS, {"request_id": "another's"}, "request_id"),
-    ("a cache salt of the client's", COMPLETIONS, {"cache_salt": "another's"}, "cache_salt"),
+    ("a request id of the client's", COMPLETIONS, {"request_id": "x" * 513}, "request_id"),
+    ("a cache salt of the client's", COMPLETIONS, {"cache_salt": "x" * 513}, "cache_salt"),
     (
         "fetching",
         CHAT,
@@ -153,3 +153,11 @@ async def test_no_token_fells_the_detokenizer(gateway, ids):
     status, body = await gateway.post(COMPLETIONS, {**PROMPT, "max_tokens": 400, "logprobs": 3, "stop": ["\ufffdx"]})
     assert status == 200
     assert isinstance(body["choices"][0]["text"], str)
+
+
+async def test_a_client_s_request_id_and_salt_name_nothing_here(model_folder):
+    async with open_gateway(model_folder) as gateway:
+        answers = [(await gateway.post(COMPLETIONS, {**PROMPT, "request_id": "a", "cache_salt": "b"}))[1] for _ in "ab"]
+        first, second = gateway.worker.jobs
+        assert len({"a", first.job_id, second.job_id, *(answer["id"] for answer in answers)}) == 5
+        assert (first.tenant, first.cache_salt) == ("anonymous", "b")  # the worker salts within the tenant
