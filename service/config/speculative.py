@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 MAX_SPECULATIVE_TOKENS = 16
@@ -22,12 +21,10 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_requests: int = 10_000
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
-    model: Path | None = None
 
     def __str__(self) -> str:
         keys = ("method", *_KEYS[self.method])
-        values = {key: getattr(self, key) for key in keys}
-        return json.dumps({key: str(value) if isinstance(value, Path) else value for key, value in values.items()})
+        return json.dumps({key: getattr(self, key) for key in keys})
 
 
 _KEYS: Mapping[str, tuple[str, ...]] = {
@@ -39,7 +36,6 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
         "suffix_decoding_max_spec_factor",
         "suffix_decoding_min_token_prob",
     ),
-    "eagle3": ("num_speculative_tokens", "model"),
 }
 _BOUNDS: Mapping[str, tuple[float, float]] = {
     "num_speculative_tokens": (1, MAX_SPECULATIVE_TOKENS),
@@ -51,7 +47,7 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     "suffix_decoding_min_token_prob": (0.0, 1.0),
 }
 _FLOATS = ("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob")
-_NOT_BUILT = ("draft_model", "eagle", "medusa", "mlp_speculator", "mtp", "dflash")
+_NOT_BUILT = ("draft_model", "eagle3", "eagle", "medusa", "mlp_speculator", "mtp", "dflash")
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig:
@@ -62,7 +58,7 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(given, dict):
         raise ValueError('a JSON object such as {"method": "ngram", "num_speculative_tokens": 4}')
-    method = given.pop("method", "eagle3" if "model" in given else None)
+    method = given.pop("method", "draft_model" if "model" in given else None)
     methods = ", ".join(_KEYS)
     if method in _NOT_BUILT:
         raise ValueError(f"method {method} is not supported ({methods})")
@@ -71,20 +67,14 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
     unknown = sorted(given.keys() - set(_KEYS[method]))
     if unknown:
         raise ValueError(f"{method} has no key {unknown[0]} ({', '.join(_KEYS[method])})")
-    required = ("num_speculative_tokens", "model") if method == "eagle3" else ("num_speculative_tokens",)
-    for key in required:
-        if key not in given:
-            raise ValueError(f"{method} needs {key}")
+    if "num_speculative_tokens" not in given:
+        raise ValueError(f"{method} needs num_speculative_tokens")
     values = {key: _checked(key, value) for key, value in given.items()}
     values = _with_both_lengths(values) if method == "ngram" else values
     return SpeculativeConfig(method=method, **values)
 
 
 def _checked(key: str, value: Any) -> Any:
-    if key == "model":
-        if not isinstance(value, str) or not value:
-            raise ValueError("model must be the folder of a draft head")
-        return Path(value)
     low, high = _BOUNDS[key]
     is_float = key in _FLOATS
     allowed = (int, float) if is_float else int
