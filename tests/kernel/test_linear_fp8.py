@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from model.ops.cpu.ops import NumpyOps
 from model.ops.interface import Fp8Rows
 from tests.support.fp8_checks import as_weight, assert_product, random_rows, upload
-from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, normal
+from tests.support.kernel_checks import DTYPES, normal
 
 pytestmark = pytest.mark.gpu
 
@@ -36,13 +35,6 @@ def test_product(open_ops, rng, dtype, kind, m, n, k, with_bias):
             out = ops.download(ops.linear(*on_device, dtype=out_dtype))
         assert out.dtype == (out_dtype or ops.dtype)
         assert_product(out, x, weight, bias)
-
-
-def test_the_reference_computes_the_same(rng):
-    reference = NumpyOps(NUMPY_DTYPES["bfloat16"])
-    weight, bias = random_rows(rng, 300, 128), normal(rng, (300,), "bfloat16")
-    for x in (random_rows(rng, 7, 128), normal(rng, (7, 128), "bfloat16")):
-        assert_product(reference.linear(x, as_weight(weight), bias), x, weight, bias)
 
 
 @pytest.mark.parametrize("m", [3, 40, 300])

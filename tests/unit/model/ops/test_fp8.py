@@ -83,3 +83,11 @@ def test_rows_come_back_from_e4m3():
     back = NumpyOps(np.dtype(np.float32)).dequantise_rows(rows)
     np.testing.assert_array_equal(back, widen(rows.data) * rows.scale[:, None])
     assert isinstance(rows, Fp8Rows)
+
+
+def test_a_product_of_the_reference():
+    rng = np.random.default_rng(0)
+    bfloat16 = np.dtype(ml_dtypes.bfloat16)
+    weight, bias = random_rows(rng, 300, 128), rng.standard_normal(300).astype(bfloat16)
+    for x in (random_rows(rng, 7, 128), rng.standard_normal((7, 128)).astype(bfloat16)):
+        assert_product(NumpyOps(bfloat16).linear(x, as_weight(weight), bias), x, weight, bias)
