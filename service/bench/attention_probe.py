@@ -43,19 +43,20 @@ class AttentionProbe:
         replay()
         self._seconds += ops.elapsed_s(begin, ops.record_event())
         seen = sum(min(length, window) for window in config.windows for length in lengths)
-        self._num_bytes += seen * 2 * config.num_kv_heads * config.head_dim * ops.dtype.itemsize
+        self._num_bytes += seen * 2 * config.num_kv_heads * config.head_dim * ops.kv_dtype.itemsize
 
     def _pass(self, q: Array, tables: Array, lengths: Array, kv: Array, out: Array) -> None:
         ops, config = self._built.ops, self._built.config
+        scales = self._built.executor.model.weights.kv_scales
         with ops.scratch():
             plans = {
                 window: ops.plan_decode_attention(
-                    config.num_heads, AttentionBatch(kv, 0, tables, lengths, window=window)
+                    config.num_heads, AttentionBatch(kv, 0, tables, lengths, window=window, kv_scales=scales)
                 )
                 for window in dict.fromkeys(config.windows)
             }
             for layer, window in enumerate(config.windows):
                 scale, plan = config.head_dim**-0.5, plans[window]
-                batch = AttentionBatch(kv, layer, tables, lengths, scale, window, plan=plan)
+                batch = AttentionBatch(kv, layer, tables, lengths, scale, window, plan=plan, kv_scales=scales)
                 with ops.scratch():
                     ops.paged_decode_attention(q, batch, out)

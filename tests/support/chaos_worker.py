@@ -13,10 +13,13 @@ import sys
 import time
 from pathlib import Path
 
+from model.ops import backend
 from service.cli.main import main
 from service.engine.execution.executor import ModelExecutor
 from service.queue.redis.claims import ClaimedJobs
 from service.queue.redis.worker import RedisWorkerQueue
+from tests.support.fleet import IS_FP8
+from tests.support.rowwise_ops import RowwiseOps
 
 POISON = (13, 13, 13, 13)
 STEP_S = float(os.environ.get("CHAOS_STEP_S", "0.01"))
@@ -70,5 +73,7 @@ def obey(orders: Orders) -> None:
 
 
 if __name__ == "__main__":
+    if IS_FP8:
+        backend.NumpyOps = RowwiseOps
     obey(Orders(Path(sys.argv[1])))
     sys.exit(main(sys.argv[2:]))

@@ -21,6 +21,11 @@ from tests.support.served import REPOSITORY
 PROGRAM = REPOSITORY / "tests" / "support" / "chaos_worker.py"
 START_WITHIN_S = 90.0
 
+IS_FP8 = os.environ.get("CHAOS_FP8", "") != ""
+"""Workers with fp8 weights and an fp8 cache; their operations are then RowwiseOps'."""
+
+FP8_FLAGS = ("--quantization=fp8", "--kv-cache-dtype=fp8") if IS_FP8 else ()
+
 
 class Worker:
     """One process. Its log is a file, so that nobody has to read it for it to go on."""
@@ -40,6 +45,7 @@ class Worker:
                     "worker",
                     "--num-gpu-blocks=2048",
                     *flags,
+                    *FP8_FLAGS,
                     *fleet.flags,
                 ],
                 cwd=REPOSITORY,

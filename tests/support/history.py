@@ -18,7 +18,9 @@ from service.queue import keys
 from service.queue.codec import decode, pack_ids, unpack_floats, unpack_ids
 from service.queue.messages import Event, Job
 from tests.support.demo_engine import DemoEngines
+from tests.support.fleet import IS_FP8
 from tests.support.queue_pair import QueuePair
+from tests.support.rowwise_ops import RowwiseOps
 
 PATIENCE_S = 120.0
 LOGPROB_TOLERANCE = 1e-4
@@ -126,7 +128,8 @@ class Goldens:
     """What each job's answer is when nothing happens: told by one engine in this process."""
 
     def __init__(self):
-        self._engines = DemoEngines(open_ops("cpu", "float32", "float32"))
+        ops, quantization = (RowwiseOps(), "fp8") if IS_FP8 else (open_ops("cpu", "float32", "float32"), "auto")
+        self._engines = DemoEngines(ops, quantization)
         self._known: dict[tuple[bytes, SamplingParams], Answer] = {}
 
     def of(self, job: Job) -> Answer:

@@ -14,10 +14,12 @@ from model.text.tokenizer import Tokenizer
 from service.engine.request import EngineRequest
 from service.engine.step import TokenLogprob
 from tests.support.demo_engine import DEMO, DemoEngines
+from tests.support.rowwise_ops import RowwiseAheadOps, RowwiseOps
 from tests.support.told import Told, run_steps
 from tests.unit.service.engine.execution.test_executor import FLOAT32, AheadOps
 
 SEEDS = range(6)
+FP8_SEEDS = (2, 5)
 NUM_REQUESTS = 9
 CAT = tuple(Tokenizer.read(DEMO).encode(" cat", add_special_tokens=False))
 OPTIONS = {
@@ -57,6 +59,16 @@ def steady():
 @pytest.fixture(scope="module")
 def ahead():
     return DemoEngines(AheadOps(FLOAT32))
+
+
+@pytest.fixture(scope="module")
+def fp8_steady():
+    return DemoEngines(RowwiseOps(), "fp8")
+
+
+@pytest.fixture(scope="module")
+def fp8_ahead():
+    return DemoEngines(RowwiseAheadOps(), "fp8")
 
 
 def drawn_requests(seed: int) -> list[EngineRequest]:
@@ -101,10 +113,9 @@ def mean_logprobs(told: Told, request: EngineRequest) -> list[float]:
     return [np.mean([one.logprob for one in logprobs]) for logprobs in own]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_together_in_need_as_alone(steady, ahead, seed):
+def check_together_in_need_as_alone(engines: DemoEngines, steady: DemoEngines, seed: int, atol: float) -> None:
     requests, rng = drawn_requests(seed), random.Random(seed)
-    engine = (steady, ahead)[seed % 2].make(
+    engine = engines.make(
         num_blocks=40 * 8 // (8, 16, 32)[seed % 3],
         block_size=(8, 16, 32)[seed % 3],
         budget=rng.choice((7, 16, 64)),
@@ -123,11 +134,22 @@ def test_together_in_need_as_alone(steady, ahead, seed):
         assert got.by_branch() == wanted.by_branch(), request
         assert (got.end, got.num_output_tokens) == (wanted.end, wanted.num_output_tokens), request
         if request.sampling.ranks_branches:  # equals may stand in any order
-            np.testing.assert_allclose(mean_logprobs(got, request), mean_logprobs(wanted, request), atol=2e-4)
+            np.testing.assert_allclose(mean_logprobs(got, request), mean_logprobs(wanted, request), atol=atol)
         else:
             assert got.choices == wanted.choices
         for branch, logprobs in wanted.logprobs.items():
-            np.testing.assert_allclose(numbers(got.logprobs[branch]), numbers(logprobs), atol=2e-4)
+            np.testing.assert_allclose(numbers(got.logprobs[branch]), numbers(logprobs), atol=atol)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_together_in_need_as_alone(steady, ahead, seed):
+    check_together_in_need_as_alone((steady, ahead)[seed % 2], steady, seed, 2e-4)
+
+
+@pytest.mark.parametrize("seed", FP8_SEEDS)
+def test_with_fp8_weights_and_cache(fp8_steady, fp8_ahead, seed):
+    """Bit by bit, each row by itself: every block holds what its own sequence wrote."""
+    check_together_in_need_as_alone((fp8_steady, fp8_ahead)[seed % 2], fp8_steady, seed, 0)
 
 
 def test_every_two_options_are_asked_for_together():
