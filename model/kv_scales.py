@@ -11,7 +11,7 @@ from model.batch import Batch
 from model.families.llama import Llama
 from model.kv_cache import allocate
 from model.ops.fp8 import E4M3_MAX, widen
-from model.ops.interface import Array
+from model.ops.interface import Array, Ops
 
 E4M3_NAME = "fp8_e4m3"
 
@@ -38,13 +38,17 @@ class KvFormat:
 
 def kv_format(model: Llama, block_size: int, max_model_len: int) -> KvFormat:
     """Return the format of the model's cache; first measure its scales if it needs some and none are stored."""
-    dtype, weights = model.ops.kv_dtype, model.weights
+    dtype, weights = cache_dtype_name(model.ops), model.weights
     if weights.kv_scales is None:
-        return KvFormat(dtype.name, key=dtype.name)
+        return KvFormat(dtype, key=dtype)
     if not weights.has_stored_kv_scales:
         measure_kv_scales(model, block_size, max_model_len)
     digest = hashlib.sha256(model.ops.download(weights.kv_scales).tobytes()).hexdigest()
-    return KvFormat(E4M3_NAME, "stored" if weights.has_stored_kv_scales else "measured", f"{E4M3_NAME} {digest[:32]}")
+    return KvFormat(dtype, "stored" if weights.has_stored_kv_scales else "measured", f"{dtype} {digest[:32]}")
+
+
+def cache_dtype_name(ops: Ops) -> str:
+    return E4M3_NAME if ops.kv_dtype == np.uint8 else ops.kv_dtype.name
 
 
 def measure_kv_scales(model: Llama, block_size: int, max_model_len: int) -> np.ndarray:

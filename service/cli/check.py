@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from model.errors import ModelError
+from model.kv_scales import cache_dtype_name
 from model.ops.backend import open_ops
 from model.ops.interface import Ops
 from service.bench.flag_values import whole_number
@@ -58,9 +59,10 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
 
 
 def _cache(settings: Settings, ops: Ops, memory: MemoryPlan) -> Rows:
-    num_host_blocks = num_swap_blocks(settings, ops, memory)
+    num_host_blocks, num_tokens = num_swap_blocks(settings, ops, memory), memory.num_blocks * memory.block_size
+    size = _size(memory.num_blocks * memory.block_bytes)
     rows = [
-        ("KV cache", _size(memory.num_blocks * memory.block_bytes)),
+        ("KV cache", f"{size}, {num_tokens} tokens in {cache_dtype_name(ops)}"),
         ("blocks", f"{memory.num_blocks} of {memory.block_size} tokens, {memory.block_bytes} bytes each"),
         ("longest sequence", f"{memory.max_model_len} tokens"),
     ]

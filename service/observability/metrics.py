@@ -17,7 +17,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from service.errors import EndReason
-from service.observability.worker_metrics import VLLM_ALIASES, WORKER_METRICS, WorkerMetric
+from service.observability.worker_metrics import (
+    CACHE_CONFIG,
+    CACHE_LABELS,
+    VLLM_ALIASES,
+    WEIGHT_BYTES,
+    WORKER_METRICS,
+    WorkerFormats,
+    WorkerMetric,
+)
 
 # Read by `quire top`
 FIRST_TOKEN_S = "vllm:time_to_first_token_seconds"
@@ -147,10 +155,14 @@ class GatewayMetrics:
         self._responses.labels(route, str(status)).inc()
 
     def set_fleet(
-        self, stats_by_worker: Mapping[str, Mapping[str, float]], lanes: Mapping[str, LaneStats], num_leases: float
+        self,
+        stats_by_worker: Mapping[str, Mapping[str, float]],
+        lanes: Mapping[str, LaneStats],
+        num_leases: float,
+        formats_by_worker: Mapping[str, WorkerFormats] | None = None,
     ) -> None:
         """Set the next exposition's workers and queue; NaN without Redis."""
-        self._workers.set_stats(stats_by_worker)
+        self._workers.set_workers(stats_by_worker, formats_by_worker or {})
         self._queue_depth.set(sum(seen.num_jobs for seen in lanes.values()))
         for lane, seen in lanes.items():
             self._lane_depth.labels(lane).set(seen.num_jobs)
@@ -233,11 +245,31 @@ class _WorkerCollector(Collector):
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self._stats_by_worker: Mapping[str, Mapping[str, float]] = {}
+        self._formats_by_worker: Mapping[str, WorkerFormats] = {}
 
-    def set_stats(self, stats_by_worker: Mapping[str, Mapping[str, float]]) -> None:
+    def set_workers(
+        self,
+        stats_by_worker: Mapping[str, Mapping[str, float]],
+        formats_by_worker: Mapping[str, WorkerFormats],
+    ) -> None:
         self._stats_by_worker = stats_by_worker
+        self._formats_by_worker = formats_by_worker
 
     def collect(self) -> Iterator[Metric]:
+        yield from self._stat_families()
+        yield from self._format_families()
+
+    def _format_families(self) -> Iterator[Metric]:
+        labels = ["model_name", "engine"]
+        cache = GaugeMetricFamily(CACHE_CONFIG, "KV cache of a worker.", labels=[*labels, *CACHE_LABELS])
+        weights = GaugeMetricFamily(WEIGHT_BYTES, "Bytes of a worker's weights.", labels=[*labels, "format"])
+        for worker_id, formats in self._formats_by_worker.items():
+            own = [self._model_name, worker_id]
+            cache.add_metric([*own, *formats.cache_labels], 1.0)
+            weights.add_metric([*own, formats.weight_format], formats.weight_bytes)
+        yield from (cache, weights)
+
+    def _stat_families(self) -> Iterator[Metric]:
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for metric in (*WORKER_METRICS, *VLLM_ALIASES):
             family = families.setdefault(metric.name, _family(metric))

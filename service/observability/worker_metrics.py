@@ -184,6 +184,30 @@ VLLM_ALIASES = (
 """Rows of WORKER_METRICS once more, under vLLM's names."""
 
 
+CACHE_CONFIG = "vllm:cache_config_info"
+CACHE_LABELS = ("block_size", "cache_dtype", "num_gpu_blocks", "block_bytes")
+"""The last is not vLLM's."""
+
+WEIGHT_BYTES = "quire:weight_bytes"
+
+
+@dataclass(frozen=True)
+class WorkerFormats:
+    """Weights and KV cache of a worker, constant from its start."""
+
+    weight_format: str
+    weight_bytes: int
+    kv_cache_dtype: str
+    block_size: int  # tokens
+    block_bytes: int
+    num_blocks: int
+
+    @property
+    def cache_labels(self) -> list[str]:
+        """Return the values of CACHE_LABELS."""
+        return [str(self.block_size), self.kv_cache_dtype, str(self.num_blocks), str(self.block_bytes)]
+
+
 def read_stats(source: str, values: object) -> dict[str, float]:
     """Return the entries of WorkerCard.stats that come from `source`; `values` has their attributes."""
     return {each.stat: _read(each, values) for each in WORKER_METRICS if each.source == source}

@@ -110,6 +110,10 @@ class WorkerCard:
     blocks: bytes = b""  # service/engine/kv/block_pool.py
     host_blocks: bytes = b""
     stats: dict[str, float] = field(default_factory=dict)  # observability/worker_metrics.py
+    weight_format: str = ""  # "bfloat16", "compressed-tensors float-quantized"
+    weight_bytes: int = 0
+    kv_cache_dtype: str = ""  # "bfloat16", "fp8_e4m3"
+    block_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

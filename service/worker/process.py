@@ -146,4 +146,8 @@ def _card(worker_id: str, settings: Settings, built: BuiltEngine, engine: Engine
         blocks=engine.blocks,
         host_blocks=engine.host_blocks,
         stats=read_stats(ENGINE, engine.stats),
+        weight_format=built.weight_format,
+        weight_bytes=built.executor.model.weights.num_bytes,
+        kv_cache_dtype=built.kv_format.dtype,
+        block_bytes=built.memory.block_bytes,
     )

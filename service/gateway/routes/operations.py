@@ -14,6 +14,7 @@ from service.gateway.core.service import InferenceService
 from service.gateway.http.middleware import json_response
 from service.gateway.routes.probes import readiness
 from service.observability.metrics import CONTENT_TYPE, LaneStats
+from service.observability.worker_metrics import WorkerFormats
 from service.queue.interface import QUEUE_LANES, QueueUnavailable
 from service.queue.messages import WorkerCard
 
@@ -50,7 +51,8 @@ class Operations:
                 name: LaneStats(lane.num_jobs, view.oldest_wait_s(name)) for name, lane in view.queue.lanes.items()
             }
             stats = {card.worker_id: card.stats for card in view.cards}
-            metrics.set_fleet(stats, lanes, view.queue.num_leases)
+            formats = {card.worker_id: _formats(card) for card in view.cards if card.kv_cache_dtype}
+            metrics.set_fleet(stats, lanes, view.queue.num_leases, formats)
         except QueueUnavailable:
             metrics.set_fleet({}, dict.fromkeys(QUEUE_LANES, LaneStats(math.nan, math.nan)), math.nan)
         return web.Response(body=metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
@@ -103,8 +105,18 @@ def _worker(card: WorkerCard) -> dict[str, object]:
         "ready": card.ready,
         "num_blocks": card.num_blocks,
         "block_size": card.block_size,
+        "block_bytes": card.block_bytes,
+        "kv_cache_dtype": card.kv_cache_dtype,
+        "weight_format": card.weight_format,
+        "weight_bytes": card.weight_bytes,
         "blocks": base64.b64encode(card.blocks).decode() if card.blocks else None,
         "host_blocks": base64.b64encode(card.host_blocks).decode() if card.host_blocks else None,
         "blocks_per_cell": -(-card.num_blocks // num_cells) if num_cells else 1,
         "stats": card.stats,
     }
+
+
+def _formats(card: WorkerCard) -> WorkerFormats:
+    return WorkerFormats(
+        card.weight_format, card.weight_bytes, card.kv_cache_dtype, card.block_size, card.block_bytes, card.num_blocks
+    )

@@ -102,7 +102,7 @@ function pools(now) {
       .map((state) => `${number(stats[`num_blocks_${state}`])} ${state}`);
     const each = worker.blocks_per_cell > 1 ? `; a square is ${worker.blocks_per_cell} blocks, in the colour of the first` : "";
     part.children[0].textContent = worker.id + (worker.ready ? "" : " (leaving)");
-    part.children[1].textContent = `${number(worker.num_blocks)} blocks of ${worker.block_size} tokens: ${counted.join(", ")}${each}`;
+    part.children[1].textContent = `${formats(worker)}${number(worker.num_blocks)} blocks of ${worker.block_size} tokens: ${counted.join(", ")}${each}`;
     part.children[2].setAttribute("aria-label", `Blocks: ${counted.join(", ")}`);
     if (worker.blocks) {
       part.children[2].hidden = false;
@@ -116,6 +116,13 @@ function pools(now) {
     if (worker.host_blocks) drawBlocks(hostCanvas, worker.host_blocks);
   }
   for (const gone of known.values()) gone.remove();
+}
+
+/** What weights and KV cache are made of; nothing for a worker that does not say. */
+function formats(worker) {
+  if (!worker.kv_cache_dtype) return "";
+  const [weights, cache] = [worker.weight_bytes, worker.num_blocks * worker.block_bytes].map((bytes) => `${number(bytes / 2 ** 30, 2)} GiB`);
+  return `Weights ${worker.weight_format}, ${weights}; KV cache ${worker.kv_cache_dtype}, ${cache}. `;
 }
 
 function pool(container, id) {

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from service.engine.stats import EngineStats
 from service.errors import EndReason
 from service.observability.metrics import GatewayMetrics, LaneStats
-from service.observability.worker_metrics import ENGINE, JOBS, WORKER_METRICS
+from service.observability.worker_metrics import ENGINE, JOBS, WORKER_METRICS, WorkerFormats
 from service.worker.job_loop import JobCounts
 
 
@@ -177,3 +177,15 @@ def test_histograms_of_requests_that_dashboards_ask_for():
     for name in ("decode_time_seconds", "time_per_output_token_seconds", "params_max_tokens", "params_n"):
         assert f'vllm:request_{name}_count{{engine="gateway",model_name="m"}} 1.0' in text
     assert 'vllm:request_params_n_sum{engine="gateway",model_name="m"} 2.0' in text
+
+
+def test_what_workers_hold():
+    page = GatewayMetrics("m")
+    formats = {"w1": WorkerFormats("compressed-tensors float-quantized", 9_150_000_000, "fp8_e4m3", 16, 1 << 20, 3000)}
+    page.set_fleet({}, {}, 0, formats)
+    own = {"model_name": "m", "engine": "w1"}
+    cache = {"block_size": "16", "cache_dtype": "fp8_e4m3", "num_gpu_blocks": "3000", "block_bytes": "1048576"}
+    assert find(page, "vllm:cache_config_info", **own, **cache) == 1
+    assert find(page, "quire:weight_bytes", **own, format="compressed-tensors float-quantized") == 9.15e9
+    page.set_fleet({}, {}, 0)
+    assert not any(name == "quire:weight_bytes" for name, *_ in samples(page))
