@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from model.config import ModelConfig
+from model.families.llama import Llama
 from model.kv_cache import allocate
 from model.kv_scales import kv_format
 from model.ops.interface import Ops
@@ -26,6 +28,7 @@ from tests.fakes.poisoning_executor import PoisoningExecutor
 
 DEMO = Path(__file__).parents[2] / "model" / "demo"
 MAX_LEN = 160
+TWO_LAYERS = 2
 BLOCK_SIZE = 8
 
 WISHES = (
@@ -45,9 +48,13 @@ Told = dict[str, tuple[list[int], list[TokenLogprob]]]
 class DemoEngines:
     """Engines that share one copy of the model on `ops`, its weights rounded to `quantization`."""
 
-    def __init__(self, ops: Ops, quantization: str = "auto"):
-        self._config = ModelConfig.read(DEMO)
-        self.model = load_model(DEMO, self._config, ops, MAX_LEN, quantization=quantization)
+    def __init__(self, ops: Ops, num_layers: int | None = None, quantization: str = "auto"):
+        """TWO_LAYERS write worse stories, take half as long, and are as good for what an engine guarantees."""
+        config = ModelConfig.read(DEMO)
+        model = load_model(DEMO, config, ops, MAX_LEN, quantization=quantization)
+        layers = model.weights.layers[:num_layers]
+        self._config = replace(config, num_layers=len(layers))
+        self.model = Llama(self._config, ops, replace(model.weights, layers=layers))
         self._format_key = kv_format(self.model, BLOCK_SIZE, MAX_LEN).key
         self.eos_token_ids = frozenset(self._config.eos_token_ids)
 

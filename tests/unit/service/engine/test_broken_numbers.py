@@ -12,7 +12,7 @@ from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import SamplingParams
 from service.engine.request import EngineRequest
 from service.errors import EndReason
-from tests.support.demo_engine import BLOCK_SIZE, DemoEngines
+from tests.support.demo_engine import BLOCK_SIZE, TWO_LAYERS, DemoEngines
 from tests.unit.service.engine.execution.test_executor import FLOAT32, AheadOps
 
 BROKEN = 900
@@ -23,7 +23,7 @@ TAIL = tuple(range(200, 200 + 2 * BLOCK_SIZE))
 @pytest.fixture(scope="module", params=[NumpyOps, AheadOps])
 def engines(request):
     """Of a model that takes one token in and gives NaN out; the token itself may be drawn as ever."""
-    made = DemoEngines(request.param(FLOAT32))
+    made = DemoEngines(request.param(FLOAT32), TWO_LAYERS)
     weights = made.model.weights
     embedding = np.array(weights.embedding)
     embedding[BROKEN] = np.nan

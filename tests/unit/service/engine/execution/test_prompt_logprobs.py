@@ -12,7 +12,7 @@ from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import SamplingParams
 from service.engine.request import EngineRequest
 from service.errors import EndReason
-from tests.support.demo_engine import DemoEngines
+from tests.support.demo_engine import TWO_LAYERS, DemoEngines
 from tests.unit.service.engine.execution.test_executor import FLOAT32, AheadOps
 
 START = tuple(range(5, 25))
@@ -20,7 +20,7 @@ START = tuple(range(5, 25))
 
 @pytest.fixture(scope="module", params=[NumpyOps, AheadOps])
 def engines(request):
-    return DemoEngines(request.param(FLOAT32))
+    return DemoEngines(request.param(FLOAT32), TWO_LAYERS)
 
 
 def ask(name: str, prompt=START, num_scored_tokens=0, **params) -> EngineRequest:
