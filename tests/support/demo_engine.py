@@ -48,7 +48,7 @@ Told = dict[str, tuple[list[int], list[TokenLogprob]]]
 class DemoEngines:
     """Engines that share one copy of the model on `ops`, its weights rounded to `quantization`."""
 
-    def __init__(self, ops: Ops, num_layers: int | None = None, quantization: str = "auto"):
+    def __init__(self, ops: Ops, quantization: str = "auto", *, num_layers: int | None = None):
         """TWO_LAYERS write worse stories, take half as long, and are as good for what an engine guarantees."""
         config = ModelConfig.read(DEMO)
         model = load_model(DEMO, config, ops, MAX_LEN, quantization=quantization)

@@ -23,7 +23,7 @@ TAIL = tuple(range(200, 200 + 2 * BLOCK_SIZE))
 @pytest.fixture(scope="module", params=[NumpyOps, AheadOps])
 def engines(request):
     """Of a model that takes one token in and gives NaN out; the token itself may be drawn as ever."""
-    made = DemoEngines(request.param(FLOAT32), TWO_LAYERS)
+    made = DemoEngines(request.param(FLOAT32), num_layers=TWO_LAYERS)
     weights = made.model.weights
     embedding = np.array(weights.embedding)
     embedding[BROKEN] = np.nan

@@ -40,13 +40,13 @@ class SizedOps(NumpyOps):
 
 @pytest.fixture(scope="module", params=[NumpyOps, AheadOps])
 def engines(request):
-    return DemoEngines(request.param(FLOAT32), TWO_LAYERS)
+    return DemoEngines(request.param(FLOAT32), num_layers=TWO_LAYERS)
 
 
 @pytest.fixture(scope="module")
 def alone():
     """Each request by itself, in step, on the plain path."""
-    return DemoEngines(NumpyOps(FLOAT32), TWO_LAYERS).each_alone()
+    return DemoEngines(NumpyOps(FLOAT32), num_layers=TWO_LAYERS).each_alone()
 
 
 @pytest.mark.parametrize("budget", [64, 16])
@@ -72,7 +72,7 @@ def test_penalties_see_every_token(engines):
 def test_the_heads_product_runs_in_the_sizes_met_at_start_alone(alone):
     """Whatever number of sequences a step samples, and for scores of prompts."""
     ops = SizedOps(FLOAT32)
-    engines = DemoEngines(ops, TWO_LAYERS)
+    engines = DemoEngines(ops, num_layers=TWO_LAYERS)
     told = tell_all(engines.make(budget=64))
     assert {name: tokens for name, (tokens, _) in told.items()} == alone
     tell_all(engines.make(), [{"max_tokens": 1, "prompt_logprobs": 2}])

@@ -23,7 +23,7 @@ PROMPT = tuple(range(5, 75))
 
 @pytest.fixture(scope="module")
 def engines():
-    return DemoEngines(NumpyOps(FLOAT32), TWO_LAYERS)
+    return DemoEngines(NumpyOps(FLOAT32), num_layers=TWO_LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,9 @@ def test_chunks_make_the_vector_of_the_whole(engines, expected, pooling, budget)
 
 def test_an_executor_that_runs_ahead_pools_alike(expected):
     others = [ask(f"other{i}", PROMPT[i : i + 20], pooling=None, max_tokens=10) for i in range(3)]
-    engine = DemoEngines(AheadOps(FLOAT32), TWO_LAYERS).make(budget=16)  # one engine: its captures take long on a CPU
+    engine = DemoEngines(AheadOps(FLOAT32), num_layers=TWO_LAYERS).make(
+        budget=16
+    )  # one engine: its captures take long on a CPU
     told = run(engine, *others, ask("a"), ask("b", pooling="last"))
     np.testing.assert_allclose(told["a"], expected("mean"), atol=1e-5)
     np.testing.assert_allclose(told["b"], expected("last"), atol=1e-5)

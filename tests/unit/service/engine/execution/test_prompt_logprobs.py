@@ -20,7 +20,7 @@ START = tuple(range(5, 25))
 
 @pytest.fixture(scope="module", params=[NumpyOps, AheadOps])
 def engines(request):
-    return DemoEngines(request.param(FLOAT32), TWO_LAYERS)
+    return DemoEngines(request.param(FLOAT32), num_layers=TWO_LAYERS)
 
 
 def ask(name: str, prompt=START, num_scored_tokens=0, **params) -> EngineRequest:
