@@ -163,7 +163,7 @@ def load_model(
         embedding=embedding,
         layers=layers,
         final_norm=final_norm,
-        lm_head=lm_head if config.tied_embeddings else ops.prepare_weight(lm_head),
+        lm_head=lm_head if config.shares_embedding else ops.prepare_weight(lm_head),
         kv_scales=kv_scales,
         has_stored_kv_scales=has_stored_scales,
     )
