@@ -1,9 +1,9 @@
-"""Measures what each weight format loses on the demo model: perplexity and agreement of the best token.
+"""Measures what formats of weights and KV cache lose on the demo model: perplexity and agreement of the best token.
 
     python model/demo/training/make_corpus.py --seed 20261122 --documents 400 --out corpus.jsonl
     python -m tests.bench.quantised_accuracy --corpus corpus.jsonl [--model DIR] [--tokens N] [--out FILE]
 
-The corpus is new text of the kind the model was trained on. One JSON line a format: perplexity, the share of positions
+The corpus is new text of the kind the model was trained on. One JSON line a case: perplexity, the share of positions
 where the best token is that of bf16, and the bytes of the weights for 16-bit activations. The CPU computes in float32.
 """
 
@@ -18,14 +18,24 @@ import numpy as np
 
 from model.config import ModelConfig
 from model.dtypes import NUMPY_DTYPES
-from model.ops.cpu.ops import NumpyOps
+from model.kv_scales import measure_kv_scales
+from model.ops.backend import open_ops
 from model.text.tokenizer import Tokenizer
 from model.weights.loader import load_model, plan_weights
 from model.weights.writer import write_quantised
 from tests.support.paged import PagedSequences
 
 DEMO = Path(__file__).parents[2] / "model" / "demo"
-FORMATS = ("bf16", "fp8", "int4-g128", "int4-g32")
+CASES = (
+    ("bf16", "auto"),
+    ("bf16", "fp8"),
+    ("fp8", "auto"),
+    ("fp8", "fp8"),
+    ("int4-g128", "auto"),
+    ("int4-g128", "fp8"),
+    ("int4-g32", "auto"),
+)
+"""Formats of weights, and of the KV cache by `--kv-cache-dtype`; bf16 and auto first."""
 CONTEXT = 512
 
 
@@ -39,9 +49,11 @@ def chunks_of(directory: Path, corpus: Path, num_tokens: int) -> list[np.ndarray
     return chunks
 
 
-def log_probs(directory: Path, chunks: list[np.ndarray]) -> list[np.ndarray]:
+def log_probs(directory: Path, kv_dtype: str, chunks: list[np.ndarray]) -> list[np.ndarray]:
     """Log-probabilities float32[n, V] after each token, chunk by chunk."""
-    model = load_model(directory, ModelConfig.read(directory), NumpyOps(), CONTEXT)
+    model = load_model(directory, ModelConfig.read(directory), open_ops("cpu", "auto", "float32", kv_dtype), CONTEXT)
+    if kv_dtype != "auto":
+        measure_kv_scales(model, 16, CONTEXT)
     found = []
     for chunk in chunks:
         logits = PagedSequences(model, 1, CONTEXT, 16).forward([(0, chunk)])[0]
@@ -56,27 +68,28 @@ def perplexity(chunks: list[np.ndarray], found: list[np.ndarray]) -> float:
 
 
 def measure(directory: Path, corpus: Path, num_tokens: int) -> list[dict[str, float | int | str]]:
-    """One record for each of FORMATS."""
+    """One record for each of CASES."""
     chunks = chunks_of(directory, corpus, num_tokens)
-    original = log_probs(directory, chunks)
-    best = np.concatenate([logs.argmax(axis=1) for logs in original])
+    best = np.zeros(0, np.int64)
     records: list[dict[str, float | int | str]] = []
-    for name in FORMATS:
+    for weights, kv_dtype in CASES:
         with tempfile.TemporaryDirectory() as folder:
             source = directory
-            if name != "bf16":
+            if weights != "bf16":
                 source = Path(folder) / "model"
-                write_quantised(directory, source, name, lambda written: None)
-            found = original if name == "bf16" else log_probs(source, chunks)
+                write_quantised(directory, source, weights, lambda written: None)
+            found = log_probs(source, kv_dtype, chunks)
             planned = plan_weights(source, ModelConfig.read(source), NUMPY_DTYPES["bfloat16"])
-        agreement = (np.concatenate([logs.argmax(axis=1) for logs in found]) == best).mean()
+        tokens = np.concatenate([logs.argmax(axis=1) for logs in found])
+        best = best if records else tokens
         records.append(
             {
                 "bench": "quantised_accuracy",
-                "format": name,
+                "format": weights,
+                "kv_cache_dtype": kv_dtype,
                 "tokens": sum(map(len, chunks)),
                 "perplexity": round(perplexity(chunks, found), 4),
-                "top1_agreement": round(float(agreement), 4),
+                "top1_agreement": round(float((tokens == best).mean()), 4),
                 "weight_bytes": planned.num_bytes,
             }
         )
