@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import signal
 import sys
@@ -17,6 +18,7 @@ from service.cli.parser import parser_for  # noqa: E402
 def run() -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the terminal may lack characters
+    faulthandler.enable()  # a crash in native code prints where each thread was
     parser_for(sys.argv[1:])  # imports the verb
     if HANDLES_CTRL_C:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -187,7 +187,8 @@ async def _serve(settings: Settings, stop: asyncio.Event) -> int:
         await asyncio.gather(started, return_exceptions=True)  # Ctrl-C may have ended a child too
         dead = [name for task, name in ends.items() if task in done]
         if dead and not stop.is_set():
-            log.critical("a process ended by itself %s", fields(process=dead[0]))
+            status = next(task.result() for task in ends if task in done)
+            log.critical("a process ended by itself %s", fields(process=dead[0], exit_status=status))
             return 1
         log.info("stopping")
     return 0

@@ -26,6 +26,7 @@ from service.queue.messages import (
     RequestRecord,
     WorkerCard,
 )
+from service.typed_decoding import convert
 
 Message = TypeVar("Message", Job, Event, Cancel, WorkerCard, RequestRecord, DeadLetter, IngressJob, Reply)
 
@@ -169,7 +170,7 @@ def _typed(kind: type[Message], raw: Any) -> Message:
         del raw["v"]
     _refuse_unknown(_KNOWN[kind], raw)
     try:
-        message: Any = msgspec.convert(raw, kind, builtin_types=(bytes,))
+        message: Any = convert(raw, kind, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
         raise WireError(_bounded_text(error)) from error
     return cast(Message, _checked_ingress(message) if kind is IngressJob else message)

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from service.typed_decoding import decode_json
+
 Json = dict[str, Any]
 
 OVERHEAD_BYTES = 512
@@ -152,11 +154,11 @@ def pack(record: StoredFile | Batch) -> bytes:
 
 
 def unpack_file(packed: bytes) -> StoredFile:
-    return msgspec.json.decode(packed, type=StoredFile)
+    return decode_json(packed, StoredFile)
 
 
 def unpack_batch(packed: bytes) -> Batch:
-    return msgspec.json.decode(packed, type=Batch)
+    return decode_json(packed, Batch)
 
 
 def pack_response(record: StoredResponse) -> bytes:
@@ -164,4 +166,4 @@ def pack_response(record: StoredResponse) -> bytes:
 
 
 def unpack_response(packed: bytes) -> StoredResponse:
-    return msgspec.json.decode(packed, type=StoredResponse)
+    return decode_json(packed, StoredResponse)

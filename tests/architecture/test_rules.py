@@ -34,6 +34,7 @@ UNSAFE_KEYWORDS = {"shell", "allow_pickle"}
 KEY_PREFIX = "{quire}:"
 KEY_PAGE = "service.queue.keys"
 METRIC_PAGE = "service.observability.metrics"
+DECODING_PAGE = "service.typed_decoding"
 
 
 def large_files(modules: list[Source]) -> list[str]:
@@ -106,6 +107,20 @@ def unprefixed_keys(modules: list[Source]) -> list[str]:
     return found
 
 
+def unsafe_decoding(modules: list[Source]) -> list[str]:
+    """Calls of msgspec that may build a type's table while another thread does."""
+    found = []
+    for module in modules:
+        if module.name == DECODING_PAGE:
+            continue
+        for call in _calls(module):
+            name = ast.unparse(call.func)
+            is_typed = name.endswith(".decode") and any(word.arg == "type" for word in call.keywords)
+            if name == "msgspec.convert" or (name.startswith("msgspec.") and is_typed):
+                found.append(f"{module.name}:{call.lineno} calls {ast.unparse(call)[:60]}")
+    return found
+
+
 def _calls(module: Source) -> Iterator[ast.Call]:
     return (node for node in module.nodes if isinstance(node, ast.Call))
 
@@ -121,8 +136,9 @@ def _is_prefixed(node: ast.expr | None) -> bool:
 
 
 RULES = {
-    rule.__name__: rule for rule in (large_files, unsafe_code, silent_handlers, stray_keys, unprefixed_keys)
-}  # fmt: skip
+    rule.__name__: rule
+    for rule in (large_files, unsafe_code, silent_handlers, stray_keys, unprefixed_keys, unsafe_decoding)
+}
 ALSO_TESTS = {"large_files"}
 
 
@@ -150,6 +166,8 @@ BROKEN = [
     ("stray_keys", "service.gateway.x", "key = b'{quire}:jobs'"),
     ("unprefixed_keys", KEY_PAGE, "def events(job_id):\n    return f'events:{job_id}'"),
     ("unprefixed_keys", KEY_PAGE, "def events(job_id):\n    return job_id"),
+    ("unsafe_decoding", "service.x", "msgspec.convert(fields, Body)"),
+    ("unsafe_decoding", "service.x", "msgspec.json.decode(data, type=Body)"),
 ]
 
 

@@ -297,6 +297,10 @@ async def run(
         began_at_s = time.monotonic()
         served.terminate()
         figures.drain_s = time.monotonic() - began_at_s
+    except Exception as error:
+        served.kill()
+        error.add_note(f"{dict(attack.answers)}, and the service printed:\n{served.output[-4000:]}")
+        raise
     finally:
         served.kill()
     return figures

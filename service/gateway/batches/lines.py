@@ -12,6 +12,7 @@ from service.gateway.openai.request_bodies import present
 from service.gateway.openai.response_builder import encode_json, error_json
 from service.gateway.openai.strict_json import decode_object
 from service.queue.records import Batch, BatchError
+from service.typed_decoding import convert, decode_json
 
 MAX_LINES = 50_000  # OpenAI's limit
 MAX_ERRORS = 20
@@ -46,7 +47,7 @@ class BadInput(Exception):
 def check_line(row: bytes, endpoint: str) -> str:
     """Return the line's custom_id. Raises ValueError with a message for the client."""
     try:
-        line = msgspec.convert(present(decode_object(row), BatchLine), BatchLine, strict=True)
+        line = convert(present(decode_object(row), BatchLine), BatchLine)
     except RequestError:
         raise ValueError("The line is not a JSON object.") from None
     except msgspec.ValidationError:
@@ -59,7 +60,7 @@ def check_line(row: bytes, endpoint: str) -> str:
 
 
 def read_line(row: bytes) -> RequestLine:
-    return msgspec.json.decode(row, type=RequestLine)
+    return decode_json(row, RequestLine)
 
 
 def line_name(batch: Batch, number: int) -> str:

@@ -27,6 +27,7 @@ from service.queue.codec import INGRESS_ID, LIMITS, WireError, decode
 from service.queue.interface import IngressEntry, QueueUnavailable
 from service.queue.keys import INGRESS_KEEP_S
 from service.queue.messages import IngressJob
+from service.typed_decoding import decode_msgpack
 
 log = logging.getLogger("quire.gateway")
 
@@ -205,7 +206,7 @@ def _reply_id(entry: IngressEntry) -> str:
     """Return the producer's name for the job; for a broken message, the entry's id."""
     try:
         if len(entry.payload) <= LIMITS[IngressJob].max_bytes:
-            name = msgspec.msgpack.decode(entry.payload, type=_Named).id
+            name = decode_msgpack(entry.payload, _Named).id
             if INGRESS_ID.fullmatch(name):
                 return name
     except (ValueError, RecursionError):

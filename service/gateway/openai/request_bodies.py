@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import inspect
 
+from service import typed_decoding
 from service.errors import RequestError
 from service.gateway.core.refusals import missing, refusal
 
@@ -338,7 +339,7 @@ def convert(fields: Mapping[str, Any], kind: type[Body]) -> Body:
         if name not in kind.__struct_encode_fields__:
             raise unknown_field(name)
     try:
-        return msgspec.convert(fields, kind, strict=True)
+        return typed_decoding.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise _refusal_of(str(error)) from None
 

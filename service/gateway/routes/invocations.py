@@ -11,6 +11,7 @@ from service.gateway.core.service import InferenceService
 from service.gateway.http.middleware import TENANT, read_body
 from service.gateway.routes.completions import Completions
 from service.gateway.routes.embeddings import Embeddings
+from service.typed_decoding import decode_json
 
 INVOCATIONS = "/invocations"
 
@@ -41,7 +42,7 @@ class Invocations:
 
 def _endpoint_of(body: bytes) -> str:
     try:
-        fields = msgspec.json.decode(body, type=_Fields)
+        fields = decode_json(body, _Fields)
     except (ValueError, RecursionError):
         return CHAT  # whose reader says what is wrong
     found = {CHAT: fields.messages, COMPLETIONS: fields.prompt, EMBEDDINGS: fields.input}
