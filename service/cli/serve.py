@@ -49,6 +49,8 @@ WORKER_WELL_S = 60.0
 
 BLAS_THREADS = {"OPENBLAS_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1))}
 """Spinning BLAS threads leave one core to the gateway and Redis."""
+CRASHES_ARE_SEEN = {"PYTHONFAULTHANDLER": "1"}
+"""A crash in native code prints where each thread was."""
 
 
 class ChildProcess:
@@ -69,6 +71,7 @@ class ChildProcess:
             *to_flags(settings, verb),
             env={
                 **BLAS_THREADS,
+                **CRASHES_ARE_SEEN,
                 **{name: value for name, value in os.environ.items() if name not in SUPERVISOR_VARIABLES},
                 **to_secret_environ(settings),
                 **NO_CONFIG_FILE,
