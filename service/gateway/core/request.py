@@ -121,6 +121,7 @@ class GenerationRequest:
     tokens_as_ids: bool = False  # in log-probabilities
     include_reasoning: bool = True  # in the answer
     has_prompt_logprobs_field: bool = False  # vLLM's field, not OpenAI's echo
+    has_token_ids: bool = False  # of prompt and answer, in the answer
     stream: bool = False
     include_usage: bool = False
     usage_in_chunks: bool = False

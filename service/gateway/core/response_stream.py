@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from model.text.reasoning import ReasoningState, ReasoningStream
 from service.errors import ENDINGS, EndReason
@@ -45,6 +46,7 @@ class ChoiceDelta:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # prompt tokens but the first; in the choice's first delta
     reasoning: str = ""  # precedes `text`
     stop: str | None = None  # the stop string that ended the choice, in its last delta
+    token_ids: tuple[int, ...] = ()  # the `num_tokens` generated, if the request asks for them
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,9 @@ class ResponseAssembler:
             stop, include_stop = request.stop, request.include_stop_str_in_output
             text = TextStream(detokenizer, stop, include_stop, request.sampling.min_tokens)
             wants_logprobs = request.sampling.logprobs is not None or self._is_ranked
-            self._branches[number] = _Branch(text, wants_logprobs, reasoning, shows_reasoning=request.include_reasoning)
+            self._branches[number] = _Branch(
+                text, reasoning, _Form(wants_logprobs, request.has_token_ids, request.include_reasoning)
+            )
         return self._branches[number]
 
     @property
@@ -174,18 +178,22 @@ class ResponseAssembler:
         return ended == self._request.sampling.n
 
 
+class _Form(NamedTuple):
+    has_logprobs: bool
+    has_token_ids: bool
+    shows_reasoning: bool
+
+
 class _Branch:
-    def __init__(
-        self, text: TextStream, wants_logprobs: bool, reasoning: ReasoningStream | None, *, shows_reasoning: bool
-    ) -> None:
+    def __init__(self, text: TextStream, reasoning: ReasoningStream | None, form: _Form) -> None:
         self._text = text
-        self._wants_logprobs = wants_logprobs
         self._reasoning = reasoning  # None: all text is content
-        self._shows_reasoning = shows_reasoning
+        self._form = form
         self.num_reasoning_tokens = 0
         self._unsent_reasoning = ""
         self._unsent = ""
         self._unsent_logprobs: list[TokenLogprob] = []
+        self._unsent_ids: list[int] = []
         self._is_finish_sent = False
         self.num_unsent = 0  # tokens
         self.finish_reason: str | None = None
@@ -198,7 +206,9 @@ class _Branch:
         num_thought, decoded = self._decode(visible)
         num_tokens = decoded.num_tokens if decoded.stopped else len(ids)
         self.num_unsent += num_tokens
-        if self._wants_logprobs:
+        if self._form.has_token_ids:
+            self._unsent_ids += ids[:num_tokens]
+        if self._form.has_logprobs:
             self._unsent_logprobs += _logprobs(part, ids[:num_tokens], num_thought, len(visible))
         if decoded.stopped:
             self.finish_reason, self._stop = _STOP, decoded.stop
@@ -240,7 +250,7 @@ class _Branch:
         parts = [self._reasoning.push(text), *([self._reasoning.flush()] if is_last else [])]
         for part in parts:
             self._unsent += part.content
-            self._unsent_reasoning += part.reasoning if self._shows_reasoning else ""
+            self._unsent_reasoning += part.reasoning if self._form.shows_reasoning else ""
 
     @property
     def mean_logprob(self) -> float:
@@ -250,7 +260,7 @@ class _Branch:
 
     def delta(self, index: int) -> ChoiceDelta | None:
         ends_now = self.finish_reason is not None and not self._is_finish_sent
-        if not (self._unsent or self._unsent_reasoning or self._unsent_logprobs or ends_now):
+        if not (self._unsent or self._unsent_reasoning or self._unsent_logprobs or self._unsent_ids or ends_now):
             return None
         delta = ChoiceDelta(
             index,
@@ -260,9 +270,11 @@ class _Branch:
             self.num_unsent,
             reasoning=self._unsent_reasoning,
             stop=self._stop if ends_now else None,
+            token_ids=tuple(self._unsent_ids),
         )
         self._is_finish_sent = self._is_finish_sent or ends_now
         self._unsent, self._unsent_reasoning, self._unsent_logprobs, self.num_unsent = "", "", [], 0
+        self._unsent_ids = []
         return delta
 
 
