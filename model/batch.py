@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from model.adapter_slots import BatchAdapters
 from model.ops.interface import Array
 
 
@@ -25,3 +26,4 @@ class Batch:
     num_tokens: int
     num_sequences: int
     max_query_len: int  # of the later sequences
+    adapters: BatchAdapters | None = None  # None: every row is the base model's

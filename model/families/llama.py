@@ -118,7 +118,7 @@ class Llama:
             with ops.scratch():
                 attended = self._attention(index, normed, batch, kv, plans)
                 mlp_input = self._add_norm(attended, residual, layer.mlp_norm, self._takes_fp8(layer.gate_up))
-                normed = self._add_norm(self._mlp(layer, mlp_input), residual, norm, is_fp8, outputs[is_fp8])
+                normed = self._add_norm(self._mlp(index, mlp_input, batch), residual, norm, is_fp8, outputs[is_fp8])
         return normed
 
     def _hidden_norm_after(self, residual: Array, batch: Batch, kv: Array, plans: Mapping[int, Array | None]) -> Array:
@@ -129,7 +129,7 @@ class Llama:
             with ops.scratch():
                 attended = self._attention(index, self._input(residual, layer.qkv), batch, kv, plans)
                 ops.add_rms_norm(ops.rms_norm(attended, layer.attention_norm, eps), residual, final_norm, eps, normed)
-                mlp = self._mlp(layer, self._input(residual, layer.gate_up))
+                mlp = self._mlp(index, self._input(residual, layer.gate_up), batch)
                 ops.add_rms_norm(ops.rms_norm(mlp, layer.mlp_norm, eps), residual, final_norm, eps, normed)
         return normed
 
@@ -166,7 +166,7 @@ class Llama:
     ) -> Array:
         """x [T, H] -> [T, H]: grouped-query attention, each row's own key included."""
         ops, kv_scales, layer = self.ops, self.weights.kv_scales, self.weights.layers[index]
-        q = self._rotated(index, ops.linear(x, layer.qkv, layer.qkv_bias), batch, kv)
+        q = self._rotated(index, self._product(index, "qkv", x, batch), batch, kv)
         out = ops.temporary(q.shape, ops.dtype)
         scale, window, n = self.config.attention_scale, self.config.windows[index], batch.num_decodes
         tables, lens = batch.block_tables, batch.context_lens
@@ -179,7 +179,7 @@ class Llama:
             rows = batch.query_start, batch.max_query_len
             chunks = AttentionBatch(kv, index, tables[n:], lens[n:], scale, window, *rows, kv_scales=kv_scales)
             ops.paged_prefill_attention(q, chunks, out)
-        return ops.linear(self._input(out.reshape(len(out), -1), layer.output), layer.output, layer.output_bias)
+        return self._product(index, "output", self._input(out.reshape(len(out), -1), layer.output), batch)
 
     def _rotated(self, index: int, qkv: Array, batch: Batch, kv: Array) -> Array:
         """qkv [T, (Hq + 2 Hkv) * D] -> q [T, Hq, D], normed and rotated; write keys and values to `kv`."""
@@ -197,12 +197,21 @@ class Llama:
         ops.rope_kv_write(qkv, rotation, *target)  # overwrites the scaled keys
         return q
 
-    def _mlp(self, layer: Layer, x: Array | Fp8Rows) -> Array:
+    def _mlp(self, index: int, x: Array | Fp8Rows, batch: Batch) -> Array:
         """x [T, H] -> [T, H]: SwiGLU."""
         ops = self.ops
-        gate_up = ops.linear(x, layer.gate_up, layer.gate_up_bias)
-        activation = ops.silu_mul_quantised if self._takes_fp8(layer.down) else ops.silu_mul
-        return ops.linear(activation(gate_up), layer.down, layer.down_bias)
+        gate_up = self._product(index, "gate_up", x, batch)
+        takes_fp8 = self._takes_fp8(self.weights.layers[index].down)
+        activation = ops.silu_mul_quantised if takes_fp8 else ops.silu_mul
+        return self._product(index, "down", activation(gate_up), batch)
+
+    def _product(self, index: int, name: str, x: Array | Fp8Rows, batch: Batch) -> Array:
+        """x [T, K] @ a layer's matrix `name` plus its bias, and what the batch's adapters add -> [T, N]."""
+        layer = self.weights.layers[index]
+        out = self.ops.linear(x, getattr(layer, name), getattr(layer, f"{name}_bias"))
+        if batch.adapters is not None:
+            batch.adapters.add(index, name, x, out)
+        return out
 
     def _takes_fp8(self, weight: Weight) -> bool:
         return weight.format is WeightFormat.FP8 and weight.quantised_input and self.ops.has_fp8

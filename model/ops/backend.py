@@ -9,7 +9,7 @@ import numpy as np
 from model.dtypes import NUMPY_DTYPES
 from model.errors import ModelError
 from model.ops.cpu.ops import NumpyOps
-from model.ops.interface import Ops
+from model.ops.interface import AdapterOps, Ops
 
 FP8_WORDS = ("fp8", "fp8_e4m3")
 """An e4m3 cache, uint8 in arrays."""
@@ -34,6 +34,11 @@ def open_ops(device: str, dtype: str, model_dtype: str, kv_dtype: str = "auto") 
     except ModelError as problem:
         log.info("no GPU is used: %s", problem)
         return _open_cpu(dtype, kv_dtype)
+
+
+def adapter_ops(ops: Ops) -> AdapterOps | None:
+    """Return the backend's products of LoRA adapters; None: it has none yet."""
+    return ops if isinstance(ops, NumpyOps) else None
 
 
 def _open_cpu(dtype: str, kv_dtype: str) -> Ops:

@@ -128,6 +128,25 @@ class HeadRotation:
     eps: float = 0.0
 
 
+@dataclass(frozen=True)
+class AdapterRows:
+    """The M rows of a step that have an adapter, ordered by its slot, in G runs of one adapter each."""
+
+    rows: Array  # int32[M], of the step's T
+    runs: Array  # int32[G, 3]: slot, first of `rows`, number of rows
+    max_run: int  # rows of the longest run
+
+
+@dataclass(frozen=True)
+class AdapterMatrix:
+    """Adapters of one product x [T, K] -> [T, N], by slot. The outputs are P parts, each with an A of its own."""
+
+    a: Array  # [S, P, R, K] in `Ops.dtype`; zeros beyond an adapter's rank
+    b: Array  # [S, N, R] in `Ops.dtype`, multiplied by the adapter's scale; zeros beyond its rank
+    ranks: Array  # int32[S], at most R; 0: the adapter does not change this product
+    part_ends: tuple[int, ...]  # P, rows of `b` where parts end; the last is N
+
+
 class Device(Protocol):
     """Memory, transfers, graphs and events of one device, for one thread at a time."""
 
@@ -339,4 +358,17 @@ class Ops(Device, Protocol):
         The token is argmax(logit / temperature + Gumbel noise), ties to the lower id. Token v's noise comes from word v
         % 4 of Philox4x32-10 with key (seed low, seed high) and counter (v // 4, position, branch, 0): u = ((word >> 9)
         + 0.5) * 2^-23, noise = -log(-log(u)).
+        """
+
+
+class AdapterOps(Protocol):
+    """LoRA adapters' products, on a backend that has them (`backend.adapter_ops`)."""
+
+    def lora_shrink(self, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> Array:
+        """Return x[rows] @ a[slot, p].T as float32[M, P, R] for x [T, K]; undefined beyond an adapter's rank."""
+
+    def lora_expand(self, shrunk: Array, matrix: AdapterMatrix, adapters: AdapterRows, out: Array) -> None:
+        """Add shrunk[m, p] @ b[slot, rows of part p].T to row rows[m] of out [T, N]; summed in float32, rounded once.
+
+        Rows without an adapter do not change.
         """

@@ -39,7 +39,7 @@ def folded(source: TensorSource, config: ModelConfig) -> TensorSource:
     """Return `source` with the differences of `config` folded in."""
     factors = {EMBEDDING: config.embedding_factor, FINAL_NORM: 1 / config.multipliers.logits_divisor}
     factors = {name: factor for name, factor in factors.items() if factor != 1}
-    orders = _row_orders(config)
+    orders = row_orders(config)
     return FoldedSource(source, config, factors, orders) if factors or orders else source
 
 
@@ -108,7 +108,7 @@ def _reordered(matrix: StoredMatrix, order: np.ndarray) -> StoredMatrix:
     return replace(matrix, arrays=arrays)
 
 
-def _row_orders(config: ModelConfig) -> dict[str, np.ndarray]:
+def row_orders(config: ModelConfig) -> dict[str, np.ndarray]:
     """Return each q, k and v module's order of rows; {} if heads rotate whole."""
     rotary = config.rope.rotary_dim(config.head_dim)
     if rotary == config.head_dim:

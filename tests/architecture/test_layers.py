@@ -54,6 +54,7 @@ ARRAYS = (
     "rope",
     "kv_cache",
     "kv_scales",
+    "adapter_slots",
     "batch",
     "sampler",
     "step_inputs",

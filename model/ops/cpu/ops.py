@@ -8,11 +8,21 @@ from dataclasses import replace
 import numpy as np
 
 from model.dtypes import all_finite
+from model.ops.cpu import lora
 from model.ops.cpu import sampling as numpy_sampling
 from model.ops.cpu.device import NumpyDevice
 from model.ops.cpu.quantised import linear_quantised
 from model.ops.fp8 import narrow, quantise, widen
-from model.ops.interface import Array, AttentionBatch, Fp8Rows, HeadRotation, Sampled, SamplingArrays
+from model.ops.interface import (
+    AdapterMatrix,
+    AdapterRows,
+    Array,
+    AttentionBatch,
+    Fp8Rows,
+    HeadRotation,
+    Sampled,
+    SamplingArrays,
+)
 from model.ops.weight import Weight, WeightFormat
 
 DECODE_GROUP = 16
@@ -181,6 +191,12 @@ class NumpyOps(NumpyDevice):
 
     def silu_mul_quantised(self, gate_up: Array) -> Fp8Rows:
         return self.quantise_rows(self.silu_mul(gate_up))
+
+    def lora_shrink(self, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> Array:
+        return lora.shrink(_f32(x), matrix, adapters)
+
+    def lora_expand(self, shrunk: Array, matrix: AdapterMatrix, adapters: AdapterRows, out: Array) -> None:
+        lora.expand(shrunk, matrix, adapters, out)
 
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
         known = (sources >= 0) & (sources < len(kv)) & (targets >= 0) & (targets < len(kv))

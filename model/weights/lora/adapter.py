@@ -1,0 +1,186 @@
+"""One LoRA adapter in PEFT's format, checked against the model and ready for a slot."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from model.config import ModelConfig
+from model.dtypes import all_finite
+from model.errors import ModelError
+from model.weights.checkpoint import expected_shapes
+from model.weights.folding import row_orders
+from model.weights.lora.config import AdapterConfig, read_adapter_config
+from model.weights.safetensors_file import FLOAT_DTYPES, StoredTensor, read_safetensors
+
+TENSORS_FILE = "adapter_model.safetensors"
+PICKLE_FILE = "adapter_model.bin"
+PREFIX = "base_model.model."
+_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_REFUSED = {
+    "lora_magnitude_vector": "DoRA is not supported (plain LoRA)",
+    "lora_embedding_": "adapters of embeddings are not supported (attention and MLP projections)",
+    "lora_bias": "biases are not supported (plain LoRA)",
+    ".lora_B.bias": "biases are not supported (plain LoRA)",
+    "modules_to_save": "whole modules are not supported (plain LoRA)",
+}
+SPELLINGS = ("model.language_model.", "language_model.model.")
+"""Prefixes of a wrapper's layers, in place of "model."."""
+
+Part = tuple[np.ndarray, np.ndarray]
+"""A [r, K], B [N, r] times the scale."""
+
+
+@dataclass(frozen=True)
+class LoraAdapter:
+    """Adapters of products, in the activations' dtype."""
+
+    digest: str  # of everything that its outputs depend on, in hex
+    rank: int  # the highest of any module
+    products: Mapping[tuple[int, str], Mapping[int, Part]]  # by layer and product, then by part
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A module: one part of a layer's stacked product."""
+
+    layer: int
+    product: str
+    part: int
+    shape: tuple[int, int]  # (N, K)
+    row_order: np.ndarray | None  # of its outputs, where loading reorders them
+
+
+def product_shapes(config: ModelConfig, layer: int) -> dict[str, list[tuple[int, int]]]:
+    """Return each product's parts of a layer, as (N, K)."""
+    shapes = expected_shapes(config)
+    return {
+        product: [_two(shapes[f"model.layers.{layer}.{module}.weight"]) for module in modules]
+        for product, modules in _modules(config).items()
+    }
+
+
+def read_adapter(directory: Path, config: ModelConfig, dtype: np.dtype, max_rank: int) -> LoraAdapter:
+    """Read and check a folder of PEFT for the model of `config`, its values in `dtype`.
+
+    Raises ModelError with the file and the field or tensor.
+    """
+    places = _places(config)
+    path = directory / TENSORS_FILE
+    if not directory.is_dir():
+        raise ModelError(f"{directory}: no such folder")
+    described = read_adapter_config(directory, tuple(places), config.num_layers, max_rank)
+    if not path.exists() and (directory / PICKLE_FILE).exists():
+        raise ModelError(f"{directory / PICKLE_FILE}: pickles are not read (save {TENSORS_FILE})")
+    tensors = read_safetensors(path)
+    modules = _by_module(path, tensors, places)
+    for module in described.expected:
+        if module not in modules:
+            raise ModelError(f"{path}: no tensors of {module}, which target_modules names")
+    digest = hashlib.sha256(f"{described.key}\n{dtype.name}".encode())
+    products: dict[tuple[int, str], dict[int, Part]] = {}
+    num_bytes = rank = 0
+    for module, (a, b) in sorted(modules.items()):
+        place = places[module]
+        part = _read_part(described, module, place, (a, b), dtype, digest)
+        products.setdefault((place.layer, place.product), {})[place.part] = part
+        rank = max(rank, len(part[0]))
+        num_bytes += sum(array.nbytes for array in part)
+    return LoraAdapter(digest.hexdigest(), rank, products, num_bytes)
+
+
+def _read_part(
+    described: AdapterConfig,
+    module: str,
+    place: _Place,
+    pair: tuple[StoredTensor, StoredTensor],
+    dtype: np.dtype,
+    digest: hashlib._Hash,
+) -> Part:
+    rank, scale = described.rank_and_scale(module)
+    (num_outputs, num_inputs), (a, b) = place.shape, pair
+    for tensor, shape in ((a, (rank, num_inputs)), (b, (num_outputs, rank))):
+        if tensor.dtype not in FLOAT_DTYPES.values():
+            raise tensor.error(f"dtype {tensor.dtype.name} is not supported ({', '.join(FLOAT_DTYPES)})")
+        if tensor.shape != shape:
+            raise tensor.error(f"shape {list(tensor.shape)} is not {list(shape)} (rank, inputs and outputs)")
+    digest.update(f"{module} {rank} {scale!r}".encode())
+    values = []
+    for tensor, factor in ((a, 1.0), (b, scale)):
+        stored = tensor.values()
+        digest.update(stored.tobytes())
+        with np.errstate(over="ignore", invalid="ignore"):
+            cast = (stored.astype(np.float32) * np.float32(factor)).astype(dtype)
+        if not all_finite(cast):
+            raise tensor.error(f"NaN or infinity in {dtype.name}")
+        values.append(cast)
+    return values[0], values[1] if place.row_order is None else values[1][place.row_order]
+
+
+def _by_module(
+    path: Path, tensors: Mapping[str, StoredTensor], places: Mapping[str, _Place]
+) -> dict[str, tuple[StoredTensor, StoredTensor]]:
+    sides: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in tensors.items():
+        module, side = _parsed(tensor, name)
+        if module not in places:
+            known = ", ".join(dict.fromkeys(one.rpartition(".")[2] for one in places))
+            raise tensor.error(f"the model has no such module to adapt ({known})")
+        sides.setdefault(module, {})[side] = tensor
+    if not sides:
+        raise ModelError(f"{path}: no tensors")
+    pairs = {}
+    for module, both in sides.items():
+        if len(both) < 2:
+            [(side, tensor)] = both.items()
+            raise tensor.error(f"lora_{'B' if side == 'A' else 'A'} of this module is missing")
+        pairs[module] = both["A"], both["B"]
+    return pairs
+
+
+def _parsed(tensor: StoredTensor, name: str) -> tuple[str, str]:
+    """Return (module of the model, "A" or "B")."""
+    for mark, problem in _REFUSED.items():
+        if mark in name:
+            raise tensor.error(problem)
+    match = _NAME.fullmatch(name.removeprefix(PREFIX))
+    if not name.startswith(PREFIX) or match is None:
+        raise tensor.error(f"not a LoRA tensor ({PREFIX}MODULE.lora_A.weight, .lora_B.weight)")
+    module = match["module"]
+    for spelling in SPELLINGS:
+        if module.startswith(spelling):
+            module = "model." + module.removeprefix(spelling)
+    return module, match["side"]
+
+
+def _places(config: ModelConfig) -> dict[str, _Place]:
+    """Return every module that an adapter may change, by its plain name."""
+    shapes, orders = expected_shapes(config), row_orders(config)
+    places = {}
+    for layer in range(config.num_layers):
+        for product, modules in _modules(config).items():
+            for part, module in enumerate(modules):
+                name = f"model.layers.{layer}.{module}"
+                places[name] = _Place(layer, product, part, _two(shapes[f"{name}.weight"]), orders.get(module))
+    return places
+
+
+def _modules(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    tensors = config.tensors
+    return {
+        "qkv": tensors.qkv,
+        "output": (tensors.output,),
+        "gate_up": tensors.gate_up,
+        "down": (tensors.down,),
+    }
+
+
+def _two(shape: tuple[int, ...]) -> tuple[int, int]:
+    num_outputs, num_inputs = shape
+    return num_outputs, num_inputs

@@ -1,0 +1,31 @@
+"""Shrink and expand are x @ (B @ A).T of each row's own adapter."""
+
+import numpy as np
+import pytest
+
+from model.adapter_slots import adapter_rows
+from model.ops.cpu.ops import NumpyOps
+from model.ops.interface import AdapterMatrix
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_rows_get_their_own_adapter(dtype):
+    rng, ops = np.random.default_rng(0), NumpyOps(np.dtype(dtype))
+    num_slots, rank, num_inputs, ends = 3, 8, 24, (6, 10, 20)
+    ranks = np.array([8, 0, 3], np.int32)
+    a = rng.standard_normal((num_slots, len(ends), rank, num_inputs)).astype(dtype)
+    b = rng.standard_normal((num_slots, ends[-1], rank)).astype(dtype)
+    matrix = AdapterMatrix(a, b, ranks, ends)
+    x, out = (rng.standard_normal((9, width)).astype(dtype) for width in (num_inputs, ends[-1]))
+    slots = np.array([2, -1, 0, 1, 0, 2, -1, 0, 1], np.int32)
+    wanted = out.astype(np.float64)
+    for row, slot in enumerate(slots):
+        for part, (begin, end) in enumerate(zip((0, *ends), ends, strict=False)):
+            r = ranks[slot] if slot >= 0 else 0
+            change = b[slot, begin:end, :r].astype(np.float64) @ a[slot, part, :r].astype(np.float64)
+            wanted[row, begin:end] += change @ x[row].astype(np.float64)
+    before, rows = out.copy(), adapter_rows(slots, ops)
+    ops.lora_expand(ops.lora_shrink(x, matrix, rows), matrix, rows, out)
+    np.testing.assert_allclose(out.astype(np.float64), wanted, atol=1e-4 if dtype == np.float32 else 0.05)
+    unchanged = [row for row, slot in enumerate(slots) if slot in (-1, 1)]
+    np.testing.assert_array_equal(out[unchanged], before[unchanged])
