@@ -17,7 +17,7 @@ from service.cli.verbs import COMPLETION, WITHOUT_SETTINGS, load_plain_verb, loa
 from service.cli.vllm_words import with_stored_format
 from service.config.sources import read_settings
 from service.errors import StartupError
-from service.observability.logs import setup_logs
+from service.observability.logs import PROCESS_NAME, setup_logs
 
 log = logging.getLogger("quire.cli")
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return load_plain_verb(flags.verb).run(flags)
         take_model_argument(flags)
         settings = read_settings(flags.verb, flags, os.environ)
-        setup_logs(settings.log_level)
+        setup_logs(settings.log_level, os.environ.get(PROCESS_NAME, ""))
         for warning in warnings:
             log.warning("%s", warning)
         for note in translation.notes:

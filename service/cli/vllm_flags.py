@@ -35,7 +35,7 @@ _NONE, _ONE, _SWITCH, _SEVERAL = Values.NONE, Values.ONE, Values.SWITCH, Values.
 _TEXT = "only text models are served"
 _COMPILED = "nothing is compiled at start; kernels are chosen per shape, and decode steps run in CUDA graphs"
 _KERNELS = "kernels are chosen per shape and measured"
-_ONE_HOST = "a model runs on one GPU; for more requests start a `quire worker` on each GPU, on one Redis"
+_ONE_HOST = "a model runs on one host; for more requests use --data-parallel-size, or a `quire worker` on other hosts"
 _LORA = "adapters are not served yet; merge the adapter into the model's weights"
 _DRAFTS = "use --speculative-config"
 _NO_CODE = "no code is loaded from a flag"
@@ -95,10 +95,10 @@ CONDITIONAL = [
     *_rows("model-impl", _ONE, "supported models are built in", "supported models are built in", "auto", "vllm"),
     *_rows("task runner convert", _ONE, "the model generates", "embeddings come with --enable-embeddings",
            "auto", "generate", "none"),
-    *_rows("pipeline-parallel-size data-parallel-size decode-context-parallel-size nnodes data-parallel-size-local",
-           _ONE, "it is 1", _ONE_HOST, "1"),
+    *_rows("pipeline-parallel-size decode-context-parallel-size nnodes", _ONE, "it is 1", _ONE_HOST, "1"),
+    *_rows("data-parallel-size-local", _ONE, "all workers of --data-parallel-size run on this host",
+           "all workers of --data-parallel-size run on this host (leave it out)", "1"),
     *_rows("distributed-executor-backend", _ONE, "one GPU needs none", _ONE_HOST, "mp", "uni"),
-    *_rows("api-server-count", _ONE, "it is 1", "start more `quire gateway`, on one Redis", "1"),
     *_rows("cpu-offload-gb", _ONE, "weights stay on the device",
            "weights stay on the device; --quantization fp8 halves them", "0", "0.0"),
     *_rows("max-logprobs", _ONE, "up to 20 log-probabilities are sent", "at most 20 log-probabilities are sent",

@@ -206,6 +206,14 @@ class Settings:
     tensor_parallel_size: int = _integer(
         1, "GPUs per model; only 1 is supported yet", verbs=_ENGINE_VERBS, low=1, high=1
     )
+    data_parallel_size: int = _integer(
+        1,
+        "workers, each with the whole model on --tensor-parallel-size devices of its own; requests go to the one that "
+        "has their prefix or the most room",
+        verbs=(SERVE,),
+        low=1,
+        high=64,
+    )
     step_timeout: float | None = _number(
         None,
         "seconds until a step counts as hung and its worker exits (default: 60 on a GPU, 600 on a CPU)",
@@ -257,6 +265,9 @@ class Settings:
     # HTTP
     host: str = _setting("127.0.0.1", "address to listen on", verbs=_GATEWAY_VERBS)
     port: int = _integer(8000, "port to listen on; 0: any free port", verbs=_GATEWAY_VERBS, low=0, high=65535)
+    api_server_count: int = _integer(
+        1, "gateways, a process each, that share --port", verbs=_GATEWAY_VERBS, low=1, high=64
+    )
     api_key: tuple[str, ...] = _setting(
         (),
         "accepted API keys, comma-separated; as a flag the host's other users can read it: prefer --api-key-file or "

@@ -104,7 +104,7 @@ def make_app(service: InferenceService, runner: BatchRunner) -> web.Application:
     settings, routes = service.settings, route_table(service, runner)
     open_routes = frozenset(route.path for route in routes if not route.needs_key)
     middleware = make_middleware(
-        AccessControl(settings), service.metrics, settings.write_timeout, open_routes, service.tracing
+        AccessControl(settings, service.group), service.metrics, settings.write_timeout, open_routes, service.tracing
     )
     app = web.Application(middlewares=[middleware], client_max_size=settings.max_body_bytes)
     app[READ_TIMEOUT_S] = settings.read_timeout

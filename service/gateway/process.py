@@ -28,6 +28,7 @@ from service.gateway.http.middleware import with_openai_errors
 from service.gateway.http.tls import open_tls
 from service.gateway.ingress.ingress import QueueIngress
 from service.gateway.routes.probes import probed
+from service.observability.gateway_group import GatewayGroup
 from service.observability.logs import fields
 from service.observability.tracing import NO_TRACING, Tracing
 from service.queue.interface import GatewayQueue
@@ -47,8 +48,10 @@ async def run_gateway(
     *,
     on_ready: Callable[[str], None],
     tracing: Tracing = NO_TRACING,
+    group: GatewayGroup | None = None,
 ) -> None:
-    """Serve until `stop` is set or the task is cancelled, then drain. `on_ready` receives the URL.
+    """Serve until `stop` is set or the task is cancelled, then drain. `on_ready` receives the URL; `group` shares the
+    port.
 
     The caller closes `queue`. Raises StartupError if the model cannot be read or the port is taken.
     """
@@ -57,18 +60,22 @@ async def run_gateway(
     warnings.simplefilter("ignore", BadContentDispositionParam)
     model = await asyncio.to_thread(ServedModel.read, settings)
     freeze_heap()
-    async with serving(settings, model, queue, tracing) as url:
+    async with serving(settings, model, queue, tracing, group) as url:
         on_ready(url)
         await stop.wait()
 
 
 @contextlib.asynccontextmanager
 async def serving(
-    settings: Settings, model: ServedModel, queue: GatewayQueue, tracing: Tracing = NO_TRACING
+    settings: Settings,
+    model: ServedModel,
+    queue: GatewayQueue,
+    tracing: Tracing = NO_TRACING,
+    group: GatewayGroup | None = None,
 ) -> AsyncIterator[str]:
     """Open HTTP and the ingress, yield the URL, and drain on exit. Raises StartupError."""
     feed = f"door-{secrets.token_hex(8)}"
-    service = InferenceService(settings, model, queue, feed, read_outline, tracing)
+    service = InferenceService(settings, model, queue, feed, read_outline, tracing, group)
     connections = Connections(settings.max_connections, settings.max_connections_per_client)
     queue_ingress = QueueIngress(service)
     batch_runner = BatchRunner(service)
@@ -80,7 +87,7 @@ async def serving(
             probed(service, settings.host, settings.probe_port),
         ):
             await service.grammars.wait_until_ready()
-            server = await _listen(runner, settings, connections, tls)
+            server = await _listen(runner, settings, connections, tls, reuse_port=group is not None)
             queue_task = asyncio.create_task(queue_ingress.run())
             batch_task = asyncio.create_task(batch_runner.run())
             url = _url("http" if tls is None else "https", settings.host, server.sockets[0].getsockname()[1])
@@ -113,7 +120,12 @@ async def _set_up(app: web.Application, write_timeout_s: float) -> web.AppRunner
 
 
 async def _listen(
-    runner: web.AppRunner, settings: Settings, connections: Connections, tls: ssl.SSLContext | None
+    runner: web.AppRunner,
+    settings: Settings,
+    connections: Connections,
+    tls: ssl.SSLContext | None,
+    *,
+    reuse_port: bool,
 ) -> asyncio.Server:
     """Create a server with our Protocol, which aiohttp's sites cannot."""
     loop = asyncio.get_running_loop()
@@ -131,12 +143,14 @@ async def _listen(
             access_log=None,
         )
 
-    handshake: dict[str, Any] = (
+    options: dict[str, Any] = (
         {} if tls is None else {"ssl": tls, "ssl_handshake_timeout": min(settings.read_timeout, HANDSHAKE_S)}
     )
+    if reuse_port:
+        options["reuse_port"] = True
     try:
         server: asyncio.Server = await loop.create_server(
-            protocol, settings.host, settings.port, backlog=BACKLOG, **handshake
+            protocol, settings.host, settings.port, backlog=BACKLOG, **options
         )
         return server
     except OSError as error:

@@ -14,10 +14,19 @@ _context: ContextVar[dict[str, Any] | None] = ContextVar("log_context", default=
 """Fields at the end of the task's log lines."""
 
 
+PROCESS_NAME = "QUIRE_PROCESS_NAME"
+"""Variable with the name of a process among several of its kind, for its log lines."""
+
+
 class _OneLine(logging.Formatter):
+    def __init__(self, process: str = "") -> None:
+        super().__init__()
+        self._process = f"{process} " if process else ""
+
     def format(self, record: logging.LogRecord) -> str:
         line = (
-            f"{self.formatTime(record, '%H:%M:%S')} {record.levelname.lower():<7} {record.name} {record.getMessage()}"
+            f"{self.formatTime(record, '%H:%M:%S')} {record.levelname.lower():<7} {self._process}{record.name} "
+            f"{record.getMessage()}"
         )
         known = {key: value for key, value in (_context.get() or {}).items() if f" {key}=" not in line}
         if known:
@@ -27,10 +36,10 @@ class _OneLine(logging.Formatter):
         return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
 
 
-def setup_logs(level: str) -> None:
-    """Log to stderr in one-line form; once per process."""
+def setup_logs(level: str, process: str = "") -> None:
+    """Log to stderr in one-line form; once per process. `process`: its name on each line."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLine())
+    handler.setFormatter(_OneLine(process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for chatty in ("aiohttp.access", "urllib3"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

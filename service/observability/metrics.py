@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from service.errors import EndReason
+from service.observability.gateway_group import GatewayGroup, SharedNumbers
 from service.observability.worker_metrics import (
     CACHE_CONFIG,
     CACHE_LABELS,
@@ -88,22 +90,29 @@ class LaneStats(NamedTuple):
 
 
 class GatewayMetrics:
-    """Metrics of one gateway, with their registry."""
+    """Metrics of one gateway, with their registry, or of a group of gateways.
 
-    def __init__(self, model_name: str) -> None:
+    In a group prometheus_client keeps each gateway's numbers in files of `group.folder`
+    (PROMETHEUS_MULTIPROC_DIR), and each gateway exposes the sums.
+    """
+
+    def __init__(self, model_name: str, group: GatewayGroup | None = None) -> None:
         self._registry = CollectorRegistry()
+        self._exposed = self._registry if group is None else CollectorRegistry()
+        if group is not None:
+            self._exposed.register(MultiProcessCollector(None, str(group.folder)))  # type: ignore[no-untyped-call]  # not typed
         self._workers = _WorkerCollector(model_name)
-        self._registry.register(self._workers)
+        self._exposed.register(self._workers)
         self._model_name = model_name
         labels_of_gateway = {"model_name": model_name, "engine": GATEWAY}
         self._first_token_s = _Intervals(
-            FIRST_TOKEN_S, "Time to first token, seconds.", _FIRST_TOKEN_BUCKETS_S, labels_of_gateway
+            FIRST_TOKEN_S, "Time to first token, seconds.", _FIRST_TOKEN_BUCKETS_S, labels_of_gateway, group
         )
         self._next_token_s = _Intervals(
-            NEXT_TOKEN_S, "Time between tokens, seconds.", _NEXT_TOKEN_BUCKETS_S, labels_of_gateway
+            NEXT_TOKEN_S, "Time between tokens, seconds.", _NEXT_TOKEN_BUCKETS_S, labels_of_gateway, group
         )
         for intervals in (self._first_token_s, self._next_token_s):
-            self._registry.register(intervals)
+            self._exposed.register(intervals)
         self._of_requests = {name: self._histogram(name, *how) for name, how in _REQUEST_HISTOGRAMS.items()}
         labels = ("model_name", "engine")
         self._success = Counter(
@@ -113,15 +122,15 @@ class GatewayMetrics:
             registry=self._registry,
         )
         self._ended = Counter(REQUESTS_ENDED, "Ended requests, by reason.", ("reason",), registry=self._registry)
-        self._open = Gauge(OPEN_REQUESTS, "Open requests of this gateway.", registry=self._registry)
-        self._queue_depth = Gauge(QUEUE_DEPTH, "Jobs waiting for a worker.", registry=self._registry)
-        self._lane_depth = Gauge(
-            QUEUE_LANE_DEPTH, "Jobs waiting for a worker, by lane.", ("lane",), registry=self._registry
+        self._open = Gauge(
+            OPEN_REQUESTS, "Open requests of this gateway.", registry=self._registry, multiprocess_mode="livesum"
         )
-        self._oldest_wait_s = Gauge(
-            QUEUE_OLDEST_WAIT_S, "Wait of the oldest waiting job, seconds, by lane.", ("lane",), registry=self._registry
+        self._queue_depth = self._fleet_gauge(QUEUE_DEPTH, "Jobs waiting for a worker.")
+        self._lane_depth = self._fleet_gauge(QUEUE_LANE_DEPTH, "Jobs waiting for a worker, by lane.", "lane")
+        self._oldest_wait_s = self._fleet_gauge(
+            QUEUE_OLDEST_WAIT_S, "Wait of the oldest waiting job, seconds, by lane.", "lane"
         )
-        self._leases = Gauge("quire:leases", "Workers with a running lease.", registry=self._registry)
+        self._leases = self._fleet_gauge("quire:leases", "Workers with a running lease.")
         self._responses = Counter(
             "quire:http_responses", "HTTP responses.", ("route", "status"), registry=self._registry
         )
@@ -175,7 +184,11 @@ class GatewayMetrics:
 
     def exposition(self) -> bytes:
         """Return Prometheus' text format, of type CONTENT_TYPE."""
-        return generate_latest(self._registry)
+        return generate_latest(self._exposed)
+
+    def num_open(self) -> int:
+        """Return the open requests of all gateways of the group."""
+        return int(self._exposed.get_sample_value(OPEN_REQUESTS) or 0)
 
     def observe_tokens(self, first: bool, elapsed_s: float) -> None:
         (self._first_token_s if first else self._next_token_s).observe(elapsed_s)
@@ -191,6 +204,10 @@ class GatewayMetrics:
         self._ended.labels(reason.value).inc()
         if reason in _SUCCESSES:
             self._success.labels(self._model_name, GATEWAY, _SUCCESSES[reason]).inc()
+
+    def _fleet_gauge(self, name: str, help: str, *labels: str) -> Gauge:
+        """A gauge that each exposition sets: a group's latest holds."""
+        return Gauge(name, help, labels, registry=self._registry, multiprocess_mode="livemostrecent")
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(name, help, ("model_name", "engine"), buckets=buckets, registry=self._registry)
@@ -221,23 +238,30 @@ class RequestTimer:
 class _Intervals(Collector):
     """Histogram for one thread, without a lock: a fraction of a microsecond per token."""
 
-    def __init__(self, name: str, help: str, bounds_s: tuple[float, ...], labels: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        help: str,
+        bounds_s: tuple[float, ...],
+        labels: Mapping[str, str],
+        group: GatewayGroup | None = None,
+    ) -> None:
         self._name, self._help, self._labels = name, help, labels
         self._bounds_s = (*bounds_s, float("inf"))
-        self._counts = [0] * len(self._bounds_s)
-        self._sum_s = 0.0
+        self._numbers = SharedNumbers(name.partition(":")[2], len(self._bounds_s) + 1, group)
+        self._own = self._numbers.own  # a count per bucket, then the sum in seconds
 
     def observe(self, interval_s: float) -> None:
-        self._counts[bisect_left(self._bounds_s, interval_s)] += 1
-        self._sum_s += interval_s
+        self._own[bisect_left(self._bounds_s, interval_s)] += 1
+        self._own[-1] += interval_s
 
     def buckets(self) -> list[tuple[float, float]]:
-        return list(zip(self._bounds_s, map(float, accumulate(self._counts)), strict=True))
+        return list(zip(self._bounds_s, accumulate(self._numbers.totals()[:-1]), strict=True))
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._help, labels=list(self._labels))
         buckets = [("+Inf" if math.isinf(bound_s) else str(float(bound_s)), count) for bound_s, count in self.buckets()]
-        family.add_metric(list(self._labels.values()), buckets, self._sum_s)
+        family.add_metric(list(self._labels.values()), buckets, self._numbers.totals()[-1])
         yield family
 
 

@@ -17,6 +17,7 @@ import pytest
 import redis
 
 from service.cli import serve
+from service.cli.processes import children
 from service.config.settings import WORKER, Settings
 from service.errors import StartupError
 from tests.support.served import REPOSITORY, Served, alive
@@ -305,7 +306,7 @@ async def test_a_process_that_ends_by_the_same_ctrl_c_is_not_logged_as_an_error(
             self.is_stopped = asyncio.Event()
 
         @classmethod
-        async def start(cls, verb, settings):
+        async def start(cls, verb, settings, environ):
             return cls(verb)
 
         async def wait_ready(self):
@@ -322,10 +323,10 @@ async def test_a_process_that_ends_by_the_same_ctrl_c_is_not_logged_as_an_error(
         async def stop(self):
             self.is_stopped.set()
 
-    monkeypatch.setattr(serve, "ChildProcess", Child)
+    monkeypatch.setattr(children, "ChildProcess", Child)
     logged = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: logged.append(context["message"]))
-    assert await serve._serve(Settings(redis_url="redis://nobody"), stop) == 0
+    assert await serve._serve(Settings(redis_url="redis://nobody", port=0), stop) == 0
     gc.collect()
     assert logged == []
 
@@ -335,11 +336,13 @@ async def test_a_worker_that_ends_again_and_again_is_given_up(monkeypatch):
     starts = []
 
     class Child:
+        pid = 1
+
         def __init__(self, number):
             self.number = number
 
         @classmethod
-        async def start(cls, verb, settings):
+        async def start(cls, verb, settings, environ):
             starts.append(settings)
             return cls(len(starts))
 
@@ -354,10 +357,9 @@ async def test_a_worker_that_ends_again_and_again_is_given_up(monkeypatch):
                 await asyncio.sleep(0.6)
             return -9
 
-    monkeypatch.setattr(serve, "ChildProcess", Child)
-    monkeypatch.setattr(serve, "WORKER_RESTARTS_S", (0.0,) * 5)
-    monkeypatch.setattr(serve, "WORKER_WELL_S", 0.5)
-    worker = serve.RestartingWorker(Settings())
+    monkeypatch.setattr(children, "ChildProcess", Child)
+    monkeypatch.setattr(children, "WELL_S", 0.5)
+    worker = children.RestartingChild(WORKER, Settings(), restarts_s=(0.0,) * 5)
     await worker.start()
     async with asyncio.timeout(10):
         await worker.keep_running()

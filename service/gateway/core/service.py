@@ -21,6 +21,7 @@ from service.gateway.core.served_model import ServedModel
 from service.gateway.core.spans import admission_span
 from service.gateway.core.text_threads import TextThreads
 from service.gateway.grammars.pool import GrammarPool
+from service.observability.gateway_group import GatewayGroup
 from service.observability.logs import fields
 from service.observability.metrics import GatewayMetrics
 from service.observability.tracing import NO_TRACING, Tracing
@@ -42,13 +43,15 @@ class InferenceService:
         feed: str,
         read_outline: OutlineReader,
         tracing: Tracing = NO_TRACING,
+        group: GatewayGroup | None = None,
     ) -> None:
-        """`feed`: name of the queue's feed with this gateway's events."""
+        """`feed`: name of the queue's feed with this gateway's events. `group`: gateways on the same port."""
         self.settings = settings
+        self.group = group
         self.tracing = tracing
         self.model = model
         self.queue = queue
-        self.metrics = GatewayMetrics(model.name)
+        self.metrics = GatewayMetrics(model.name, group)
         self.threads = TextThreads()
         self.grammars = GrammarPool(model.tokens, asyncio.get_running_loop().time, on_result=self.metrics.count_grammar)
         self.grammars.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from http import HTTPStatus
@@ -23,6 +22,7 @@ from service.gateway.http.body_budget import BodyBudget, BodyReservation
 from service.gateway.http.host_check import HostCheck
 from service.gateway.http.slow_clients import abort_connection, drain_writes
 from service.gateway.openai.response_builder import encode_json, error_json
+from service.observability.gateway_group import GatewayGroup, OpenCounts
 from service.observability.logs import fields
 from service.observability.metrics import GatewayMetrics
 from service.observability.tracing import NO_TRACING, Tracing
@@ -54,13 +54,13 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class AccessControl:
-    def __init__(self, settings: Settings) -> None:
-        """Raises StartupError for an unusable key file."""
+    def __init__(self, settings: Settings, group: GatewayGroup | None = None) -> None:
+        """Raises StartupError for an unusable key file. `group`: gateways that count open requests together."""
         self._keys = KeyRing(settings.api_key, settings.api_key_file)
         self._hosts = HostCheck(settings, keys_required=not self._keys.is_open)
         self._max_open = settings.max_open_per_key
         self._bodies = BodyBudget(max(settings.max_body_bytes_in_flight, 2 * settings.max_body_bytes))
-        self._open: Counter[str] = Counter()
+        self._open = OpenCounts(group)
 
     def check_request_form(self, http: web.Request) -> None:
         """Check what even probes must respect. Raises RequestError (400)."""
@@ -77,19 +77,17 @@ class AccessControl:
             # A browser sends a stored password with any page's request.
             self._hosts.require_own_page(http.headers.getall("Origin", []), hosts)
         http[TENANT] = client.tenant
-        if not self._keys.is_open and self._open[client.name] >= (client.max_open or self._max_open):
+        if not self._keys.is_open and self._open.count(client.name) >= (client.max_open or self._max_open):
             message = "Too many requests are open with this key."
             raise RequestError(429, message, "rate_limit_error", code="too_many_open_requests", retry_after_s=1)
-        self._open[client.name] += 1
+        self._open.add(client.name, 1)
         reservation = self._bodies.open_reservation(f"address {http.remote}" if self._keys.is_open else client.tenant)
         http[BODY_RESERVATION] = reservation
         try:
             yield
         finally:
             reservation.close()
-            self._open[client.name] -= 1
-            if not self._open[client.name]:
-                del self._open[client.name]
+            self._open.add(client.name, -1)
 
 
 def make_middleware(

@@ -55,7 +55,9 @@ class Operations:
             metrics.set_fleet(stats, lanes, view.queue.num_leases, formats)
         except QueueUnavailable:
             metrics.set_fleet({}, dict.fromkeys(QUEUE_LANES, LaneStats(math.nan, math.nan)), math.nan)
-        return web.Response(body=metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+        is_alone = self._service.group is None  # else files are read
+        body = metrics.exposition() if is_alone else await asyncio.to_thread(metrics.exposition)
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
     async def livez(self, http: web.Request) -> web.Response:
         return json_response({"status": "ok"})
@@ -87,7 +89,9 @@ async def _state(service: InferenceService) -> dict[str, object]:
     return {
         "at_s": asyncio.get_running_loop().time(),
         "model": service.model.name,
-        "num_open": service.dispatcher.num_open,
+        "num_open": service.dispatcher.num_open
+        if service.group is None
+        else await asyncio.to_thread(service.metrics.num_open),
         "num_queued": num_queued,
         "latency_bounds_s": {
             name: [bound if math.isfinite(bound) else None for bound, _ in buckets] for name, buckets in latency.items()

@@ -29,6 +29,7 @@ STARTING = [
     "--tool-call-parser hermes",
     "Qwen/Qwen2.5-32B --seed 42 --gpu-memory-utilization 0.98 --max-num-batched-tokens 2048 --max-num-seqs 128 "
     "--tensor-parallel-size 1 --max-model-len 32k",
+    "meta-llama/Llama-3.1-8B-Instruct -dp 4 -asc 2",
     "Qwen/Qwen3Guard-Gen-0.6B --host 0.0.0.0 --max-model-len 32768",
     "mistralai/Mistral-7B-Instruct-v0.3 --tokenizer_mode mistral --config_format mistral --load_format mistral "
     "--enable-auto-tool-choice --tool-call-parser mistral --max-model-len auto",
@@ -38,7 +39,7 @@ STARTING = [
 REFUSED = [
     ("Qwen/Qwen3-235B-A22B -tp 4 --disable-log-requests --distributed-executor-backend mp", "--tensor-parallel-size"),
     ("Qwen/Qwen3-30B-A3B --enable-expert-parallel", "models with experts"),
-    ("meta-llama/Llama-3.1-8B-Instruct --data-parallel-size 4", "start a `quire worker` on each GPU"),
+    ("meta-llama/Llama-3.1-8B-Instruct -dp 4 --data-parallel-size-local 2 --headless", "run on this host"),
     ("meta-llama/Llama-3.1-8B-Instruct --enable-lora --lora-modules a=b c=d", "adapters"),
 ]
 

@@ -1,0 +1,184 @@
+"""Child processes of `quire serve` and of a group of gateways: start, readiness, restarts, end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from service.cli.roles import READY
+from service.config.settings import Settings
+from service.config.sources import NO_CONFIG_FILE, to_flags, to_secret_environ
+from service.errors import StartupError
+from service.import_root import python_path
+from service.observability.logs import PROCESS_NAME, fields
+from service.observability.systemd import VARIABLES as SUPERVISOR_VARIABLES
+from service.queue.embedded.die_with_parent import die_with_parent
+
+log = logging.getLogger("quire.serve")
+
+MAIN = f"{__name__.removesuffix('.processes.children')}.main"
+
+EXIT_GRACE_S = 10.0
+"""Time after the drain time before a child is killed."""
+
+RESTARTS_S = (0.2, 1.0, 3.0, 10.0, 30.0)
+"""Delays of a child's restarts; then it is given up. A request is dead-lettered after killing 3 engines."""
+
+WELL_S = 60.0
+"""Ready time after which the delays begin again."""
+
+CRASHES_ARE_SEEN = {"PYTHONFAULTHANDLER": "1"}
+"""A crash in native code prints where each thread was."""
+
+NO_VARIABLES: Mapping[str, str] = {}
+
+
+OnEnd = Callable[[int], Awaitable[None]]
+
+
+class ChildProcess:
+    def __init__(self, verb: str, process: asyncio.subprocess.Process, grace_s: float) -> None:
+        self.verb = verb
+        self.pid = process.pid
+        self._process = process
+        self._grace_s = grace_s
+
+    @classmethod
+    async def start(cls, verb: str, settings: Settings, environ: Mapping[str, str] = NO_VARIABLES) -> ChildProcess:
+        """Start `quire <verb>` in its own session, so that Ctrl-C reaches it only through this process. `environ`:
+        its variables beside ours."""
+        inherited = {name: value for name, value in os.environ.items() if name not in SUPERVISOR_VARIABLES}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            "-m",
+            MAIN,
+            verb,
+            *to_flags(settings, verb),
+            env={
+                **CRASHES_ARE_SEEN,
+                **inherited,
+                **environ,
+                **to_secret_environ(settings),
+                **NO_CONFIG_FILE,
+                "PYTHONPATH": python_path(os.environ),
+            },
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        return cls(verb, process, settings.drain_timeout + EXIT_GRACE_S)
+
+    async def wait_ready(self) -> str:
+        """Return the rest of the child's ready line. Raises StartupError if the child ends before."""
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            word, _, rest = line.decode().strip().partition(" ")
+            if word == READY:
+                return rest
+        status = await self._process.wait()
+        raise StartupError(f"{self.verb}: did not start (exit status {status}; see its own error above)")
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    async def stop(self) -> None:
+        """Send SIGTERM, wait for the drain time, then send SIGKILL."""
+        if self._process.returncode is None:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(self._grace_s):
+                await self._process.wait()
+        except TimeoutError:
+            log.error("killed %s", fields(process=self.verb))
+            self._process.kill()
+            await self._process.wait()
+
+
+class RestartingChild:
+    """Child that is restarted with the same settings whenever it ends."""
+
+    def __init__(
+        self,
+        verb: str,
+        settings: Settings,
+        environ: Mapping[str, str] = NO_VARIABLES,
+        restarts_s: Sequence[float] = RESTARTS_S,
+        on_end: OnEnd | None = None,
+    ) -> None:
+        """`restarts_s`: delays of its restarts. `on_end` gets the process id of each child that ended by itself."""
+        self._verb = verb
+        self._settings = settings
+        self._environ = environ
+        self._restarts_s = restarts_s
+        self._on_end = on_end
+        self._child: ChildProcess | None = None
+
+    async def start(self) -> None:
+        self._child = await ChildProcess.start(self._verb, self._settings, self._environ)
+
+    async def wait_ready(self) -> str:
+        """Return the rest of the ready line. Raises StartupError."""
+        return await self._started_child().wait_ready()
+
+    async def keep_running(self) -> None:
+        """Restart the child whenever it ends. Return once it has ended too often."""
+        num_ends, ready_at_s = 0, time.monotonic()
+        while True:
+            child = self._started_child()
+            status = await child.wait()
+            if self._on_end is not None:
+                await self._on_end(child.pid)
+            num_ends = 1 if ready_at_s and time.monotonic() - ready_at_s > WELL_S else num_ends + 1
+            if num_ends > len(self._restarts_s):
+                log.critical("%s ended; not restarted %s", self._verb, self._shown(exit_status=status, times=num_ends))
+                return
+            wait_s, ready_at_s = self._restarts_s[num_ends - 1], 0.0
+            log.error("%s ended by itself; restarting %s", self._verb, self._shown(exit_status=status, wait_s=wait_s))
+            await asyncio.sleep(wait_s)
+            await self.start()
+            try:
+                await self.wait_ready()
+                ready_at_s = time.monotonic()
+            except StartupError as error:
+                log.error("%s", error)
+
+    async def stop(self) -> None:
+        if self._child is not None:
+            await self._child.stop()
+
+    def _shown(self, **values: float) -> str:
+        name = self._environ.get(PROCESS_NAME)
+        return fields(**({} if name is None else {"process": name}), **values)
+
+    def _started_child(self) -> ChildProcess:
+        assert self._child is not None
+        return self._child
+
+
+class ChildGroup:
+    """Children of one kind. The group runs while one of them does."""
+
+    def __init__(self, children: Sequence[RestartingChild]) -> None:
+        self._children = children
+
+    async def start(self) -> None:
+        for child in self._children:
+            await child.start()
+
+    async def wait_ready(self) -> Sequence[str]:
+        """Return the children's ready lines. Raises StartupError."""
+        return await asyncio.gather(*(child.wait_ready() for child in self._children))
+
+    async def keep_running(self) -> None:
+        """Restart children. Return once all of them have ended too often."""
+        await asyncio.gather(*(child.keep_running() for child in self._children))
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(child.stop() for child in self._children))

@@ -1,0 +1,121 @@
+"""The gateways of one port: one, or a group that shares it by SO_REUSEPORT.
+
+The kernel spreads connections over the group's sockets by a hash of the addresses, also while all gateways idle. On one
+inherited socket it would wake the same gateway first, and streams stay where they were accepted.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from service.cli.processes.children import ChildGroup, RestartingChild
+from service.config.settings import GATEWAY, Settings
+from service.errors import StartupError
+from service.observability.gateway_group import VARIABLE, GatewayGroup, forget_open_requests
+from service.observability.logs import PROCESS_NAME
+
+MAX_PORT = 65535
+
+_Address = tuple[Any, ...]
+
+
+@contextmanager
+def open_gateways(settings: Settings) -> Iterator[ChildGroup]:
+    """Yield the gateways, not yet started. Several are restarted when they end; a single one is not. Raises
+    StartupError if several cannot have the port."""
+    num = settings.api_server_count
+    if num == 1:
+        yield ChildGroup([RestartingChild(GATEWAY, settings, restarts_s=())])
+        return
+    with (
+        reserved_port(settings.host, settings.port) as port,
+        TemporaryDirectory(prefix="quire-", ignore_cleanup_errors=True) as folder,
+    ):
+        groups = [GatewayGroup(Path(folder), index, num) for index in range(num)]
+        yield ChildGroup([_member(replace(settings, port=port), group) for group in groups])
+
+
+def _member(settings: Settings, group: GatewayGroup) -> RestartingChild:
+    async def on_end(pid: int) -> None:
+        forget_open_requests(group)
+        for path in group.folder.glob(f"gauge_live*_{pid}.db"):  # prometheus_client's
+            path.unlink()
+
+    environ = {
+        VARIABLE: group.to_variable(),
+        "PROMETHEUS_MULTIPROC_DIR": str(group.folder),
+        PROCESS_NAME: f"{GATEWAY}-{group.index}",
+    }
+    return RestartingChild(GATEWAY, share_of(settings, group), environ, on_end=on_end)
+
+
+def share_of(settings: Settings, group: GatewayGroup) -> Settings:
+    """Return the settings of one gateway of the group: bounds of a process are divided. Raises StartupError."""
+
+    def part(whole: int) -> int:
+        return -(-whole // group.size)
+
+    probe_port = settings.probe_port
+    if probe_port:
+        ports = range(probe_port, probe_port + group.size)
+        if ports[-1] > MAX_PORT or settings.port in ports:
+            raise StartupError(
+                f"--probe-port: {probe_port}: gateways take {ports[0]} to {ports[-1]} "
+                f"(up to {MAX_PORT}, without --port)"
+            )
+        probe_port = ports[group.index]
+    return replace(
+        settings,
+        api_server_count=1,
+        probe_port=probe_port,
+        max_connections=part(settings.max_connections),
+        max_connections_per_client=part(settings.max_connections_per_client),
+        max_body_bytes_in_flight=max(part(settings.max_body_bytes_in_flight), 2 * settings.max_body_bytes),
+    )
+
+
+@contextmanager
+def reserved_port(host: str, port: int) -> Iterator[int]:
+    """Hold a port for processes that share it: bound, never listening, so that the kernel gives us no connection.
+
+    Yield its number. Raises StartupError if the port is taken, also by a group that shares it.
+    """
+    with ExitStack() as held:
+        try:
+            for family, address in _addresses(host, port):
+                with _bound(family, (address[0], port, *address[2:]), shared=False) as alone:
+                    port = alone.getsockname()[1]
+                held.enter_context(_bound(family, (address[0], port, *address[2:]), shared=True))
+        except OSError as error:
+            reason = (
+                error.strerror if isinstance(error, socket.gaierror) or not error.errno else os.strerror(error.errno)
+            )
+            raise StartupError(f"cannot listen on {host}:{port}: {reason}") from error
+        yield port
+
+
+def _addresses(host: str, port: int) -> list[tuple[int, _Address]]:
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return list(dict.fromkeys((int(family), address) for family, _, _, _, address in found))
+
+
+def _bound(family: int, address: _Address, *, shared: bool) -> socket.socket:
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        opened.bind(address)
+    except OSError:
+        opened.close()
+        raise
+    return opened

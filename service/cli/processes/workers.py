@@ -1,0 +1,99 @@
+"""The workers of `quire serve`: each a process with devices of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from service.cli.processes.children import ChildGroup, RestartingChild
+from service.cli.roles import open_queue
+from service.config.settings import WORKER, Settings
+from service.errors import StartupError
+from service.observability.logs import PROCESS_NAME
+from service.queue.interface import QueueUnavailable
+from service.queue.redis.connect import open_worker_queue
+
+log = logging.getLogger("quire.serve")
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def make_workers(
+    settings: Settings, name: str, devices: Sequence[Mapping[str, str]], environ: Mapping[str, str]
+) -> ChildGroup:
+    """Return the workers, not yet started, one for each of `devices`, its variables. `name` is the only one's; several
+    add their number to it."""
+    threads = _blas_threads(environ, len(devices))
+    if len(devices) == 1:
+        only = replace(settings, worker_name=name)
+        return ChildGroup([RestartingChild(WORKER, only, {**threads, **devices[0]})])
+    return ChildGroup(
+        [
+            _member(replace(settings, worker_name=f"{name}-{number}"), number, {**threads, **own_devices})
+            for number, own_devices in enumerate(devices)
+        ]
+    )
+
+
+def _member(settings: Settings, number: int, environ: Mapping[str, str]) -> RestartingChild:
+    async def on_end(_: int) -> None:
+        await hand_over_jobs(settings)
+
+    return RestartingChild(WORKER, settings, {**environ, PROCESS_NAME: f"{WORKER}-{number}"}, on_end=on_end)
+
+
+async def hand_over_jobs(settings: Settings) -> None:
+    """Return the jobs of a dead worker to the queue at once: its lease would hold them, and its successor has to
+    load the model first."""
+    try:
+        async with open_queue(settings, partial(open_worker_queue, lease_s=settings.lease)) as queue:
+            await queue.take_over()
+    except (StartupError, QueueUnavailable) as error:  # its successor does it
+        log.warning("the dead worker's jobs wait for its restart: %s", error)
+
+
+def devices_of_workers(
+    settings: Settings, environ: Mapping[str, str], visible: Sequence[str]
+) -> Sequence[Mapping[str, str]]:
+    """Return each worker's variables, which select `--tensor-parallel-size` of the `visible` devices; none on a CPU or
+    for a single worker.
+
+    Raises StartupError if there are too few.
+    """
+    num, num_each = settings.data_parallel_size, settings.tensor_parallel_size
+    if (
+        num == 1
+        or settings.device == "cpu"
+        or (settings.device == "auto" and (not visible or find_spec("cupy") is None))
+    ):
+        return [{}] * num
+    if num * num_each > len(visible):
+        shown = VISIBLE if VISIBLE in environ else "nvidia-smi -L"
+        raise StartupError(
+            f"--data-parallel-size: {num} workers of {num_each} GPU{'s' * (num_each > 1)} need {num * num_each}, "
+            f"{len(visible)} {'is' if len(visible) == 1 else 'are'} visible ({shown})"
+        )
+    return [{VISIBLE: ",".join(visible[i * num_each : (i + 1) * num_each])} for i in range(num)]
+
+
+def visible_devices(environ: Mapping[str, str], devices: Path = Path("/dev")) -> Sequence[str]:
+    """Return the names of the GPUs that CUDA would see, without loading CUDA."""
+    if VISIBLE not in environ:
+        return [str(number) for number in range(len(list(devices.glob("nvidia[0-9]*"))))]
+    names = []
+    for name in map(str.strip, environ[VISIBLE].split(",")):
+        if not name or name.startswith("-"):
+            break  # CUDA ignores it and all after it
+        names.append(name)
+    return names
+
+
+def _blas_threads(environ: Mapping[str, str], num_workers: int) -> Mapping[str, str]:
+    """Leave one core to the gateway and Redis: BLAS threads spin."""
+    given = environ.get("OPENBLAS_NUM_THREADS")
+    return {"OPENBLAS_NUM_THREADS": given or str(max(1, ((os.cpu_count() or 1) - 1) // num_workers))}

@@ -1,0 +1,142 @@
+"""Two workers and two gateways of one `quire serve`: how they share, and what the death of one does to the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import aiohttp
+import openai
+import pytest
+
+from tests.support.served import REPOSITORY, Served, alive
+
+NUM_STREAMS = 64
+NUM_BEGUN = 16
+PROMPTS = [f"Once upon a time there were {number} foxes" for number in range(8)]
+MAX_TOKENS = 48
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    running = Served(tmp_path_factory.mktemp("data"), "--data-parallel-size=2", "-asc=2")
+    yield running
+    running.terminate()
+
+
+def pid_of(served, name):
+    """The process id of the newest child of that name, such as "worker-1"."""
+    for pid in sorted(served.descendants(), reverse=True):
+        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if f"QUIRE_PROCESS_NAME={name}".encode() in environ:
+            return pid
+    raise AssertionError(f"no {name}:\n{served.output}")
+
+
+def metric(served, name):
+    """The sum of a metric's samples, over a new connection."""
+    with urllib.request.urlopen(f"{served.url}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    return sum(float(value) for value in re.findall(rf"(?m)^{name}(?:{{[^}}]*}})? (\S+)$", text))
+
+
+async def stream_all(served, on_some):
+    """Return each stream's text, None if its gateway died. `on_some` is called when NUM_BEGUN have begun."""
+    num_begun = 0
+    body = {"model": "demo", "temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": True}
+
+    async def read(client, number):
+        nonlocal num_begun
+        text, body_of = "", {**body, "prompt": PROMPTS[number % len(PROMPTS)]}
+        try:
+            async with client.post(f"{served.url}/v1/completions", json=body_of) as response:
+                async for line in response.content:
+                    if not line.startswith(b"data: {"):
+                        continue
+                    num_begun += not text
+                    if num_begun == NUM_BEGUN and not text:
+                        on_some()
+                    text += json.loads(line[6:])["choices"][0]["text"]
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
+            return None
+        return text
+
+    # A connection for each: gateways get connections, not requests.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(100)) as client:
+        return await asyncio.gather(*(read(client, number) for number in range(NUM_STREAMS)))
+
+
+@pytest.fixture(scope="module")
+def golden(served):
+    """The text of each stream, without any death."""
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
+        texts = [
+            client.completions.create(
+                model="demo", prompt=prompt, temperature=0, max_tokens=MAX_TOKENS, extra_body={"ignore_eos": True}
+            )
+            .choices[0]
+            .text
+            for prompt in PROMPTS
+        ]
+    return [texts[number % len(PROMPTS)] for number in range(NUM_STREAMS)]
+
+
+def test_a_killed_worker_changes_no_stream(served, golden):
+    before = metric(served, "quire:resumed_total")
+    texts = asyncio.run(stream_all(served, lambda: os.kill(pid_of(served, "worker-0"), signal.SIGKILL)))
+    assert texts == golden
+    assert metric(served, "quire:resumed_total") > before
+    assert "worker ended by itself; restarting process=worker-0" in served.output
+    others = [
+        line for line in served.lines if "of dead workers" in line or "worker-0 quire.worker worker ready" in line
+    ]
+    assert "of dead workers" in others[1], "jobs wait neither for their lease nor for the restart"
+
+
+def test_a_killed_gateway_changes_no_stream_of_the_other_and_no_counter_falls(served, golden):
+    counter = "vllm:request_prompt_tokens_count"
+    before = metric(served, counter)
+    victim = pid_of(served, "gateway-1")
+    texts = asyncio.run(stream_all(served, lambda: os.kill(victim, signal.SIGKILL)))
+    survivors = [number for number, text in enumerate(texts) if text is not None]
+    assert 8 < len(survivors) < 56, "connections are spread"
+    assert [texts[number] for number in survivors] == [golden[number] for number in survivors]
+    give_up_s = time.monotonic() + 30
+    while served.output.count("gateway-1 quire.gateway gateway ready") < 2:
+        assert time.monotonic() < give_up_s, served.output
+        time.sleep(0.05)
+    assert {metric(served, counter) for _ in range(8)} == {before + NUM_STREAMS}
+
+
+def test_a_second_service_on_the_port_is_refused_in_one_line(served, tmp_path):
+    port = served.url.rpartition(":")[2]
+    for flags in ((), ("--api-server-count=2",)):
+        done = subprocess.run(
+            [sys.executable, "-m", "service.cli.main", "serve", f"--data-dir={tmp_path}", f"--port={port}", *flags],
+            capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (
+            2,
+            f"quire serve: cannot listen on 127.0.0.1:{port}: Address already in use\n",
+        )
+
+
+def test_a_response_is_stored_for_every_gateway_and_a_signal_ends_all(served):
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
+        made = client.responses.create(model="demo", input="Tell me a story.", max_output_tokens=8)
+    for _ in range(8):
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
+            assert client.responses.retrieve(made.id) == made
+    processes = served.descendants()
+    assert served.terminate() == 0, served.output
+    assert alive(processes) == set()
+    assert served.output.count("gateway drains") == 2

@@ -1,0 +1,65 @@
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from service.cli.processes.gateways import reserved_port, share_of
+from service.config.settings import Settings
+from service.errors import StartupError
+from service.observability.gateway_group import GatewayGroup
+
+
+def listening(port, **options):
+    return socket.create_server(("127.0.0.1", port), **options)
+
+
+def test_gateways_share_a_reserved_port_and_get_all_of_its_connections():
+    with reserved_port("127.0.0.1", 0) as port, listening(port, reuse_port=True) as one:
+        with listening(port, reuse_port=True) as other:
+            clients = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(64)]
+            taken = []
+            for server in (one, other):
+                server.settimeout(0)
+                taken.append(0)
+                try:
+                    while True:
+                        server.accept()[0].close()
+                        taken[-1] += 1
+                except BlockingIOError:
+                    pass
+            for client in clients:
+                client.close()
+        assert sum(taken) == 64
+        assert min(taken) >= 8  # of a fair coin, once in 10**10
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_port_that_others_listen_on_is_refused(shared):
+    with (
+        listening(0, reuse_port=shared) as server,
+        pytest.raises(StartupError, match=r"^cannot listen on 127\.0\.0\.1:\d+: Address already in use$"),
+        reserved_port("127.0.0.1", server.getsockname()[1]),
+    ):
+        pass
+
+
+def test_bounds_of_a_process_are_divided_and_those_in_redis_are_not():
+    whole = Settings(api_server_count=3, max_connections=100, max_body_bytes=2 << 20, max_body_bytes_in_flight=6 << 20)
+    part = share_of(whole, GatewayGroup(Path(), 1, 3))
+    assert part == replace(
+        whole,
+        api_server_count=1,
+        max_connections=34,
+        max_connections_per_client=2731,
+        max_body_bytes_in_flight=4 << 20,  # twice a body
+    )
+
+
+def test_each_gateway_has_its_own_probe_port():
+    group = [GatewayGroup(Path(), index, 3) for index in range(3)]
+    assert [share_of(Settings(probe_port=8001), one).probe_port for one in group] == [8001, 8002, 8003]
+    assert [share_of(Settings(probe_port=0), one).probe_port for one in group] == [0, 0, 0]
+    for wrong in (7999, 65534):
+        with pytest.raises(StartupError, match=rf"^--probe-port: {wrong}: "):
+            share_of(Settings(probe_port=wrong), group[0])
