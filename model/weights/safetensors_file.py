@@ -29,6 +29,7 @@ STORED_DTYPES = FLOAT_DTYPES | {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -10,12 +11,23 @@ from model.families.llama import Llama
 from model.ops.host_blocks import HostBlocks
 from model.ops.interface import Array
 from model.step_inputs import StepInputs, no_blocks
-from service.engine.execution.decode_batch import DecodeBatch
+from service.engine.execution.decode_batch import BatchLayout, DecodeBatch
 from service.engine.execution.model_runner import ModelRunner, RunningStep
 from service.engine.execution.pooling import Pooler
 from service.engine.execution.prompt_logprobs import PlannedLogprobs, plan_prompt_logprobs, read_prompt_logprobs
 from service.engine.execution.sampling import SampleBatch, SampleCall, StepSampler, read_result
 from service.engine.step import BlockCopy, FinishedTransfer, PoolSpan, StepPlan, StepResult
+
+
+class StateReader(Protocol):
+    """A draft head that continues the model's states."""
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """Layers whose inputs it takes."""
+
+    def read_states(self, layout: BatchLayout, states: Array) -> None:
+        """Note a launched step's states [T, len(state_layers) * H]."""
 
 
 @dataclass(slots=True)
@@ -37,6 +49,7 @@ class ModelExecutor:
         self.runner = ModelRunner(model, max_num_seqs, max_blocks)
         self._sampler = StepSampler(model.config.vocab_size, eos_token_ids, keeps_params=self.runner.replays_graphs)
         self._pooler = Pooler()
+        self._states: StateReader | None = None
         self._sizes = max_num_seqs, max_blocks
 
     @property
@@ -47,10 +60,20 @@ class ModelExecutor:
     def host(self) -> HostBlocks | None:
         return self.runner.host
 
-    def attach(self, kv: Array, *, num_host_blocks: int = 0, progress: bool = False) -> None:
-        """Use this cache [num_blocks, L, 2, Hkv, B, D]."""
-        self._rows = DecodeBatch(*self._sizes, block_size=kv.shape[4])
-        self.runner.attach(kv, num_host_blocks=num_host_blocks, progress=progress)
+    def attach(
+        self,
+        kv: Array,
+        *,
+        blocks: Array | None = None,
+        states: StateReader | None = None,
+        num_host_blocks: int = 0,
+        progress: bool = False,
+    ) -> None:
+        """Use this cache [num_blocks, L, 2, Hkv, B, D]. Copies and swaps move `blocks` [num_blocks, ...] (default: the
+        cache)."""
+        self._rows, self._states = DecodeBatch(*self._sizes, block_size=kv.shape[4]), states
+        layers = () if states is None else states.state_layers
+        self.runner.attach(kv, blocks=blocks, state_layers=layers, num_host_blocks=num_host_blocks, progress=progress)
 
     def fit_prompts(self, num_decodes: int, num_tokens: int) -> int:
         return self.runner.fit_prompts(num_decodes, num_tokens)
@@ -73,7 +96,10 @@ class ModelExecutor:
             prompt_logprobs=[planned.rows for planned in prompt_logprobs],
             pool_rows=pool_rows,
         )
-        return LaunchedStep(self.runner.launch(inputs), batch, calls, prompt_logprobs, plan.pool_spans)
+        running = self.runner.launch(inputs)
+        if self._states is not None:
+            self._states.read_states(layout, running.states)
+        return LaunchedStep(running, batch, calls, prompt_logprobs, plan.pool_spans)
 
     def transfer(self, plan: StepPlan) -> None:
         copies, swap_outs, swap_ins = map(_pairs, (plan.copies, plan.swap_outs, plan.swap_ins))

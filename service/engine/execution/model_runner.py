@@ -36,6 +36,7 @@ class RunningStep:
 
     logits: Array | None  # float32[R, V] until sampled
     context_lens: Array | None  # int32[num_decodes], if their buffer stays
+    states: Array | None  # [T, len(state_layers) * H]
     scratch: ExitStack
     samples: list[Fetch]  # token ids, NaN flags, perhaps log-probabilities (see Sampled)
     prompt_logprobs: list[Fetch]
@@ -49,6 +50,7 @@ class ModelRunner:
     def __init__(self, model: Llama, max_rows: int, max_blocks: int):
         self.model = model
         self.kv: Array | None = None
+        self._blocks: Array | None = None
         self._block_size = 0
         self.host: HostBlocks | None = None
         self.sampled = model.ops.empty((max_rows,), np.dtype(np.int32))
@@ -57,6 +59,7 @@ class ModelRunner:
         self._swap_outs: deque[tuple[int, Transfer]] = deque()  # (num_blocks, transfer)
         self._swap_ins: deque[tuple[int, Transfer]] = deque()
         self._kept_params: SamplingArrays | None = None
+        self._state_layers: tuple[int, ...] = ()
         self._graphs = StepGraphs(model, self.sampled, max_rows, max_blocks) if model.ops.name == "cuda" else None
 
     @property
@@ -64,13 +67,23 @@ class ModelRunner:
         """True if decodes run as captured graphs and keep their sampling parameters."""
         return self._graphs is not None
 
-    def attach(self, kv: Array, *, num_host_blocks: int = 0, progress: bool = False) -> None:
-        """Use this cache [num_blocks, L, 2, Hkv, B, D]."""
+    def attach(
+        self,
+        kv: Array,
+        *,
+        blocks: Array | None = None,
+        state_layers: tuple[int, ...] = (),
+        num_host_blocks: int = 0,
+        progress: bool = False,
+    ) -> None:
+        """Use this cache [num_blocks, L, 2, Hkv, B, D]. Copies and swaps move `blocks` [num_blocks, ...] (default: the
+        cache). Steps return the inputs of `state_layers`."""
         self.kv, self._block_size = kv, kv.shape[4]
+        self._blocks, self._state_layers = kv if blocks is None else blocks, state_layers
         if self._graphs is not None:
             self._graphs.capture(kv, progress=progress)
         if num_host_blocks:  # last: pinning slows down the start
-            self.host = self._ops.host_blocks(kv, num_host_blocks)
+            self.host = self._ops.host_blocks(self._blocks, num_host_blocks)
 
     def fit_prompts(self, num_decodes: int, num_tokens: int) -> int:
         """Return the prompt tokens, at most `num_tokens`, for a step with decodes."""
@@ -83,8 +96,8 @@ class ModelRunner:
         self.transfer(inputs)
         if inputs.forward is None:
             raise ValueError("launch: the step computes nothing (transfer it)")
-        step = RunningStep(None, None, scratch, [], [], [])
-        if inputs.needs_hidden:
+        step = RunningStep(None, None, None, scratch, [], [], [])
+        if inputs.needs_hidden or self._state_layers:
             self._forward_with_hidden(inputs, inputs.forward, step)
         else:
             self._forward(inputs.forward, step)
@@ -125,7 +138,7 @@ class ModelRunner:
         for together in independent_copies(copies):
             sources, targets = np.array(together, np.int32).T
             pair = [np.ascontiguousarray(sources), np.ascontiguousarray(targets)]
-            self._ops.copy_blocks(self.kv, *self._ops.upload_all(pair))
+            self._ops.copy_blocks(self._blocks, *self._ops.upload_all(pair))
 
     def _forward(self, inputs: ForwardInputs, step: RunningStep) -> None:
         if self._graphs is not None:
@@ -138,7 +151,10 @@ class ModelRunner:
     def _forward_with_hidden(self, inputs: StepInputs, forward: ForwardInputs, step: RunningStep) -> None:
         """Run without a captured graph, which keeps no hidden states."""
         batch = self._batch(forward)
-        hidden = self.model.hidden(batch, self.kv)
+        if self._state_layers:
+            shape = (batch.num_tokens, len(self._state_layers) * self.model.config.hidden_size)
+            step.states = self._ops.empty(shape, self._ops.dtype)
+        hidden = self.model.hidden(batch, self.kv, self._state_layers, step.states)
         step.prompt_logprobs = [self._score(hidden, part) for part in inputs.prompt_logprobs]
         step.pool_rows = [self._ops.download_async([hidden[first:stop]]) for first, stop in inputs.pool_rows]
         step.logits = self.model.logits(hidden, batch.logit_rows)[: len(forward.logit_rows)]
