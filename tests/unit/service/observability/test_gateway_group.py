@@ -47,12 +47,13 @@ def test_a_group_goes_through_a_variable():
 
 def test_every_gateway_exposes_what_all_have_counted(gateways, monkeypatch):
     (one, other), _ = gateways
-    monkeypatch.setattr(values, "ValueClass", values.MutexValue)
-    alone = GatewayMetrics("m")
+    with monkeypatch.context() as patch:
+        patch.setattr(values, "ValueClass", values.MutexValue)
+        alone = GatewayMetrics("m")
+        for _ in range(3):
+            serve_one(alone)
     for gateway in (one, one, other):
         serve_one(gateway)
-    for _ in range(3):
-        serve_one(alone)
     for gateway in (one, other):
         found, expected = samples(gateway), samples(alone)
         of_fleet = ("quire:queue", "quire:leases")
