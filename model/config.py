@@ -9,7 +9,7 @@ from typing import Any
 from model.config_fields import MAX_TOKEN_ID, Fields
 from model.dtypes import NUMPY_DTYPES
 from model.errors import ModelError
-from model.families.configs.family import Family, LayerTensors, Multipliers
+from model.families.configs.family import ExpertsConfig, Family, LayerTensors, Multipliers
 from model.families.configs.mistral import DEFAULT_TOKEN_IDS, WRAPPED, WRAPPER, WRAPPER_ARCHITECTURE
 from model.families.configs.registry import FAMILIES
 from model.gguf_config import gguf_config
@@ -29,7 +29,7 @@ class ModelConfig:
     family: str  # model_type
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # of a dense MLP
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -47,6 +47,7 @@ class ModelConfig:
     norm_after: bool = False  # norms of what attention and MLP return, not of their inputs
     layer_ropes: tuple[RopeConfig, ...] = ()  # per layer; (): `rope` in every layer
     multipliers: Multipliers = Multipliers()
+    experts: ExpertsConfig | None = None
     tensors: LayerTensors = LayerTensors()
     is_wrapped: bool = False  # the files also hold a vision encoder, which is not loaded
     windows: tuple[int, ...]  # per layer; NO_WINDOW for full attention
@@ -57,10 +58,25 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Number of matrix elements, without norms and biases."""
+        return self._num_parameters(0 if self.experts is None else self.experts.num_experts)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Number of matrix elements that a token uses: `num_parameters` without experts."""
+        return self._num_parameters(0 if self.experts is None else self.experts.num_used)
+
+    def _num_parameters(self, num_experts: int) -> int:
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings or not self.has_head else 2)
-        return self.num_layers * (attention + mlp) + embeddings
+        total, num_dense = self.num_layers * attention + embeddings, self.num_layers
+        if (experts := self.experts) is not None:
+            each = experts.num_experts + 3 * num_experts * experts.intermediate_size  # the router's rows too
+            num_dense -= sum(experts.layers)
+            total += sum(experts.layers) * self.hidden_size * each
+        return total + num_dense * 3 * self.hidden_size * self.intermediate_size
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and self.experts.layers[layer]
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -137,6 +153,7 @@ class ModelConfig:
             norm_after=family.norm_after,
             layer_ropes=family.ropes(fields, rope, windows),
             multipliers=family.multipliers(fields),
+            experts=family.experts(fields, num_layers),
             tensors=family.tensors,
             is_wrapped=fields is not whole,
             windows=windows,

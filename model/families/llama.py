@@ -12,6 +12,7 @@ import numpy as np
 
 from model.batch import Batch
 from model.config import ModelConfig
+from model.families.experts import Experts, experts_mlp
 from model.ops.interface import Array, AttentionBatch, Fp8Rows, HeadRotation, Ops
 from model.ops.weight import Weight, WeightFormat
 
@@ -44,10 +45,17 @@ class Layer:
     output: Weight  # [H, Hq * D]
     output_bias: Array | None
     mlp_norm: Array  # [H]
-    gate_up: Weight  # [2 I, H]
+    gate_up: Weight  # [2 I, H]; of experts [E, 2 I, H]
     gate_up_bias: Array | None
-    down: Weight  # [H, I]
+    down: Weight  # [H, I]; of experts [E, H, I]
     down_bias: Array | None
+    router: Weight | None = None  # [E, H] if the MLP is one of experts
+
+    @property
+    def formats(self) -> tuple[WeightFormat | bool, ...]:
+        """What layers of one kind share."""
+        matrices = (self.qkv, self.output, self.gate_up, self.down)
+        return (self.router is not None, *(weight.format for weight in matrices))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +125,7 @@ class Llama:
                 states[:, at : at + self.config.hidden_size] = residual
             with ops.scratch():
                 attended = self._attention(index, normed, batch, kv, plans)
-                mlp_input = self._add_norm(attended, residual, layer.mlp_norm, self._takes_fp8(layer.gate_up))
+                mlp_input = self._add_norm(attended, residual, layer.mlp_norm, self._mlp_takes_fp8(layer))
                 normed = self._add_norm(self._mlp(index, mlp_input, batch), residual, norm, is_fp8, outputs[is_fp8])
         return normed
 
@@ -135,16 +143,19 @@ class Llama:
 
     def first_layer(self) -> Llama:
         """Return a model of one layer of each kind, with the whole's kernels, products and scratch."""
-        kinds = {tuple(weight.format for weight in _matrices(layer)): layer for layer in reversed(self.weights.layers)}
+        kinds = {layer.formats: layer for layer in reversed(self.weights.layers)}
         layers = tuple(reversed(kinds.values()))
         return Llama(self.config, self.ops, replace(self.weights, layers=layers))
 
     def tune(self, num_rows: Sequence[int], num_logit_rows: Sequence[int]) -> None:
         """Tune passes over `num_rows` rows, and heads of `num_logit_rows`: `Ops.tune_linear`."""
         ops, layers = self.ops, self.weights.layers
+        dense = [layer for layer in layers if layer.router is None]
         for name in ("qkv", "output", "gate_up", "down"):
-            bias = getattr(layers[0], f"{name}_bias")
-            ops.tune_linear([getattr(layer, name) for layer in layers], bias, num_rows)
+            tuned = layers if name in ("qkv", "output") else dense
+            if tuned:
+                bias = getattr(tuned[0], f"{name}_bias")
+                ops.tune_linear([getattr(layer, name) for layer in tuned], bias, num_rows)
         ops.tune_linear([self.weights.lm_head], None, num_logit_rows, dtype=np.dtype(np.float32))
 
     def _decode_plans(self, batch: Batch, kv: Array) -> dict[int, Array | None]:
@@ -198,11 +209,13 @@ class Llama:
         return q
 
     def _mlp(self, index: int, x: Array | Fp8Rows, batch: Batch) -> Array:
-        """x [T, H] -> [T, H]: SwiGLU."""
-        ops = self.ops
+        """x [T, H] -> [T, H]: SwiGLU, dense or of experts."""
+        ops, layer = self.ops, self.weights.layers[index]
+        if layer.router is not None and self.config.experts is not None:
+            experts = Experts(layer.router, layer.gate_up, layer.down)
+            return experts_mlp(ops, self.config.experts, experts, x)
         gate_up = self._product(index, "gate_up", x, batch)
-        takes_fp8 = self._takes_fp8(self.weights.layers[index].down)
-        activation = ops.silu_mul_quantised if takes_fp8 else ops.silu_mul
+        activation = ops.silu_mul_quantised if self._takes_fp8(layer.down) else ops.silu_mul
         return self._product(index, "down", activation(gate_up), batch)
 
     def _product(self, index: int, name: str, x: Array | Fp8Rows, batch: Batch) -> Array:
@@ -212,6 +225,10 @@ class Llama:
         if batch.adapters is not None:
             batch.adapters.add(index, name, x, out)
         return out
+
+    def _mlp_takes_fp8(self, layer: Layer) -> bool:
+        """Return whether the MLP's input is rounded; experts round it themselves, after the router."""
+        return layer.router is None and self._takes_fp8(layer.gate_up)
 
     def _takes_fp8(self, weight: Weight) -> bool:
         return weight.format is WeightFormat.FP8 and weight.quantised_input and self.ops.has_fp8
@@ -235,7 +252,3 @@ class Llama:
             return {False: first}
         data = ops.temporary(shape, np.dtype(np.uint8))
         return {False: first, True: Fp8Rows(data, ops.temporary(shape[:1], np.dtype(np.float32)))}
-
-
-def _matrices(layer: Layer) -> tuple[Weight, ...]:
-    return layer.qkv, layer.output, layer.gate_up, layer.down

@@ -5,7 +5,8 @@
     T  tokens of this step       H  hidden size   V  vocabulary (width of the logits)
     S  sequences of this step    D  head_dim      I  intermediate size of the MLP
     Hq, Hkv  query and kv heads  B  block_size    R  rows that are sampled
-    L  layers
+    L  layers                E  experts        k  experts of a token
+    P  T * k, pairs of a token's row and an expert
 
 Activations are in `Ops.dtype` (float32, float16, bfloat16), the cache in `Ops.kv_dtype`, the same or uint8: bits of
 e4m3, with `kv_scales`; accumulation is in float32.
@@ -99,6 +100,15 @@ class Fp8Rows:
 
     data: Array  # uint8[rows, K], bits of float8_e4m3fn
     scale: Array  # float32[rows]
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Pairs of a row and an expert, sorted by expert, then by row."""
+
+    rows: Array  # int32[P], each sorted pair's row
+    places: Array  # int32[T, k], where the pairs of a row are sorted to
+    offsets: Array  # int32[E + 1]: expert e has the sorted pairs offsets[e]:offsets[e + 1]
 
 
 @dataclass(frozen=True)
@@ -342,6 +352,30 @@ class Ops(Device, Protocol):
 
     def silu_mul_quantised(self, gate_up: Array) -> Fp8Rows:
         """`quantise_rows` of `silu_mul`."""
+
+    def route_experts(self, logits: Array, num_used: int, renormalise: bool) -> tuple[Array, Array]:
+        """Return each row's k = num_used most probable experts int32[T, k] and probabilities float32[T, k].
+
+        logits float32[T, E]; softmax over all E, in float32; best first, ties by lower id. `renormalise` divides by the
+        sum of the k. A row that holds NaN or only -inf gives k different ids, and NaN.
+        """
+
+    def group_by_expert(self, ids: Array, num_experts: int) -> ExpertGroups:
+        """Sort the pairs of ids int32[T, k], each in 0..num_experts - 1 and different within a row."""
+
+    def experts_linear(
+        self, x: Array | Fp8Rows, weight: Weight, groups: ExpertGroups, *, is_sorted: bool = False
+    ) -> Array:
+        """Return the product [P, N] of each sorted pair's row and its expert's matrix, of weight [E, N, K].
+
+        x is as in `linear`: [T, K], or [P, K] of sorted pairs if `is_sorted`.
+        """
+
+    def combine_experts(self, x: Array, groups: ExpertGroups, weights: Array) -> Array:
+        """x [P, H] of sorted pairs, weights float32[T, k] -> [T, H]: the sum of weights[t, j] * x[places[t, j]].
+
+        Added in float32, from j = 0 on, so that a row's sum does not depend on other rows.
+        """
 
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
         """Set kv[targets[i]] = kv[sources[i]]; int32[N] each. No target is a source or repeats. Ids outside the pool

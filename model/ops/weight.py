@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -23,7 +23,7 @@ class WeightFormat(StrEnum):
 
 @dataclass(frozen=True)
 class Weight:
-    """A matrix [N, K], stored [out, in]."""
+    """A matrix [N, K], stored [out, in]; or one of each of E experts, every array with E as its first dimension."""
 
     data: Array
     format: WeightFormat = WeightFormat.DENSE
@@ -40,13 +40,27 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K)."""
+        """(N, K), of one expert."""
         if self.format is WeightFormat.INT4_TILED:
-            return self.data.shape[1] * 16, self.data.shape[0] * 128
-        num_outputs, width = self.data.shape
+            return self.data.shape[-2] * 16, self.data.shape[-3] * 128
+        num_outputs, width = self.data.shape[-2:]
         return num_outputs, width * 2 if self.format is WeightFormat.INT4 else width
 
     @property
     def nbytes(self) -> int:
         arrays = (self.data, self.scale, self.zero_point, self.input_order)
         return sum(array.nbytes for array in arrays if array is not None)
+
+    def expert(self, index: int) -> Weight:
+        """Return one expert's matrix [N, K]."""
+
+        def part(array: Array | None) -> Array | None:
+            return None if array is None else array[index]
+
+        return replace(
+            self,
+            data=self.data[index],
+            scale=part(self.scale),
+            zero_point=part(self.zero_point),
+            input_order=part(self.input_order),
+        )

@@ -29,6 +29,7 @@ from model.weights.safetensors_file import DTYPE_WORDS, FLOAT_DTYPES, StoredTens
 EMBEDDING, FINAL_NORM = "model.embed_tokens.weight", "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 HEAD = "lm_head"
+PROJECTIONS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 IGNORED = re.compile(
     r"rotary_emb\.inv_freq$"
     r"|\.self_attn\.(attn\.)?(q|k|v|kv|prob)_scale$"
@@ -42,7 +43,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(config).items()}
+        own = _layer_shapes(config, config.has_experts(layer))
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
     shapes[FINAL_NORM] = (hidden,)
     if config.has_head and not config.tied_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, hidden)
@@ -208,7 +210,8 @@ def _read_matrices(
 
 
 def is_projection(name: str) -> bool:
-    return name.endswith("_proj.weight")
+    """Return whether a tensor is a matrix that formats quantise: not embedding, head and router."""
+    return name.endswith(PROJECTIONS)
 
 
 def _module_of(name: str, modules: Container[str]) -> tuple[str | None, str]:
@@ -220,14 +223,13 @@ def _module_of(name: str, modules: Container[str]) -> tuple[str | None, str]:
     return None, name
 
 
-def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden, intermediate, tensors = config.hidden_size, config.intermediate_size, config.tensors
+def _layer_shapes(config: ModelConfig, has_experts: bool) -> dict[str, tuple[int, ...]]:
+    hidden, tensors = config.hidden_size, config.tensors
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     modules = {
         **_divided(tensors.qkv, (q_size, kv_size, kv_size), hidden, config.qkv_bias),
         tensors.output: (hidden, q_size, config.output_bias),
-        **_divided(tensors.gate_up, (intermediate, intermediate), hidden, config.mlp_bias),
-        tensors.down: (hidden, intermediate, config.mlp_bias),
+        **(_expert_modules(config) if has_experts else _mlp_modules(config)),
     }
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (num_outputs, num_inputs, has_bias) in modules.items():
@@ -239,6 +241,24 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[f"{tensors.q_norm}.weight"] = (q_size if config.qk_norm_whole else config.head_dim,)
         shapes[f"{tensors.k_norm}.weight"] = (kv_size if config.qk_norm_whole else config.head_dim,)
     return shapes
+
+
+def _mlp_modules(config: ModelConfig) -> dict[str, tuple[int, int, bool]]:
+    hidden, size, tensors = config.hidden_size, config.intermediate_size, config.tensors
+    modules = _divided(tensors.gate_up, (size, size), hidden, config.mlp_bias)
+    return {**modules, tensors.down: (hidden, size, config.mlp_bias)}
+
+
+def _expert_modules(config: ModelConfig) -> dict[str, tuple[int, int, bool]]:
+    experts = config.experts
+    if experts is None:
+        return {}
+    hidden, size, tensors = config.hidden_size, experts.intermediate_size, config.tensors
+    modules = {tensors.router: (experts.num_experts, hidden, False)}
+    for expert in range(experts.num_experts):
+        gate_up, down = tensors.of_expert(expert)
+        modules |= dict.fromkeys(gate_up, (size, hidden, False)) | {down: (hidden, size, False)}
+    return modules
 
 
 def _divided(

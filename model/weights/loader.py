@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from model.config import ModelConfig
 from model.errors import ModelError
-from model.families.configs.family import LayerTensors
 from model.families.llama import Layer, LayerRotation, Llama, LlamaWeights
 from model.ops.interface import Array, Ops
 from model.ops.weight import Weight, WeightFormat
@@ -138,6 +137,7 @@ def load_model(
     rounds the layers' matrices to e4m3. Scales of an fp8 cache are 1 if none are stored (`measure_kv_scales`).
     `progress` shows a bar if stderr is a terminal. Raises ModelError.
     """
+    check_device(config, ops)
     if load_format == "dummy":
         source: DummyWeights | Checkpoint = DummyWeights(config, ops.dtype, _open_quantised(directory, config))
     elif directory is None:
@@ -149,10 +149,7 @@ def load_model(
     plan = _Plan(config, ops, folded(source, config), OnlineFp8(ops) if quantization == "fp8" else None)
     embedding = plan.tensor(EMBEDDING)
     rotations = {rope: _rotation(rope, config.head_dim, max_model_len, ops) for rope in dict.fromkeys(config.ropes)}
-    layers = tuple(
-        _plan_layer(plan, config.tensors, f"model.layers.{index}.", rotations[rope])
-        for index, rope in enumerate(config.ropes)
-    )
+    layers = tuple(_plan_layer(plan, config, index, rotations[rope]) for index, rope in enumerate(config.ropes))
     final_norm = plan.tensor(FINAL_NORM)
     lm_head = Weight(embedding) if config.shares_embedding else plan.matrix([LM_HEAD])
     plan.fill(progress)
@@ -223,6 +220,23 @@ class _Plan:
             raise ModelError(f"{quantised[0].name}: is quantised, but {dense}, which shares its input, is not")
         return self._quantised(quantised)
 
+    def experts(self, names: Sequence[Sequence[str]]) -> Weight:
+        """Return a stack of each expert's matrix; names[e] share its input. Raises ModelError."""
+        shapes = [self._shapes[name] for name in names[0]]
+        if self._online is not None:
+            return self._online.experts(names, shapes)
+        parts = [[self._source.matrix(name) for name in own] for own in names]
+        quantised = [[part for part in own if part is not None] for own in parts]
+        if not any(quantised):
+            stack = self.stacked([name for own in names for name in own])
+            return Weight(stack.reshape(len(names), -1, shapes[0][1]))
+        first = next(part for own in quantised for part in own)
+        for own_names, own in zip(names, parts, strict=True):
+            if None in own:
+                dense = own_names[own.index(None)]
+                raise ModelError(f"{first.name}: is quantised, but {dense}, another expert's or its own, is not")
+        return self._quantised_experts(quantised)
+
     def optional(self, names: Sequence[str]) -> Array | None:
         return self.stacked(names) if names[0] in self._shapes else None
 
@@ -259,20 +273,9 @@ class _Plan:
             raise self._source.nonfinite(dense[index].name, self._ops.dtype)
 
     def _quantised(self, parts: list[StoredMatrix]) -> Weight:
-        check_stackable(parts)
         form, order = parts[0].form, parts[0].input_order
-        if form.format not in self._ops.weight_formats:
-            known = ", ".join(sorted(self._ops.weight_formats))
-            raise ModelError(f"{parts[0].name}: {form.format} is not supported on {self._ops.device_name} ({known})")
-        num_inputs = parts[0].shape[1]
-        total = form.arrays(sum(part.shape[0] for part in parts), num_inputs)
-        arrays = {name: self._ops.empty(shape, dtype) for name, (shape, dtype) in total.items()}
-        for name, array in arrays.items():
-            begin = 0
-            for part in parts:
-                end = begin + form.arrays(part.shape[0], num_inputs)[name][0][0]
-                self._targets.append(_Target(part.name, array[begin:end], part.arrays[name].read_into, is_dense=False))
-                begin = end
+        arrays = self._allocate(parts, ())
+        self._fill_rows(arrays, parts)
         return Weight(
             **arrays,
             format=form.format,
@@ -281,9 +284,45 @@ class _Plan:
             input_order=None if order is None else self._ops.upload(order),
         )
 
+    def _quantised_experts(self, experts: list[list[StoredMatrix]]) -> Weight:
+        first, orders = experts[0][0], [parts[0].input_order for parts in experts]
+        if (other := next((parts[0] for parts in experts if parts[0].form != first.form), None)) is not None:
+            raise ModelError(f"{first.name} and {other.name}: are in two formats, but of one layer's experts")
+        arrays = self._allocate(experts[0], (len(experts),))
+        for index, parts in enumerate(experts):
+            self._fill_rows({name: array[index] for name, array in arrays.items()}, parts)
+        known = [order for order in orders if order is not None]
+        return Weight(
+            **arrays,
+            format=first.form.format,
+            group_size=first.form.group_size,
+            quantised_input=first.form.quantised_input,
+            input_order=self._ops.upload(np.stack(known)) if known else None,
+        )
+
+    def _allocate(self, parts: Sequence[StoredMatrix], leading: tuple[int, ...]) -> dict[str, Array]:
+        """Allocate arrays of the matrix stacked from `parts`, after `leading` dimensions. Raises ModelError."""
+        form, formats = parts[0].form, self._ops.weight_formats
+        if form.format not in formats:
+            known = ", ".join(sorted(formats))
+            raise ModelError(f"{parts[0].name}: {form.format} is not supported on {self._ops.device_name} ({known})")
+        total = form.arrays(sum(part.shape[0] for part in parts), parts[0].shape[1])
+        return {name: self._ops.empty((*leading, *shape), dtype) for name, (shape, dtype) in total.items()}
+
+    def _fill_rows(self, arrays: dict[str, Array], parts: list[StoredMatrix]) -> None:
+        """Plan to fill a matrix's arrays. Raises ModelError unless the parts can be stacked."""
+        check_stackable(parts)
+        form, num_inputs = parts[0].form, parts[0].shape[1]
+        for name, array in arrays.items():
+            begin = 0
+            for part in parts:
+                end = begin + form.arrays(part.shape[0], num_inputs)[name][0][0]
+                self._targets.append(_Target(part.name, array[begin:end], part.arrays[name].read_into, is_dense=False))
+                begin = end
+
 
 def _prepared(layer: Layer, ops: Ops) -> Layer:
-    names = ("qkv", "output", "gate_up", "down")
+    names = ("qkv", "output", "gate_up", "down", *(() if layer.router is None else ("router",)))
     matrices: dict[str, Any] = {name: ops.prepare_weight(getattr(layer, name)) for name in names}
     return replace(layer, **matrices)
 
@@ -297,7 +336,9 @@ def _rotation(rope: RopeConfig, head_dim: int, max_model_len: int, ops: Ops) -> 
     return LayerRotation(ops.upload(cos), ops.upload(sin), *scaled)
 
 
-def _plan_layer(plan: _Plan, tensors: LayerTensors, prefix: str, rotation: LayerRotation) -> Layer:
+def _plan_layer(plan: _Plan, config: ModelConfig, index: int, rotation: LayerRotation) -> Layer:
+    tensors, prefix = config.tensors, f"model.layers.{index}."
+
     def names(modules: Sequence[str], kind: str) -> list[str]:
         return [f"{prefix}{module}.{kind}" for module in modules]
 
@@ -311,8 +352,27 @@ def _plan_layer(plan: _Plan, tensors: LayerTensors, prefix: str, rotation: Layer
         output=plan.matrix(names([tensors.output], "weight")),
         output_bias=plan.optional(names([tensors.output], "bias")),
         mlp_norm=plan.tensor(f"{prefix}{tensors.mlp_norm}.weight"),
-        gate_up=plan.matrix(names(tensors.gate_up, "weight")),
         gate_up_bias=plan.optional(names(tensors.gate_up, "bias")),
-        down=plan.matrix(names([tensors.down], "weight")),
         down_bias=plan.optional(names([tensors.down], "bias")),
+        **_plan_mlp(plan, config, index, names),
     )
+
+
+def _plan_mlp(
+    plan: _Plan, config: ModelConfig, index: int, names: Callable[[Sequence[str], str], list[str]]
+) -> dict[str, Weight]:
+    tensors = config.tensors
+    if config.experts is None or not config.experts.layers[index]:
+        gate_up = plan.matrix(names(tensors.gate_up, "weight"))
+        return {"gate_up": gate_up, "down": plan.matrix(names([tensors.down], "weight"))}
+    experts = [tensors.of_expert(expert) for expert in range(config.experts.num_experts)]
+    router = Weight(plan.stacked(names([tensors.router], "weight")))
+    gate_up = plan.experts([names(gate_up, "weight") for gate_up, _ in experts])
+    down = plan.experts([names([down], "weight") for _, down in experts])
+    return {"router": router, "gate_up": gate_up, "down": down}
+
+
+def check_device(config: ModelConfig, ops: Ops) -> None:
+    """Raise ModelError for a model whose kernels have not run on this device."""
+    if config.experts is not None and ops.name == "cuda":
+        raise ModelError(f"model_type: {config.family}: experts are not on a GPU yet (--device cpu)")

@@ -13,7 +13,7 @@ from model.config import ModelConfig
 from model.errors import ModelError
 from model.ops.interface import Array, Fp8Rows, Ops
 from model.ops.weight import Weight
-from model.weights.checkpoint import loaded_shapes
+from model.weights.checkpoint import is_projection, loaded_shapes
 
 STAGING_BYTES = 1 << 30
 """Device memory for unrounded matrices, unless one is larger."""
@@ -34,8 +34,8 @@ def loaded_bytes(config: ModelConfig, dtype: np.dtype, quantization: str) -> int
 
 
 def is_layer_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Return whether a tensor is quantised online: embedding and lm_head are not."""
-    return name.startswith("model.layers.") and len(shape) == 2
+    """Return whether a tensor is quantised online: embedding, lm_head and routers are not."""
+    return name.startswith("model.layers.") and len(shape) == 2 and is_projection(name)
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,14 @@ class OnlineFp8:
 
     def matrix(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Weight:
         """Allocate one matrix for tensors [n, K], stacked along the first axis."""
+        return self.experts([names], shapes).expert(0)
+
+    def experts(self, names: Sequence[Sequence[str]], shapes: Sequence[tuple[int, ...]]) -> Weight:
+        """Allocate a stack of a matrix of these tensors [n, K] for each expert."""
         ends = np.cumsum([shape[0] for shape in shapes]).tolist()
-        data = self._ops.empty((ends[-1], shapes[0][1]), np.dtype(np.uint8))
-        weight = Weight.fp8(data, self._ops.empty((ends[-1],), np.dtype(np.float32)))
-        self._matrices.append(_Matrix(weight, names, ends))
+        data = self._ops.empty((len(names), ends[-1], shapes[0][1]), np.dtype(np.uint8))
+        weight = Weight.fp8(data, self._ops.empty((len(names), ends[-1]), np.dtype(np.float32)))
+        self._matrices += [_Matrix(weight.expert(index), own, ends) for index, own in enumerate(names)]
         return weight
 
     def fill(self, read_into: ReadInto, nonfinite: Callable[[str, np.dtype], ModelError]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -51,8 +52,8 @@ class OutputFormat:
     name: str
     group_size: int  # 0: FP8
 
-    def config(self) -> dict[str, Any]:
-        """Return the quantization_config of compressed-tensors."""
+    def config(self, ignored: list[str]) -> dict[str, Any]:
+        """Return the quantization_config of compressed-tensors, without the `ignored` modules."""
         common = {"symmetric": True, "dynamic": False, "actorder": None, "block_structure": None, "observer": "minmax"}
         if self.group_size:
             weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": self.group_size, **common}
@@ -67,7 +68,7 @@ class OutputFormat:
             "format": format,
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
-            "ignore": ["lm_head"],
+            "ignore": ignored,
             "kv_cache_scheme": None,
             "global_compression_ratio": None,
         }
@@ -133,7 +134,8 @@ def write_quantised(directory: Path, out: Path, format_name: str, on_bytes: Call
     for path in sorted(directory.iterdir()):
         if path.suffix in COPIED_SUFFIXES and path.name not in NOT_COPIED and path.is_file():
             shutil.copyfile(path, out / path.name)
-    raw["quantization_config"] = plan.format.config()
+    routers = [f"re:.*\\.{re.escape(config.tensors.router)}$"] if config.experts is not None else []
+    raw["quantization_config"] = plan.format.config(["lm_head", *routers])
     (out / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     return num_bytes
 

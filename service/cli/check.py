@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from model.config import ModelConfig
 from model.errors import ModelError
 from model.kv_scales import cache_dtype_name
 from model.ops.backend import open_ops
@@ -40,7 +41,7 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
         raise StartupError(str(error)) from None
     weights = planned_weights(settings, config, ops)
     rows: Rows = [
-        ("model", f"{config.family}, {config.num_parameters / 1e9:.3g} B parameters, {ops.dtype} on {ops.device_name}"),
+        ("model", f"{config.family}, {_parameters(config)}, {ops.dtype} on {ops.device_name}"),
         ("free memory", _size(ops.memory_bytes()[0])),
         ("weights", _size(weights.num_bytes) + (f", {weights.label}" if weights.label else "")),
     ]
@@ -81,6 +82,11 @@ def _concurrency(memory: MemoryPlan, max_num_seqs: int, length: int | None) -> R
         (f"{each} tokens each", f"{min(count, max_num_seqs)} sequences at once")
         for each, count in zip(lengths, fitting, strict=True)
     ]
+
+
+def _parameters(config: ModelConfig) -> str:
+    total, active = config.num_parameters / 1e9, config.num_active_parameters / 1e9
+    return f"{total:.3g} B parameters" + ("" if config.experts is None else f" ({active:.3g} B active)")
 
 
 def _size(num_bytes: int) -> str:

@@ -16,7 +16,7 @@ from model.presets import PRESETS
 from model.sampling_params import SamplingParams
 from model.text.grammar_matcher import GrammarCompiler
 from model.text.tokenizer import Tokenizer
-from model.weights.loader import PlannedWeights, load_model, plan_weights
+from model.weights.loader import PlannedWeights, check_device, load_model, plan_weights
 from service.config.settings import Settings
 from service.engine.drafting.build import build_speculation, check_speculation
 from service.engine.engine import Engine
@@ -183,6 +183,7 @@ def model_folder(settings: Settings) -> Path | None:
 def planned_weights(settings: Settings, config: ModelConfig, ops: Ops) -> PlannedWeights:
     """Raises StartupError."""
     try:
+        check_device(config, ops)
         return plan_weights(model_folder(settings), config, ops.dtype, settings.quantization)
     except ModelError as error:
         raise StartupError(str(error)) from None

@@ -69,6 +69,30 @@ WRAPPER = {
         "rope_theta": 10000.0,
     },
 }
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "output_router_logits": False,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "max_window_layers": 2,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "torch_dtype": "bfloat16",
+}
+EXPERT_NAMES = {
+    "qwen3_moe": ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj"), "down_proj"),
+    "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3"), "w2"),
+}
+"""Names in the files of (router, experts, an expert's gate and up, down); transformers 5 stacks experts in memory."""
+
 PHI3 = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "pad_token_id": 0}
 OLD_WRAPPER_NAMES = {
     "model.language_model.": "language_model.model.",
@@ -175,6 +199,30 @@ CASES: dict[str, dict] = {
         "layer_types": ["full_attention", "full_attention"],
         "dtype": "bfloat16",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    "qwen3_moe_bf16": {**SHAPE, **heads(4, 2, 32), **QWEN3_MOE},
+    "qwen3_moe_dense_layer_bf16": {
+        **SHAPE,
+        **heads(4, 1, 32),
+        **QWEN3_MOE,
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": False,
+    },
+    "mixtral_bf16": {
+        **SHAPE,
+        **heads(4, 2, 16),
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "rope_theta": 1000000.0,
+        "torch_dtype": "bfloat16",
     },
     # Qwen3-Embedding is stored as a base model: names without "model.", no head
     "qwen3_embedding_base_bf16": {
@@ -341,7 +389,8 @@ def make_case(name: str, raw: dict) -> None:
     vocab_size = raw.get("text_config", raw)["vocab_size"]
     for seed in range(100):
         tensors = random_weights(auto, folder, dtype, seed)
-        save_weights(folder, {stored_name(name, key): t for key, t in tensors.items()}, sharded="sharded" in name)
+        stored = {stored_name(name, key): t for key, t in split_experts(tensors, raw["model_type"]).items()}
+        save_weights(folder, stored, sharded="sharded" in name)
         model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
         prompt = torch.randint(4, vocab_size, (NUM_PROMPT,), generator=torch.Generator().manual_seed(seed))
         token_ids, logits, gap = greedy(model, prompt.tolist(), is_dynamic="dynamic" in name)
@@ -362,6 +411,28 @@ def stored_name(case: str, name: str) -> str:
         return name.removeprefix("model.")
     prefix = next((old for old in OLD_WRAPPER_NAMES if name.startswith(old)), "") if "wrapped4" in case else ""
     return OLD_WRAPPER_NAMES.get(prefix, "") + name.removeprefix(prefix)
+
+
+def split_experts(tensors: dict[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
+    """Stacks of experts as a tensor for each, as files hold them."""
+    if model_type not in EXPERT_NAMES:
+        return tensors
+    router, experts, (gate, up), down = EXPERT_NAMES[model_type]
+    split = {}
+    for name, tensor in tensors.items():
+        layer, _, rest = name.partition(".mlp.")
+        if rest == "gate.weight":
+            split[f"{layer}.{router}.weight"] = tensor
+        elif not rest.startswith("experts."):
+            split[name] = tensor
+        for expert, matrix in enumerate(tensor if rest.startswith("experts.") else ()):
+            prefix = f"{layer}.{experts}.{expert}"
+            if rest == "experts.down_proj":
+                split[f"{prefix}.{down}.weight"] = matrix.contiguous()
+            else:
+                halves = (half.contiguous() for half in matrix.chunk(2))
+                split |= {f"{prefix}.{part}.weight": half for part, half in zip((gate, up), halves, strict=True)}
+    return split
 
 
 def random_weights(auto: type, folder: Path, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
@@ -387,7 +458,7 @@ def random_weights(auto: type, folder: Path, dtype: torch.dtype, seed: int) -> d
         elif "embed_tokens" in name or "lm_head" in name:
             value = 0.5 * noise
         else:
-            value = noise * tensor.shape[1] ** -0.5
+            value = noise * tensor.shape[-1] ** -0.5
             if is_tied and ("o_proj" in name or "down_proj" in name):
                 value *= 3 * louder
         tensors[name] = value.to(dtype).contiguous()

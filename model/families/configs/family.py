@@ -20,10 +20,19 @@ class LayerTensors:
     output: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")  # of each expert
+    expert_down: str = "down_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     attention_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
+
+    def of_expert(self, index: int) -> tuple[list[str], str]:
+        """Return the names of an expert's (gate and up, down)."""
+        prefix = f"{self.experts}.{index}."
+        return [prefix + name for name in self.expert_gate_up], prefix + self.expert_down
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +43,21 @@ class Multipliers:
     residual: float = 1.0  # of what attention and MLP add to the residual stream
     attention: float | None = None  # of the scores; None: head_dim ** -0.5
     logits_divisor: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Experts that take the MLP's place in some layers."""
+
+    num_experts: int
+    num_used: int  # by each token
+    intermediate_size: int  # of each expert
+    renormalises: bool  # the weights of a token's experts sum to 1
+    layers: tuple[bool, ...]  # per layer: experts, or a dense MLP
+
+
+def no_experts(fields: Fields, num_layers: int) -> ExpertsConfig | None:
+    return None
 
 
 def no_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
@@ -80,6 +104,7 @@ class Family:
     windows: Callable[[Fields, int], tuple[int, ...]] = no_windows
     ropes: Callable[[Fields, RopeConfig, tuple[int, ...]], tuple[RopeConfig, ...]] = one_rope
     multipliers: Callable[[Fields], Multipliers] = no_multipliers
+    experts: Callable[[Fields, int], ExpertsConfig | None] = no_experts
 
 
 def layer_types(fields: Fields, num_layers: int) -> list[str] | None:

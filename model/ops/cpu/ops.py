@@ -11,6 +11,7 @@ from model.dtypes import all_finite
 from model.ops.cpu import lora
 from model.ops.cpu import sampling as numpy_sampling
 from model.ops.cpu.device import NumpyDevice
+from model.ops.cpu.experts import columns_of_experts, combine_experts, group_by_expert, route_experts
 from model.ops.cpu.quantised import linear_quantised
 from model.ops.fp8 import narrow, quantise, widen
 from model.ops.interface import (
@@ -18,6 +19,7 @@ from model.ops.interface import (
     AdapterRows,
     Array,
     AttentionBatch,
+    ExpertGroups,
     Fp8Rows,
     HeadRotation,
     Sampled,
@@ -90,7 +92,8 @@ class NumpyOps(NumpyDevice):
         """Lay a dense matrix out by columns: BLAS then multiplies a few rows without repacking it."""
         if weight.format is not WeightFormat.DENSE:
             return weight
-        return replace(weight, data=np.asfortranarray(weight.data))
+        is_stack = weight.data.ndim == 3
+        return replace(weight, data=columns_of_experts(weight.data) if is_stack else np.asfortranarray(weight.data))
 
     def tune_linear(
         self, weights: Sequence[Weight], bias: Array | None, num_rows: Sequence[int], *, dtype: np.dtype | None = None
@@ -197,6 +200,27 @@ class NumpyOps(NumpyDevice):
 
     def lora_expand(self, shrunk: Array, matrix: AdapterMatrix, adapters: AdapterRows, out: Array) -> None:
         lora.expand(shrunk, matrix, adapters, out)
+
+    def route_experts(self, logits: Array, num_used: int, renormalise: bool) -> tuple[Array, Array]:
+        return route_experts(logits, num_used, renormalise)
+
+    def group_by_expert(self, ids: Array, num_experts: int) -> ExpertGroups:
+        return group_by_expert(ids, num_experts)
+
+    def experts_linear(
+        self, x: Array | Fp8Rows, weight: Weight, groups: ExpertGroups, *, is_sorted: bool = False
+    ) -> Array:
+        """Loop over the experts in use; a row's last bits may depend on how many rows its expert has, as `linear`'s."""
+        out = np.empty((len(groups.rows), weight.shape[0]), self.dtype)
+        for expert in np.flatnonzero(np.diff(groups.offsets)):
+            pairs = slice(groups.offsets[expert], groups.offsets[expert + 1])
+            rows = pairs if is_sorted else groups.rows[pairs]
+            picked = Fp8Rows(x.data[rows], x.scale[rows]) if isinstance(x, Fp8Rows) else x[rows]
+            self.linear(picked, weight.expert(int(expert)), out=out[pairs])
+        return out
+
+    def combine_experts(self, x: Array, groups: ExpertGroups, weights: Array) -> Array:
+        return combine_experts(x, groups, weights).astype(self.dtype, copy=False)
 
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
         known = (sources >= 0) & (sources < len(kv)) & (targets >= 0) & (targets < len(kv))

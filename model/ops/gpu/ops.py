@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 
+from model.errors import ModelError
 from model.ops.cpu.quantised import dequantise
 from model.ops.gpu.attention import decode_attention, kv_build, plan_decode_attention, prefill_attention
 from model.ops.gpu.device import DTYPE_CODES, THREADS, CudaDevice, expect
@@ -21,7 +22,7 @@ from model.ops.gpu.product_sizes import all_planned_rows
 from model.ops.gpu.sampling import sample, top_logprobs
 from model.ops.gpu.w8 import linear as w8
 from model.ops.int4 import can_tile
-from model.ops.interface import Array, AttentionBatch, Fp8Rows, HeadRotation, Sampled, SamplingArrays
+from model.ops.interface import Array, AttentionBatch, ExpertGroups, Fp8Rows, HeadRotation, Sampled, SamplingArrays
 from model.ops.weight import Weight, WeightFormat
 
 _VEC_BYTES = 16
@@ -280,6 +281,20 @@ class CudaOps(CudaDevice):
         rows, width = len(gate_up), gate_up.shape[1] // 2
         expect("gate_up", gate_up, self.dtype, rows, 2 * width)
         return quantised_by(self, "silu_mul_quantised", (gate_up,), rows, width)
+
+    def route_experts(self, logits: Array, num_used: int, renormalise: bool) -> tuple[Array, Array]:
+        raise ModelError("route_experts: not on a GPU yet")
+
+    def group_by_expert(self, ids: Array, num_experts: int) -> ExpertGroups:
+        raise ModelError("group_by_expert: not on a GPU yet")
+
+    def experts_linear(
+        self, x: Array | Fp8Rows, weight: Weight, groups: ExpertGroups, *, is_sorted: bool = False
+    ) -> Array:
+        raise ModelError("experts_linear: not on a GPU yet")
+
+    def combine_experts(self, x: Array, groups: ExpertGroups, weights: Array) -> Array:
+        raise ModelError("combine_experts: not on a GPU yet")
 
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
         expect("kv", kv, self.kv_dtype, *kv.shape)

@@ -190,7 +190,7 @@ def _wait_for_blocks(host: HostBlocks, count: int) -> int:
 
 def _flops_per_token(config: ModelConfig) -> int:
     embeddings = config.vocab_size * config.hidden_size * (1 if config.tied_embeddings else 2)
-    return 2 * (config.num_parameters - embeddings)
+    return 2 * (config.num_active_parameters - embeddings)
 
 
 def _attention_flops_per_pair(config: ModelConfig) -> int:

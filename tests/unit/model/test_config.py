@@ -126,7 +126,7 @@ def test_rope_kinds_and_the_length_they_reach(scaling: dict[str, Any] | None, ki
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("model_type", {"model_type": "mixtral"}),
+    ("model_type", {"model_type": "dbrx"}),
     ("model_type", {"model_type": None}),
     ("model_type", {"model_type": ["llama"]}),
     ("architectures", {"architectures": ["LlamaForSequenceClassification"]}),

@@ -32,13 +32,14 @@ def test_another_architecture_is_refused(family: str):
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones():
-    with pytest.raises(ModelError, match=r"model_type: 'bert' is not supported \(known: llama, .*olmo3, mistral3\)"):
+    with pytest.raises(ModelError, match=r"model_type: 'bert' is not supported \(known: llama, .*mixtral, mistral3\)"):
         ModelConfig.from_dict({**family_config("llama"), "model_type": "bert"})
 
 
 FIELDS = (
     *("no_rope_layers", "no_rope_layer_interval", "layer_types", "sliding_window", "use_sliding_window"),
     *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+    *("num_experts", "num_experts_per_tok", "mlp_only_layers", "decoder_sparse_step", "moe_intermediate_size"),
     *("partial_rotary_factor", "rope_scaling", "rope_parameters", "original_max_position_embeddings"),
 )
 

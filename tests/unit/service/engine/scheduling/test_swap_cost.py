@@ -20,9 +20,8 @@ def test_as_many_tokens_are_timed_however_long_a_prompt_may_be(monkeypatch, long
     timed = []
     monkeypatch.setattr(swap_cost, "_run_prompts", lambda model, kv, lengths: timed.append(lengths.tolist()))
     monkeypatch.setattr(swap_cost, "_best_s", lambda work: work() or 3.0)
-    config = SimpleNamespace(
-        num_layers=2, num_heads=4, head_dim=8, vocab_size=10, hidden_size=32, num_parameters=2048, tied_embeddings=True
-    )
+    shape = {"num_layers": 2, "num_heads": 4, "head_dim": 8, "vocab_size": 10, "hidden_size": 32}
+    config = SimpleNamespace(**shape, num_active_parameters=2048, tied_embeddings=True)
     token_s, pair_s = swap_cost._prompt_rates(SimpleNamespace(config=config), None, longest)
     assert timed == [lengths]
     assert pair_s / token_s == pytest.approx(2 * (4 * 2 * 4 * 8) / (2 * (2048 - 320)))

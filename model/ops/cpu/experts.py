@@ -1,0 +1,47 @@
+"""The specification of routing and of sums over experts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from model.ops.interface import Array, ExpertGroups
+
+
+def route_experts(logits: Array, num_used: int, renormalise: bool) -> tuple[np.ndarray, np.ndarray]:
+    """logits float32[T, E] -> ids int32[T, k], weights float32[T, k]."""
+    with np.errstate(invalid="ignore"):
+        exps = np.exp(logits - logits.max(axis=1, keepdims=True))
+        probabilities = exps / exps.sum(axis=1, keepdims=True)
+        ids = np.argsort(-logits, axis=1, kind="stable")[:, :num_used]
+        weights = np.take_along_axis(probabilities, ids, axis=1)
+        if renormalise:
+            weights = weights / weights.sum(axis=1, keepdims=True)
+    return ids.astype(np.int32), weights
+
+
+def group_by_expert(ids: Array, num_experts: int) -> ExpertGroups:
+    """ids int32[T, k] -> its pairs, sorted by expert, then by row."""
+    flat = ids.reshape(-1)
+    order = np.argsort(flat, kind="stable")
+    places = np.empty(flat.size, np.int32)
+    places[order] = np.arange(flat.size, dtype=np.int32)
+    offsets = np.zeros(num_experts + 1, np.int32)
+    np.cumsum(np.bincount(flat, minlength=num_experts), out=offsets[1:])
+    return ExpertGroups((order // ids.shape[1]).astype(np.int32), places.reshape(ids.shape), offsets)
+
+
+def combine_experts(x: Array, groups: ExpertGroups, weights: Array) -> np.ndarray:
+    """x [P, H], weights float32[T, k] -> float32[T, H]."""
+    total = np.zeros((len(weights), x.shape[1]), np.float32)
+    for column in range(weights.shape[1]):
+        total += weights[:, column, None] * x[groups.places[:, column]].astype(np.float32, copy=False)
+    return total
+
+
+def columns_of_experts(data: np.ndarray) -> np.ndarray:
+    """Lay each matrix of a stack [E, N, K] out by columns, in place: its memory is used again."""
+    num_experts, num_outputs, num_inputs = data.shape
+    flat = data.reshape(num_experts, -1)
+    for expert in range(num_experts):
+        flat[expert] = data[expert].T.reshape(-1)
+    return flat.reshape(num_experts, num_inputs, num_outputs).transpose(0, 2, 1)
