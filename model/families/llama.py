@@ -53,7 +53,7 @@ class Layer:
 
     @property
     def formats(self) -> tuple[WeightFormat | bool, ...]:
-        """What layers of one kind share."""
+        """Formats that layers of one kind share."""
         matrices = (self.qkv, self.output, self.gate_up, self.down)
         return (self.router is not None, *(weight.format for weight in matrices))
 
