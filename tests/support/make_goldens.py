@@ -435,6 +435,26 @@ def split_experts(tensors: dict[str, torch.Tensor], model_type: str) -> dict[str
     return split
 
 
+def stacked_experts(tensors: dict[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
+    """`split_experts` undone."""
+    if model_type not in EXPERT_NAMES:
+        return tensors
+    router, experts, (gate, up), down = EXPERT_NAMES[model_type]
+    stacked, of_layers = {}, {}
+    for name, tensor in tensors.items():
+        layer, _, rest = name.partition(f".{experts}.")
+        if rest:
+            of_layers.setdefault(layer, {})[rest] = tensor
+        else:
+            stacked[name.replace(f".{router}.", ".mlp.gate.")] = tensor
+    for layer, own in of_layers.items():
+        numbers = range(len(own) // 3)
+        halves = [torch.cat([own[f"{n}.{part}.weight"] for part in (gate, up)]) for n in numbers]
+        stacked[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(halves)
+        stacked[f"{layer}.mlp.experts.down_proj"] = torch.stack([own[f"{n}.{down}.weight"] for n in numbers])
+    return stacked
+
+
 def random_weights(auto: type, folder: Path, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
     """Weights that keep activations near 1 and spread the logits by about 4."""
     torch.manual_seed(seed)

@@ -23,7 +23,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from make_goldens import LLAMA, NUM_GREEDY, NUM_PROMPT, SHAPE, heads, random_weights
+from make_goldens import CASES as PLAIN_CASES
+from make_goldens import (
+    LLAMA,
+    NUM_GREEDY,
+    NUM_PROMPT,
+    SHAPE,
+    heads,
+    random_weights,
+    split_experts,
+    stacked_experts,
+)
 from safetensors.torch import save_file
 from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -122,7 +132,13 @@ def pack_compressed(weight: torch.Tensor, name: str, *, config: dict[str, Any], 
     return packed | (extra or {}), dequantised
 
 
-# fp8 and ModelOpt, by their specification
+# fp8, ModelOpt and fp8 of rows in compressed-tensors' names, by their specification
+
+
+def pack_fp8_rows(weight: torch.Tensor, name: str) -> Packed:
+    scale = (weight.abs().amax(1, keepdim=True) / 448).to(torch.bfloat16)
+    data = (weight / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": data, "weight_scale": scale}, data.float() * scale.float()
 
 
 def pack_fp8_blocks(weight: torch.Tensor, name: str) -> Packed:
@@ -266,6 +282,7 @@ MXFP4 = compressed(
     "mxfp4-pack-quantized",
     arguments(4, "float", "group", group_size=32, scale_dtype="torch.uint8", zp_dtype="torch.uint8"),
 )
+EXPERTS_OF_BLOCKS = {"hidden_size": 128, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "modules_to_not_convert": None}
 
 
@@ -289,6 +306,21 @@ CASES: dict[str, Case] = {
         rounds="fp8",
     ),
     "deepseek_block": Case(BLOCKS, {**FP8_CONFIG, "weight_block_size": [128, 128]}, pack_fp8_blocks),
+    # Qwen3-30B-A3B-FP8: routers are named among the modules left out
+    "qwen3_moe_fp8_block": Case(
+        {**PLAIN_CASES["qwen3_moe_bf16"], **ONE_LAYER, **heads(4, 4, 32), **EXPERTS_OF_BLOCKS},
+        {
+            **FP8_CONFIG,
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.input_layernorm"],
+        },
+        pack_fp8_blocks,
+    ),
+    "mixtral_fp8_dynamic": Case(
+        PLAIN_CASES["mixtral_bf16"],
+        {**FP8_DYNAMIC, "ignore": ["lm_head", r"re:.*block_sparse_moe\.gate$"]},
+        pack_fp8_rows,
+    ),
     "fp8_tensor": Case(
         SMALL,
         {**FP8_CONFIG, "activation_scheme": "static"},
@@ -349,6 +381,9 @@ CASES: dict[str, Case] = {
 }
 
 
+PROJECTIONS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+
+
 def make_case(name: str, case: Case) -> None:
     folder = GOLDENS / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -356,7 +391,7 @@ def make_case(name: str, case: Case) -> None:
     for seed in range(300):
         tensors, dequantised = quantised_weights(folder, case, seed)
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
-        model.load_state_dict(dequantised)
+        model.load_state_dict(stacked_experts(dequantised, case.raw["model_type"]))
         if write_golden(folder, model, case, seed):
             break
     else:
@@ -373,13 +408,14 @@ def make_case(name: str, case: Case) -> None:
 
 def quantised_weights(folder: Path, case: Case, seed: int) -> tuple[Tensors, Tensors]:
     """(the checkpoint's tensors, the dequantised weights in float32)."""
-    plain = random_weights(folder, torch.float32, seed)
+    plain = random_weights(AutoModelForCausalLM, folder, torch.float32, seed)
+    plain = split_experts(plain, case.raw["model_type"])
     dtype = getattr(torch, case.raw["torch_dtype"])
     tensors: Tensors = {name: value.clone() for name, value in case.extra.items()}
     dequantised: Tensors = {}
     for name, value in plain.items():
         module = name.removesuffix(".weight")
-        if not name.endswith("_proj.weight") or any(part in name for part in case.dense):
+        if not name.endswith(PROJECTIONS) or any(part in name for part in case.dense):
             tensors[name] = value.to(dtype).contiguous()
             dequantised[name] = tensors[name].float()
             continue

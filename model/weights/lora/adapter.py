@@ -160,13 +160,15 @@ def _parsed(tensor: StoredTensor, name: str) -> tuple[str, str]:
 
 
 def _places(config: ModelConfig) -> dict[str, _Place]:
-    """Return every module that an adapter may change, by its plain name."""
+    """Return every module that an adapter may change, by its plain name: no experts, no router."""
     shapes, orders = expected_shapes(config), row_orders(config)
     places = {}
     for layer in range(config.num_layers):
         for product, modules in _modules(config).items():
             for part, module in enumerate(modules):
                 name = f"model.layers.{layer}.{module}"
+                if name + ".weight" not in shapes:  # a layer of experts
+                    continue
                 places[name] = _Place(layer, product, part, _two(shapes[f"{name}.weight"]), orders.get(module))
     return places
 

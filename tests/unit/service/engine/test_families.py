@@ -10,7 +10,10 @@ from service.engine.build import build_engine
 from service.engine.request import EngineRequest
 from tests.support.goldens import Golden
 
-NAMES = ("granite_tied_bf16", "ministral3_wrapped5_bf16", "olmo3_bf16", "phi4_mini_longrope_bf16", "smollm3_tied_bf16")
+NAMES = (
+    *("granite_tied_bf16", "ministral3_wrapped5_bf16", "olmo3_bf16", "phi4_mini_longrope_bf16", "smollm3_tied_bf16"),
+    *("mixtral_bf16", "qwen3_moe_bf16", "qwen3_moe_dense_layer_bf16"),
+)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -31,6 +31,8 @@ FORMS = {
     "fp8_block": WeightFormat.FP8_BLOCK,
     "fp8_tensor": WeightFormat.FP8,
     "deepseek_block": WeightFormat.FP8_BLOCK,
+    "qwen3_moe_fp8_block": WeightFormat.FP8_BLOCK,
+    "mixtral_fp8_dynamic": WeightFormat.FP8,
     "modelopt_fp8": WeightFormat.FP8,
     "modelopt_nvfp4": WeightFormat.DENSE,
     "int8_w8a8": WeightFormat.INT8,

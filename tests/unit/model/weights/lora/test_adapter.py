@@ -160,6 +160,15 @@ def test_fused_modules_are_one_part(tmp_path, name):
     ]
 
 
+def test_experts_are_no_module_to_adapt(tmp_path):
+    config = ModelConfig.read(GOLDENS / "qwen3_moe_dense_layer_bf16")
+    written = write_adapter(tmp_path, config, targets=TARGETS)
+    assert {product for _, product in read_adapter(written.folder, config, FLOAT32, 64).products} == {"qkv"}
+    router = "base_model.model.model.layers.3.mlp.gate.lora_A.weight"
+    save(tmp_path / "adapter_model.safetensors", {**written.tensors, router: np.zeros((8, 64), np.float32)})
+    assert "no such module to adapt (q_proj, k_proj, v_proj, o_proj" in refusal(written, config)
+
+
 def test_a_wrapper_s_modules_are_found(tmp_path):
     config = ModelConfig.read(GOLDENS / "mistral3_wrapped4_sharded_bf16")
     written = write_adapter(tmp_path, config, targets=TARGETS)
