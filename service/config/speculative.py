@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 MAX_SPECULATIVE_TOKENS = 16
@@ -14,7 +15,10 @@ MAX_LOOKUP_TOKENS = 64
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
     method: str
-    num_speculative_tokens: int
+    num_speculative_tokens: int | None = None
+    """None: what the head's config proposes."""
+    model: Path | None = None
+    """Folder of the head or draft model; None: `eagle3/` in the model's folder."""
     prompt_lookup_min: int = 5
     prompt_lookup_max: int = 5
     suffix_decoding_max_tree_depth: int = 24
@@ -23,8 +27,8 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob: float = 0.1
 
     def __str__(self) -> str:
-        keys = ("method", *_KEYS[self.method])
-        return json.dumps({key: getattr(self, key) for key in keys})
+        given = {key: getattr(self, key) for key in ("method", *_KEYS[self.method])}
+        return json.dumps({key: value for key, value in given.items() if value is not None}, default=str)
 
 
 _KEYS: Mapping[str, tuple[str, ...]] = {
@@ -36,6 +40,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
         "suffix_decoding_max_spec_factor",
         "suffix_decoding_min_token_prob",
     ),
+    "eagle3": ("model", "num_speculative_tokens"),
 }
 _BOUNDS: Mapping[str, tuple[float, float]] = {
     "num_speculative_tokens": (1, MAX_SPECULATIVE_TOKENS),
@@ -47,7 +52,7 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     "suffix_decoding_min_token_prob": (0.0, 1.0),
 }
 _FLOATS = ("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob")
-_NOT_BUILT = ("draft_model", "eagle3", "eagle", "medusa", "mlp_speculator", "mtp", "dflash")
+_NOT_BUILT = ("draft_model", "eagle", "medusa", "mlp_speculator", "mtp", "dflash")
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig:
@@ -67,7 +72,7 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
     unknown = sorted(given.keys() - set(_KEYS[method]))
     if unknown:
         raise ValueError(f"{method} has no key {unknown[0]} ({', '.join(_KEYS[method])})")
-    if "num_speculative_tokens" not in given:
+    if "num_speculative_tokens" not in given and method != "eagle3":
         raise ValueError(f"{method} needs num_speculative_tokens")
     values = {key: _checked(key, value) for key, value in given.items()}
     values = _with_both_lengths(values) if method == "ngram" else values
@@ -75,6 +80,10 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
 
 
 def _checked(key: str, value: Any) -> Any:
+    if key == "model":
+        if not isinstance(value, str) or not value:
+            raise ValueError("model must be a folder or org/name")
+        return Path(value)
     low, high = _BOUNDS[key]
     is_float = key in _FLOATS
     allowed = (int, float) if is_float else int

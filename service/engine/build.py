@@ -8,7 +8,7 @@ from typing import Literal
 
 from model.config import ModelConfig
 from model.errors import GrammarError, ModelError
-from model.kv_cache import allocate
+from model.kv_cache import allocate, allocate_with_draft
 from model.kv_scales import KvFormat, kv_format
 from model.ops.backend import open_ops
 from model.ops.interface import Ops
@@ -18,7 +18,9 @@ from model.text.grammar_matcher import GrammarCompiler
 from model.text.tokenizer import Tokenizer
 from model.weights.loader import PlannedWeights, check_device, load_model, plan_weights
 from service.config.settings import Settings
-from service.engine.drafting.build import build_speculation, check_speculation
+from service.engine.drafting.build import build_drafter, build_speculation, check_speculation, load_drafter
+from service.engine.drafting.drafter import Drafter
+from service.engine.drafting.models import PlannedDraftModel, plan_draft_model
 from service.engine.engine import Engine
 from service.engine.execution.executor import ModelExecutor
 from service.engine.grammars import Grammars
@@ -91,7 +93,8 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     except ModelError as error:
         raise StartupError(str(error)) from None
     check_speculation(settings, ops)
-    sized = size_engine(settings, config, ops, load_format=settings.load_format, progress=progress)
+    draft = plan_draft_model(settings, config)
+    sized = size_engine(settings, config, ops, load_format=settings.load_format, progress=progress, draft=draft)
     executor, memory = sized.executor, sized.memory
     limits = Limits(
         max_num_seqs=settings.max_num_seqs,
@@ -102,8 +105,7 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
         fit_prompts=executor.fit_prompts,
     )
     num_host_blocks = num_swap_blocks(settings, ops, memory)
-    cache = allocate(ops, config, memory.num_blocks, memory.block_size)
-    executor.attach(cache, num_host_blocks=num_host_blocks, progress=progress)
+    drafter = _attach(settings, sized, draft, num_host_blocks, progress=progress)
     kv = KVManager(
         memory.num_blocks,
         memory.block_size,
@@ -115,14 +117,38 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     preemption = Preemption(
         kv, FairShare(kv, limits.max_num_seqs), calibrate_swap_cost(executor, memory), settings.preemption_mode
     )
-    speculation = build_speculation(settings, executor, kv, memory.max_model_len)
+    speculation = build_speculation(settings, executor, kv, memory.max_model_len, drafter, draft)
     engine = Engine(executor, kv, limits, frozenset(config.eos_token_ids), grammars, preemption, speculation)
     _check_generation(engine, limits)
     _log_ready(sized, ops)
     return BuiltEngine(engine, executor, config, ops, memory, limits, sized.weight_format, sized.kv_format)
 
 
-def size_engine(settings: Settings, config: ModelConfig, ops: Ops, *, load_format: str, progress: bool) -> SizedModel:
+def _attach(
+    settings: Settings, sized: SizedModel, draft: PlannedDraftModel | None, num_host_blocks: int, *, progress: bool
+) -> Drafter | None:
+    """Give the executor its cache, and return the settings' drafter."""
+    executor, memory, model = sized.executor, sized.memory, sized.executor.model
+    if draft is None:
+        cache = allocate(model.ops, model.config, memory.num_blocks, memory.block_size)
+        executor.attach(cache, num_host_blocks=num_host_blocks, progress=progress)
+        return build_drafter(settings.speculative_config)
+    shape = draft.block_shape(memory.block_size)
+    blocks, cache, own = allocate_with_draft(model.ops, model.config, memory.num_blocks, memory.block_size, shape)
+    drafter = load_drafter(draft, model, own, memory.max_model_len)
+    executor.attach(cache, blocks=blocks, states=drafter, num_host_blocks=num_host_blocks, progress=progress)
+    return drafter
+
+
+def size_engine(
+    settings: Settings,
+    config: ModelConfig,
+    ops: Ops,
+    *,
+    load_format: str,
+    progress: bool,
+    draft: PlannedDraftModel | None = None,
+) -> SizedModel:
     """Load a model and size its pool. Raises StartupError.
 
     A GPU pool is sized after the largest steps. A CPU pool is sized before loading: others use its memory.
@@ -131,7 +157,7 @@ def size_engine(settings: Settings, config: ModelConfig, ops: Ops, *, load_forma
     planned_format = planned_weights(settings, config, ops)
     weights, weight_format = planned_format.num_bytes, planned_format.label or ops.dtype.name
     free_bytes = ops.memory_bytes()[0]
-    planned = plan_memory(settings, config, ops, wanted_len, reserved_bytes=weights)
+    planned = plan_memory(settings, config, ops, wanted_len, reserved_bytes=weights, draft=draft)
     try:
         model = load_model(
             model_folder(settings),

@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from model.config import ModelConfig
+from model.families.eagle3 import Eagle3Head
 from model.families.llama import Llama
-from model.kv_cache import allocate
+from model.kv_cache import allocate, allocate_with_draft
 from model.kv_scales import kv_format
 from model.ops.interface import Ops
 from model.sampling_params import SamplingParams
@@ -15,6 +16,7 @@ from model.text.grammar_matcher import GrammarCompiler
 from model.text.tokenizer import Tokenizer
 from model.weights.loader import load_model
 from service.engine.drafting.drafter import Drafter
+from service.engine.drafting.eagle3 import Eagle3Drafter
 from service.engine.engine import Engine
 from service.engine.execution.executor import ModelExecutor
 from service.engine.grammars import Grammars
@@ -68,8 +70,9 @@ class DemoEngines:
         num_host_blocks: int = 0,
         poisons: bool = False,
         drafter: Drafter | None = None,
+        head: Eagle3Head | None = None,
     ) -> Engine:
-        """With `poisons`, blocks hold NaN from when they are freed until they are written."""
+        """With `poisons`, blocks hold NaN from when they are freed until they are written. A `head` drafts."""
         kv = KVManager(
             num_blocks,
             block_size,
@@ -78,7 +81,14 @@ class DemoEngines:
             swapping=num_host_blocks > 0,
         )
         poisoned = kv.pool if poisons else None
-        executor = self.executor(num_blocks, max_num_seqs, block_size, num_host_blocks, poisoned)
+        if head is None:
+            executor = self.executor(num_blocks, max_num_seqs, block_size, num_host_blocks, poisoned)
+        else:
+            shape, executor = head.config.block_shape(block_size), self._executor(max_num_seqs, block_size, poisoned)
+            sizes = (num_blocks + poisons, block_size)
+            blocks, cache, own = allocate_with_draft(self.model.ops, self._config, *sizes, shape)
+            drafter = Eagle3Drafter(head, own)
+            executor.attach(cache, blocks=blocks, states=drafter, num_host_blocks=num_host_blocks)
         limits = Limits(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_prefill_chunk=budget, max_model_len=MAX_LEN
         )
@@ -97,11 +107,14 @@ class DemoEngines:
         poisoned: BlockPool | None = None,
     ) -> ModelExecutor:
         """With a cache of its own, of zeros or poisoned."""
-        sizes = (self.model, self.eos_token_ids, max_num_seqs, MAX_LEN // block_size)
-        executor = ModelExecutor(*sizes) if poisoned is None else PoisoningExecutor(*sizes, poisoned)
+        executor = self._executor(max_num_seqs, block_size, poisoned)
         cache = allocate(self.model.ops, self._config, num_blocks + (poisoned is not None), block_size)
         executor.attach(cache, num_host_blocks=num_host_blocks)
         return executor
+
+    def _executor(self, max_num_seqs: int, block_size: int, poisoned: BlockPool | None) -> ModelExecutor:
+        sizes = (self.model, self.eos_token_ids, max_num_seqs, MAX_LEN // block_size)
+        return ModelExecutor(*sizes) if poisoned is None else PoisoningExecutor(*sizes, poisoned)
 
     def each_alone(self) -> dict[str, list[int]]:
         """What every one of WISHES gets when nobody else is there."""

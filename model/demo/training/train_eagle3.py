@@ -1,6 +1,7 @@
 """Trains the demo model's EAGLE-3 head on the CPU and writes its folder, in the layout of the speculators library.
 
     python -m model.demo.training.train_eagle3 --out FOLDER
+    python -m model.demo.training.train_eagle3 --begin FOLDER --first-seed 9100 --out FOLDER   # train it further
 
 Needs NumPy only. The head learns the model's own next-token distributions on documents of unseen seeds, over
 DRAFT_STEPS steps: the first from the model's states, each later one from the head's own output. Seeds are fixed.
@@ -43,6 +44,7 @@ from model.families.llama import Llama
 from model.kv_cache import allocate
 from model.ops.cpu.ops import NumpyOps
 from model.weights.loader import load_model
+from model.weights.safetensors_file import read_safetensors
 
 STATE_LAYERS = (1, 3, 5)
 DRAFT_VOCAB_SIZE = 1408
@@ -209,10 +211,10 @@ def learning_rate(step: int, num_steps: int) -> float:
     return PEAK_LEARNING_RATE * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def train(target: Target, head: Head, draft_ids: np.ndarray, num_steps: int) -> None:
-    """Adam over batches of new documents."""
+def train(target: Target, head: Head, draft_ids: np.ndarray, num_steps: int, seed: int) -> None:
+    """Adam over batches of new documents, of `seed` and the next ones."""
     moments = {name: (np.zeros_like(one.value), np.zeros_like(one.value)) for name, one in head.weights.items()}
-    started_s, step, seed = time.monotonic(), 0, FIRST_SEED
+    started_s, step = time.monotonic(), 0
     while step < num_steps:
         for tokens, states, wanted, weight, _ in examples(target, draft_ids, seed):
             losses = head.losses(tokens, states, wanted, weight / weight.sum())
@@ -316,11 +318,17 @@ def write_folder(head: Head, draft_ids: np.ndarray, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE / "eagle3")
-    parser.add_argument("--steps", type=int, default=260, help="batches to train on")
+    parser.add_argument("--begin", type=Path, help="folder of a head to train further (default: a new head)")
+    parser.add_argument("--steps", type=int, default=560, help="batches to train on (default: 560)")
+    parser.add_argument("--first-seed", type=int, default=FIRST_SEED, help="of the documents (default: 9000)")
     arguments = parser.parse_args()
     target, draft_ids = Target(), draft_vocabulary()
     head = Head(target, draft_ids)
-    train(target, head, draft_ids, arguments.steps)
+    if arguments.begin is not None:
+        stored = read_safetensors(arguments.begin / "model.safetensors")
+        for name, tensor in head.weights.items():
+            tensor.value = stored[name].values().astype(np.float32)
+    train(target, head, draft_ids, arguments.steps, arguments.first_seed)
     write_folder(head, draft_ids, arguments.out)
     shares = " ".join(f"{share:.3f}" for share in held_out_acceptance(target, head, draft_ids))
     print(f"drafts that are the model's likeliest token, by step: {shares}")

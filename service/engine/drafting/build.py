@@ -4,12 +4,16 @@ import time
 
 import numpy as np
 
+from model.errors import ModelError
+from model.families.eagle3 import load_eagle3
 from model.families.llama import Llama
 from model.ops.interface import Array, Ops
 from service.config.settings import Settings
 from service.config.speculative import SpeculativeConfig
 from service.engine.drafting.drafter import MAX_DRAFTS, Drafter
+from service.engine.drafting.eagle3 import Eagle3Drafter
 from service.engine.drafting.lengths import DraftLengths, StepCost
+from service.engine.drafting.models import PlannedDraftModel
 from service.engine.drafting.ngram import NgramDrafter
 from service.engine.drafting.suffix import SuffixDrafter
 from service.engine.execution.executor import ModelExecutor
@@ -20,6 +24,8 @@ from service.errors import StartupError
 
 MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
 NUM_ROUNDS = 3
+DEFAULT_DRAFTS = 3
+"""Draft tokens, unless the settings or the head say how many."""
 
 
 def check_speculation(settings: Settings, ops: Ops) -> None:
@@ -29,20 +35,29 @@ def check_speculation(settings: Settings, ops: Ops) -> None:
 
 
 def build_speculation(
-    settings: Settings, executor: ModelExecutor, kv: KVManager, max_model_len: int
+    settings: Settings,
+    executor: ModelExecutor,
+    kv: KVManager,
+    max_model_len: int,
+    drafter: Drafter | None,
+    draft: PlannedDraftModel | None,
 ) -> Speculation | None:
-    """Return the drafts of this engine; None on a GPU. Without a config, only grammars draft."""
+    """Return the drafts of this engine; None on a GPU. Without a drafter, only grammars draft."""
     if executor.runs_ahead:
         return None
     vocab_size, wanted = executor.model.config.vocab_size, settings.speculative_config
-    if wanted is None:
+    if wanted is None or drafter is None or not executor.model.config.has_head:
         return Speculation(kv, vocab_size)
     cost = measure_step_cost(executor.model, executor.kv, max_model_len)
-    drafter = _drafter(wanted)
-    return Speculation(kv, vocab_size, drafter, wanted.num_speculative_tokens, DraftLengths(cost))
+    proposed = None if draft is None else draft.config.num_speculative_tokens
+    max_drafts = wanted.num_speculative_tokens or proposed or DEFAULT_DRAFTS
+    return Speculation(kv, vocab_size, drafter, max_drafts, DraftLengths(cost))
 
 
-def _drafter(wanted: SpeculativeConfig) -> Drafter:
+def build_drafter(wanted: SpeculativeConfig | None) -> Drafter | None:
+    """Return a drafter without weights."""
+    if wanted is None or wanted.method not in ("ngram", "suffix"):
+        return None
     if wanted.method == "ngram":
         return NgramDrafter(wanted.prompt_lookup_min, wanted.prompt_lookup_max)
     return SuffixDrafter(
@@ -51,6 +66,15 @@ def _drafter(wanted: SpeculativeConfig) -> Drafter:
         max_spec_factor=wanted.suffix_decoding_max_spec_factor,
         min_token_prob=wanted.suffix_decoding_min_token_prob,
     )
+
+
+def load_drafter(draft: PlannedDraftModel, model: Llama, kv: Array, max_model_len: int) -> Eagle3Drafter:
+    """Load a head for `model`, with its cache `kv`. Raises StartupError."""
+    try:
+        head = load_eagle3(draft.folder, model.config, model.weights.embedding, max_model_len)
+    except ModelError as error:
+        raise StartupError(f"--speculative-config: {error}") from None
+    return Eagle3Drafter(head, kv)
 
 
 def measure_step_cost(model: Llama, kv: Array, max_model_len: int) -> StepCost:

@@ -164,6 +164,10 @@ class KVManager:
             self._record_swap_in(child)
             self.unpin_host(child)
 
+    def awaits_copy(self, sequence: Sequence) -> bool:
+        """Return whether the next plan copies a block to one of the sequence's."""
+        return any(copy.target in sequence.block_table for copy in self._copies)
+
     def drain_copies(self) -> tuple[BlockCopy, ...]:
         copies, self._copies = tuple(self._copies), []
         return copies

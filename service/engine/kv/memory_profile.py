@@ -12,12 +12,13 @@ from model.batch import Batch
 from model.config import ModelConfig
 from model.cuda_graphs import ROWS_BESIDE
 from model.families.llama import Llama
-from model.kv_cache import allocate, block_bytes
+from model.kv_cache import allocate, block_bytes, draft_bytes
 from model.ops.interface import Ops, TokenMask
 from model.sampler import SampledRows, SeenTokens, sampling_arrays, sampling_record
 from model.sampling_params import MAX_LOGPROBS, SamplingParams
 from model.text.grammar_matcher import num_mask_words
 from service.config.settings import Settings
+from service.engine.drafting.models import PlannedDraftModel
 from service.errors import StartupError
 
 CPU_CACHE_BYTES = 2 << 30
@@ -41,10 +42,19 @@ class MemoryPlan:
 
 
 def plan_memory(
-    settings: Settings, config: ModelConfig, ops: Ops, wanted_len: int, *, reserved_bytes: int = 0
+    settings: Settings,
+    config: ModelConfig,
+    ops: Ops,
+    wanted_len: int,
+    *,
+    reserved_bytes: int = 0,
+    draft: PlannedDraftModel | None = None,
 ) -> MemoryPlan:
-    """Size the pool from free memory less `reserved_bytes`. Raises StartupError."""
+    """Size the pool from free memory less `reserved_bytes` and the draft model. Raises StartupError."""
     bytes_per_block = block_bytes(config, settings.block_size, ops.kv_dtype)
+    if draft is not None:
+        bytes_per_block += draft_bytes(ops, draft.block_shape(settings.block_size))
+        reserved_bytes += draft.num_bytes
     num_blocks = settings.num_gpu_blocks or _affordable_bytes(settings, ops, reserved_bytes) // bytes_per_block
     useful_blocks = settings.max_num_seqs * -(-wanted_len // settings.block_size)
     num_blocks = min(num_blocks, useful_blocks)

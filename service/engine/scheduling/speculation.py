@@ -109,6 +109,7 @@ class Speculation:
         asked = {chunk.sequence: min(room, self._max_drafts) for chunk, room in chunks if room}
         num_rows = len(chunks) + sum(map(len, drafts.values()))
         if drafter.writes_cache:
+            asked = {one: count for one, count in asked.items() if not self._kv.awaits_copy(one)}
             asked = self._choose(drafter, asked, num_rows, drafter.token_s)
             asked = {one: count for one, count in asked.items() if count and self._reserve(one, count, extended)}
         if not asked:

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,8 @@ from service.config.speculative import SpeculativeConfig, parse_speculative_conf
         ({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}, {"prompt_lookup_min": 3}),
         ({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}, {}),
         ({"method": "suffix", "num_speculative_tokens": 16, "suffix_decoding_max_spec_factor": 2}, {}),
+        ({"method": "eagle3"}, {}),
+        ({"method": "eagle3", "num_speculative_tokens": 2, "model": "x/y"}, {"model": Path("x/y")}),
     ],
 )
 def test_vllms_keys(given, wanted):
@@ -25,11 +28,12 @@ def test_vllms_keys(given, wanted):
     [
         ("ngram", "not JSON"),
         ("[]", "a JSON object"),
-        ({}, "method must be one of ngram, suffix"),
-        ({"method": "draft_model"}, r"method draft_model is not supported \(ngram, suffix\)"),
+        ({}, "method must be one of ngram, suffix, eagle3"),
+        ({"method": "draft_model"}, r"method draft_model is not supported \(ngram, suffix, eagle3\)"),
         ({"method": 3}, "method must be"),
         ({"method": "ngram"}, "ngram needs num_speculative_tokens"),
-        ({"method": "eagle3", "num_speculative_tokens": 2, "model": "x"}, "method eagle3 is not supported"),
+        ({"method": "eagle3", "model": 3}, "model must be a folder or org/name"),
+        ({"method": "eagle3", "model": ""}, "model must be a folder or org/name"),
         (
             {"method": "ngram", "num_speculative_tokens": 17},
             "num_speculative_tokens must be a whole number from 1 to 16",

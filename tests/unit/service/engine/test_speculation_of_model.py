@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from model.families.eagle3 import Eagle3Head, load_eagle3
 from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import SamplingParams
 from model.text.grammar import choice_grammar, regex_grammar
@@ -13,7 +14,7 @@ from service.engine.drafting.ngram import NgramDrafter
 from service.engine.drafting.suffix import SuffixDrafter
 from service.engine.request import BranchHistory, EngineRequest
 from tests.fakes.drafters import KnowingDrafter, LyingDrafter, OutOfRangeDrafter, WrongLengthDrafter
-from tests.support.demo_engine import DemoEngines
+from tests.support.demo_engine import DEMO, MAX_LEN, DemoEngines
 from tests.support.told import run_steps
 
 KINDS = {
@@ -37,6 +38,22 @@ DRAFTERS = {
     "ngram": lambda _: NgramDrafter(1, 4),
     "suffix": lambda _: SuffixDrafter(max_depth=24, max_requests=20, max_spec_factor=2.0, min_token_prob=0.1),
 }
+
+
+HEADS = ("eagle3", "lying head")
+
+
+@pytest.fixture(scope="module")
+def heads(engines):
+    """The demo model's head, and one that says anything."""
+    model = engines.model
+    head = load_eagle3(DEMO / "eagle3", model.config, model.weights.embedding, MAX_LEN)
+    rng = np.random.default_rng(0)
+    weights = {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in head.config.shapes().items()}
+    token_ids = rng.integers(0, model.config.vocab_size, head.config.draft_vocab_size)
+    return dict(
+        zip(HEADS, (head, Eagle3Head(head.config, weights, token_ids, model.weights.embedding, MAX_LEN)), strict=True)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +93,10 @@ def answers(plain):
     return {(name, branch): tokens for name, told in plain.items() for branch, tokens in told.branches.items()}
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_drafts_change_no_token(engines, requests, plain, answers, name):
-    engine = engines.make(num_blocks=60, block_size=16, drafter=DRAFTERS[name](answers), num_host_blocks=20)
+@pytest.mark.parametrize("name", [*DRAFTERS, *HEADS])
+def test_drafts_change_no_token(engines, heads, requests, plain, answers, name):
+    how = {"head": heads[name]} if name in HEADS else {"drafter": DRAFTERS[name](answers)}
+    engine = engines.make(num_blocks=60, block_size=16, num_host_blocks=20, **how)
     told = told_by(engine, requests)
     for one in requests:
         wanted, got = plain[one.request_id], told[one.request_id]
@@ -91,6 +109,8 @@ def test_drafts_change_no_token(engines, requests, plain, answers, name):
     assert stats.num_blocks_used == 0
     if name == "knows":
         assert stats.num_accepted_by_source[1] == stats.num_drafted_by_source[1]
+    if name == "eagle3":
+        assert stats.num_accepted_by_source[3] > 50
     assert stats.num_output_tokens == sum(map(len, answers.values()))
 
 

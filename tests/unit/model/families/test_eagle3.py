@@ -1,0 +1,162 @@
+"""The head against the published algorithm, written plainly; and folders that are refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+from model.config import ModelConfig
+from model.errors import ModelError
+from model.families.eagle3 import Eagle3Config, Eagle3Head, load_eagle3
+from tests.support.demo_engine import DEMO
+
+TARGET = ModelConfig.read(DEMO)
+EMBEDDING = np.zeros((TARGET.vocab_size, TARGET.hidden_size), np.float32)
+LAYER = "layers.0."
+
+
+def written(folder, config, tensors):
+    """Write a folder; tensors by name, int64, bool or float32."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    words, header, data = {"i": "I64", "b": "BOOL", "f": "F32"}, {}, b""
+    for name, values in tensors.items():
+        offsets = [len(data), len(data) + values.nbytes]
+        header[name] = {"dtype": words[values.dtype.kind], "shape": values.shape, "data_offsets": offsets}
+        data += values.tobytes()
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return folder
+
+
+def config_of(**changes):
+    raw = json.loads((DEMO / "eagle3" / "config.json").read_text())
+    layer = raw["transformer_layer_config"] | {"intermediate_size": 24, "num_attention_heads": 4, "head_dim": 8}
+    return raw | {"draft_vocab_size": 50, "transformer_layer_config": layer} | changes
+
+
+def tensors_of(raw, folder):
+    rng = np.random.default_rng(1)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    shapes = Eagle3Config.read(folder, TARGET).shapes()
+    tensors = {name: rng.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
+    return tensors | {"d2t": 3 * np.arange(50), "t2d": np.zeros(TARGET.vocab_size, np.bool_)}
+
+
+def norm(x, weight):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * weight
+
+
+def rotated(x, positions):
+    half = x.shape[-1] // 2
+    angles = np.outer(positions, 10000.0 ** (-np.arange(half) / half))[:, None]
+    cos, sin = (np.concatenate([one, one], -1) for one in (np.cos(angles), np.sin(angles)))
+    return x * cos + np.concatenate([-x[..., half:], x[..., :half]], -1) * sin
+
+
+def published(tensors, embedding, hidden, token_ids, *, norm_before_residual):
+    """All positions at once, hidden [T, H]: output [T, H] and the draft vocabulary's logits [T, Vd]."""
+    count, positions = len(hidden), np.arange(len(hidden))
+    w = {name.removeprefix(LAYER).removesuffix(".weight"): values for name, values in tensors.items()}
+    hidden_normed = norm(hidden, w["hidden_norm"])
+    residual = hidden_normed if norm_before_residual else hidden
+    x = np.concatenate([norm(embedding[token_ids], w["input_layernorm"]), hidden_normed], -1)
+    q, k, v = ((x @ w[f"self_attn.{name}_proj"].T).reshape(count, -1, 8) for name in "qkv")
+    q, k = rotated(q, positions), rotated(k, positions)
+    k, v = (np.repeat(one, q.shape[1] // k.shape[1], axis=1) for one in (k, v))
+    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(8)
+    scores = np.where(positions[:, None] >= positions, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    attended = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v).reshape(count, -1)
+    out = residual + attended @ w["self_attn.o_proj"].T
+    mlp_input = norm(out, w["post_attention_layernorm"])
+    gate, up = (mlp_input @ w[f"mlp.{name}_proj"].T for name in ("gate", "up"))
+    out = out + (gate / (1 + np.exp(-gate)) * up) @ w["mlp.down_proj"].T
+    return out, norm(out, w["norm"]) @ w["lm_head"].T
+
+
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+def test_a_head_computes_the_published_algorithm(tmp_path, norm_before_residual):
+    raw, rng = config_of(norm_before_residual=norm_before_residual), np.random.default_rng(2)
+    tensors = tensors_of(raw, tmp_path / "head")
+    embedding = rng.normal(0, 1, EMBEDDING.shape).astype(np.float32)
+    head = load_eagle3(written(tmp_path / "head", raw, tensors), TARGET, embedding, 64)
+    token_ids, states = rng.integers(0, 4096, 9), rng.normal(0, 1, (9, 3 * TARGET.hidden_size)).astype(np.float32)
+    hidden = head.hidden(states)
+    np.testing.assert_allclose(hidden, states @ tensors["fc.weight"].T, rtol=1e-4, atol=1e-4)
+    wanted, logits = published(
+        tensors, embedding, np.float64(hidden), token_ids, norm_before_residual=norm_before_residual
+    )
+    q, keys, values = head.project(hidden, token_ids, np.arange(9))
+    keys, values = (one.swapaxes(0, 1)[None] for one in (keys, values))
+    for at in range(9):
+        mask = np.where(np.arange(9) <= at, 0, -np.inf).astype(np.float32)[None, None, None]
+        out, drafted = head.finish(hidden[at : at + 1], head.attend(q[at : at + 1], keys, values, mask))
+        np.testing.assert_allclose(out[0], wanted[at], rtol=1e-3, atol=1e-3)
+        assert drafted[0] == 4 * logits[at].argmax()  # id = index + d2t
+
+
+def layer(**changes):
+    return {"transformer_layer_config": config_of()["transformer_layer_config"] | changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"speculators_model_type": "eagle"}, "no EAGLE-3 head of the speculators library"),
+        ({"transformer_layer_config": None}, "no EAGLE-3 head of the speculators library"),
+        ({"norm_before_fc": True}, "norm_before_fc: not supported"),
+        (layer(hidden_size=128), "128 is not the model's"),
+        (layer(num_hidden_layers=2), "only one layer"),
+        (layer(hidden_act="gelu"), "only one layer with silu"),
+        (layer(attention_bias=True), "attention_bias: not supported"),
+        (layer(num_key_value_heads=3), "do not work"),
+        (layer(rope_parameters={"rope_type": "spiral"}), "'spiral' is not supported"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "are not 3 of 6 layers"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, "are not 3 of 6 layers"),
+        ({"eagle_aux_hidden_state_layer_ids": "all"}, "are not 3 of 6 layers"),
+        ({"draft_vocab_size": 5000}, "draft_vocab_size: 5000 is outside"),
+    ],
+)
+def test_a_wrong_config_is_refused_in_one_line(tmp_path, changes, refusal):
+    (tmp_path / "config.json").write_text(json.dumps(config_of() | changes))
+    with pytest.raises(ModelError, match=refusal) as caught:
+        load_eagle3(tmp_path, TARGET, EMBEDDING, 64)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "refusal"),
+    [
+        ("fc.weight", None, "fc.weight is missing"),
+        ("fc.weight", np.zeros((256, 256), np.float32), r"its shape is \(256, 256\)"),
+        ("lm_head.weight", np.full((50, 256), np.nan, np.float32), "not all values are finite"),
+        ("layers.1.mlp.up_proj.weight", np.zeros((24, 256), np.float32), "layers.1.mlp.up_proj.weight is not a tensor"),
+        ("d2t", None, "d2t is not a list of 50 integers"),
+        ("d2t", np.zeros(50, np.float32), "d2t is not a list of 50 integers"),
+        ("d2t", np.full(50, 4096), "beyond the model's vocabulary of 4096"),
+        ("d2t", np.full(50, -9), "beyond the model's vocabulary of 4096"),
+        ("embed_tokens.weight", np.zeros((9, 256), np.float32), "its shape is"),
+    ],
+)
+def test_wrong_tensors_are_refused_by_name(tmp_path, name, values, refusal):
+    raw = config_of()
+    tensors = tensors_of(raw, tmp_path) | {name: values}
+    written(tmp_path, raw, {one: each for one, each in tensors.items() if each is not None})
+    with pytest.raises(ModelError, match=refusal):
+        load_eagle3(tmp_path, TARGET, EMBEDDING, 64)
+
+
+def test_a_folder_without_safetensors_names_the_converter(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_of()))
+    with pytest.raises(ModelError, match=r"no model.safetensors .the speculators library converts"):
+        load_eagle3(tmp_path, TARGET, EMBEDDING, 64)
+
+
+def test_the_demo_head_is_small_and_proposes_three():
+    head = load_eagle3(DEMO / "eagle3", TARGET, EMBEDDING, 64)
+    assert isinstance(head, Eagle3Head)
+    assert head.config.num_speculative_tokens == 3
+    assert sum(path.stat().st_size for path in (DEMO / "eagle3").iterdir()) <= 2_000_000
