@@ -52,7 +52,7 @@ def ask(port, path="/livez", method="GET"):
 
 
 async def until(port, path, status):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while (await asyncio.to_thread(ask, port, path))[0] != status:
             await asyncio.sleep(0.02)
 
