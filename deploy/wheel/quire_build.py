@@ -25,6 +25,9 @@ ROOTS = ("service", "model")
 SHIPPED = {".py", ".lua", ".json", ".jinja", ".safetensors", ".cu", ".cuh", ".html", ".css", ".js", ".svg", ".txt"}
 """Suffixes of the files in a wheel."""
 
+PYTHON_API = Path("service", "offline", "public", "__init__.py")
+"""What `import quire` runs; an editable install maps `quire` to its folder."""
+
 LEFT_OUT = ("__pycache__", "training")
 PAGES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md")
 WHEEL_PROJECT = """
@@ -100,7 +103,8 @@ def stage(folder: Path, roots: tuple[str, ...]) -> None:
                 target.write_text(rewritten(path.read_text(encoding="utf-8"), str(path)), encoding="utf-8")
             else:
                 shutil.copyfile(path, target)
-    (package / "__init__.py").write_text('"""Serves language models over HTTP and Redis from a paged KV cache."""\n')
+    if roots:
+        shutil.copyfile(package / PYTHON_API, package / "__init__.py")
     for page in PAGES:
         shutil.copyfile(ROOT / page, folder / page)
     project, _, _ = (ROOT / "pyproject.toml").read_text().partition("[tool.")

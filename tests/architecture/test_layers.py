@@ -11,7 +11,7 @@ import pytest
 from tests.support.source_tree import ROOT, Source, is_within, module_graph, sources
 
 LAYERS = (
-    ("service.cli", "service.bench"),
+    ("service.cli", "service.bench", "service.offline"),
     ("service.gateway", "service.worker"),
     ("service.engine", "service.queue"),
     ("service.config",),
@@ -20,7 +20,7 @@ LAYERS = (
     ("model",),
 )
 """From the top down. A package imports itself and the layers below, never its neighbours."""
-SAME_LAYER = ({"service.cli", "service.bench"},)
+SAME_LAYER = ({"service.cli", "service.bench"}, {"service.cli", "service.offline"})
 """Neighbours that may import each other."""
 
 GATEWAY = "service.gateway"
@@ -73,6 +73,7 @@ GATES = {
     "model.hub.locate": "model.hub.download",
     "service.observability.tracing": "service.observability.otel",
     "service.cli.verbs": "service",
+    "service.offline.public": "service.offline.api",
 }
 """The only imports inside functions: optional or slow dependencies and the command line's verbs, loaded on demand."""
 GPU_PACKAGES = ("cupy", "cupyx", "cupy_backends", "cuda", "nvmath", "nvidia")

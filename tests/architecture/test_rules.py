@@ -234,7 +234,8 @@ def test_all_packages_are_installed():
         for folder in ("service", "model")
         for path in Path(ROOT / folder).rglob("__init__.py")
     }
-    assert listed == present
+    assert listed == {*present, "quire"}
+    assert _project()["tool"]["setuptools"]["package-dir"] == {"quire": "service/offline/public"}
 
 
 def test_tests_run_with_warnings_as_errors_and_a_time_limit():

@@ -20,6 +20,7 @@ from service.cli import serve
 from service.cli.processes import children
 from service.config.settings import WORKER, Settings
 from service.errors import StartupError
+from service.offline.api import LLM, SamplingParams
 from tests.support.served import REPOSITORY, Served, alive
 
 STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
@@ -364,3 +365,15 @@ async def test_a_worker_that_ends_again_and_again_is_given_up(monkeypatch):
     async with asyncio.timeout(10):
         await worker.keep_running()
     assert len(starts) == 5 + 5
+
+
+def test_a_program_with_the_engine_inside_gets_the_same_text(client):
+    asked = {"temperature": 0.9, "top_p": 1.0, "seed": 5, "max_tokens": 30, "stop": ["."], "n": 2}
+    chat = client.chat.completions.create(model="demo", messages=STORY, **asked)
+    text = client.completions.create(model="demo", prompt="Once upon a time", **asked)
+    with LLM() as llm:
+        (chatted,) = llm.chat(STORY, SamplingParams(**asked), use_tqdm=False)
+        (completed,) = llm.generate("Once upon a time", SamplingParams(**asked), use_tqdm=False)
+    assert [one.text for one in chatted.outputs] == [one.message.content for one in chat.choices]
+    assert [one.text for one in completed.outputs] == [one.text for one in text.choices]
+    assert [one.finish_reason for one in completed.outputs] == [one.finish_reason for one in text.choices]

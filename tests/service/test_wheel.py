@@ -22,6 +22,15 @@ import quire_build
 quire_build.build_wheel(out)
 quire_build.build_sdist(out)
 """
+GENERATE = """
+import sys
+import quire
+assert not any(name.startswith("quire.") for name in sys.modules)  # the command line starts without the API
+from quire import LLM, SamplingParams
+(found,) = LLM(max_model_len=64).generate("Once upon a time", SamplingParams(temperature=0), use_tqdm=False)
+assert not {"redis", "aiohttp", "service", "model"} & set(sys.modules)
+print(found.outputs[0].text)
+"""
 RUN = "import quire.service.gateway.process; from quire.service.cli.entry import run; raise SystemExit(run())"
 
 
@@ -68,13 +77,14 @@ def test_it_runs_beside_foreign_packages_of_the_old_names(built, tmp_path):
         (foreign / name / "__init__.py").write_text("raise ImportError('the wrong one')")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join((str(foreign), str(site)))}
 
-    def quire(*words: str) -> str:
-        command = [sys.executable, "-c", RUN, *words]
+    def python(script: str, *words: str) -> str:
+        command = [sys.executable, "-c", script, *words]
         done = subprocess.run(command, cwd=foreign, env=environ, capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout
 
-    assert "llama, 0.00518 B parameters" in quire("check", "--device", "cpu")
+    assert "llama, 0.00518 B parameters" in python(RUN, "check", "--device", "cpu")
+    assert python(GENERATE).startswith(" there was")
 
 
 def test_an_import_that_cannot_be_rewritten_stops_the_build(monkeypatch):

@@ -1,0 +1,164 @@
+"""`AsyncLLM`: a stream of outputs per request, in vLLM's words."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import weakref
+from collections.abc import AsyncGenerator, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from model.text.tokenizer import Tokenizer
+from service.config.settings import Settings
+from service.gateway.core.request import GenerationRequest
+from service.offline.engine import OfflineEngine, OpenRequest
+from service.offline.generation import Generation
+from service.offline.llm import refuse_lora
+from service.offline.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from service.offline.prompts import Prompt, text_of, with_prompt
+from service.offline.sampling_params import (
+    PoolingParams,
+    RequestOutputKind,
+    SamplingParams,
+    default_sampling_params,
+)
+from service.offline.settings import read_keywords
+
+
+class _LoopInbox:
+    """Wakes the tasks of one event loop, once a step."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.arrived: dict[str, asyncio.Event] = {}  # by request
+
+    def put(self, ready: Sequence[OpenRequest]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits
+            self.loop.call_soon_threadsafe(self._wake, ready)
+
+    def _wake(self, ready: Sequence[OpenRequest]) -> None:
+        for opened in ready:
+            if opened.request_id in self.arrived:
+                self.arrived[opened.request_id].set()
+
+
+class AsyncLLM:
+    """A model in this process, for one event loop at a time. A context manager, plain or async."""
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, *, seed: int | None = 0, **keywords: Any) -> None:
+        """Takes what `LLM` takes, and blocks until the model is ready. Raises ValueError."""
+        self.settings: Settings = read_keywords({"model": model, **keywords})
+        self._engine = OfflineEngine(self.settings, seed)
+        self._inbox: _LoopInbox | None = None
+        self._aborted: set[str] = set()
+        self._finalizer = weakref.finalize(self, self._engine.shut_down)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str = "",
+        *,
+        lora_request: None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield outputs as `sampling_params.output_kind` says; leaving before the last cancels the request.
+
+        Raises ValueError for a wrong prompt or a `request_id` in use, RuntimeError if the engine fails.
+        """
+        refuse_lora(lora_request)
+        if priority:
+            raise ValueError("'priority' is not supported (0)")
+        params = sampling_params or await self.get_default_sampling_params()
+        request = with_prompt(params.request(), prompt)
+        opened = self._opened(request, request_id, text_of(prompt), params.output_kind, has_text=params.detokenize)
+        async with contextlib.aclosing(opened) as outputs:
+            async for output, _ in outputs:
+                yield output
+
+    async def encode(
+        self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str = ""
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Yield the prompt's pooled hidden states, once. Raises like `generate`."""
+        request = with_prompt((pooling_params or PoolingParams()).request(), prompt)
+        opened = self._opened(request, request_id, None, RequestOutputKind.FINAL_ONLY)
+        async with contextlib.aclosing(opened) as outputs:
+            async for output, generation in outputs:
+                data = PoolingOutput(np.frombuffer(generation.embedding, np.float32))
+                yield PoolingRequestOutput(output.request_id, data, output.prompt_token_ids)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request: its iteration stops. Unknown ids are ignored."""
+        arrived = None if self._inbox is None else self._inbox.arrived.get(request_id)
+        if arrived is not None:
+            self._aborted.add(request_id)
+            arrived.set()
+
+    async def get_tokenizer(self) -> Tokenizer:
+        return self._engine.model.tokenizer
+
+    async def get_default_sampling_params(self) -> SamplingParams:
+        """Return the sampling that the model's folder recommends."""
+        return default_sampling_params(self._engine.model.defaults)
+
+    async def check_health(self) -> None:
+        """Raises RuntimeError if the engine has ended."""
+        self._engine.check()
+
+    def shutdown(self) -> None:
+        """End open requests and the engine's thread."""
+        self._finalizer()
+
+    def __enter__(self) -> AsyncLLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+    async def _opened(
+        self,
+        request: GenerationRequest,
+        request_id: str,
+        text: str | None,
+        kind: RequestOutputKind,
+        *,
+        has_text: bool = True,
+    ) -> AsyncGenerator[tuple[RequestOutput, Generation], None]:
+        request_id = request_id or self._engine.new_id()
+        prepared = await asyncio.to_thread(self._engine.prepare, request, request_id)
+        inbox = self._own_inbox()
+        generation = Generation(self._engine, prepared, inbox, prompt=text, kind=kind, has_text=has_text)
+        arrived = inbox.arrived[request_id] = asyncio.Event()
+        try:
+            while not generation.is_finished:
+                await arrived.wait()
+                arrived.clear()
+                if request_id in self._aborted:
+                    return
+                output = generation.advance()
+                if output is not None:
+                    yield output, generation
+        finally:
+            self._aborted.discard(request_id)
+            del inbox.arrived[request_id]
+            generation.close()
+
+    def _own_inbox(self) -> _LoopInbox:
+        loop = asyncio.get_running_loop()
+        if self._inbox is None or self._inbox.loop is not loop:
+            self._inbox = _LoopInbox(loop)
+        return self._inbox

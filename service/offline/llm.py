@@ -1,0 +1,270 @@
+"""`LLM`: batches of prompts in one call, in vLLM's words."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from model.errors import ModelError
+from model.text.chat_template import ChatTemplate
+from model.text.tokenizer import Tokenizer
+from service.config.settings import Settings
+from service.gateway.core.request import GenerationRequest
+from service.gateway.core.served_model import ServedModel
+from service.offline.engine import OfflineEngine
+from service.offline.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from service.offline.prompts import Conversation, Prompt, conversations, listed, text_of, with_conversation, with_prompt
+from service.offline.run import Progress, Work, run_all
+from service.offline.sampling_params import BeamSearchParams, PoolingParams, SamplingParams, default_sampling_params
+from service.offline.settings import read_keywords
+
+
+class LLM:
+    """A model in this process. Methods may be called from several threads; each blocks until its results are complete.
+
+    A context manager; `shutdown` or garbage collection ends the engine's thread.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, *, seed: int | None = 0, **keywords: Any) -> None:
+        """`model`: a folder, or org/name of a Hugging Face model; None: the shipped demo model. `seed`: of requests
+        without one; None: random. `keywords`: flags of `quire serve` for model and engine, or vLLM's engine arguments.
+
+        Raises ValueError, one line, for a wrong keyword and a model that cannot be served.
+        """
+        self.settings: Settings = read_keywords({"model": model, **keywords})
+        self._engine = OfflineEngine(self.settings, seed)
+        self._finalizer = weakref.finalize(self, self._engine.shut_down)  # the thread holds the engine, not this
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Return one output per prompt, in their order. `sampling_params`: one, or one per prompt; None: the model's
+        defaults. `priority`: one per prompt; lower ones start first.
+
+        Raises ValueError for a wrong prompt, RuntimeError if the engine fails.
+        """
+        refuse_lora(lora_request)
+        asked = listed(prompts)
+        params = self._params(sampling_params, len(asked))
+        requests = [with_prompt(request, prompt) for request, prompt in zip(_requests(params), asked, strict=True)]
+        work = self._work(
+            requests,
+            texts=[text_of(prompt) for prompt in asked],
+            has_text=[each.detokenize for each in params],
+            order=_order(priority, len(asked)),
+        )
+        return [output for output, _ in run_all(self._engine, work, use_tqdm)]
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Return one output per conversation, like `generate`. `chat_template`: a file or a text, in place of the
+        model's. Tools are only in the prompt: calls and reasoning are part of the text."""
+        refuse_lora(lora_request)
+        model = self._engine.model if chat_template is None else self._with_template(chat_template)
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        asked = conversations(messages)
+        params = self._params(sampling_params, len(asked))
+        requests = [
+            with_conversation(request, {"messages": one, **options})
+            for request, one in zip(_requests(params), asked, strict=True)
+        ]
+        work = self._work(requests, has_text=[each.detokenize for each in params], model=model)
+        return [output for output, _ in run_all(self._engine, work, use_tqdm)]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: Progress = False,
+    ) -> list[BeamSearchOutput]:
+        """Return the best `beam_width` continuations of each prompt. Raises like `generate`."""
+        refuse_lora(lora_request)
+        asked = listed(prompts)
+        requests = [with_prompt(params.request(), prompt) for prompt in asked]
+        work = self._work(requests, texts=[text_of(prompt) for prompt in asked])
+        return [self._beams(output) for output, _ in run_all(self._engine, work, use_tqdm)]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Return each prompt's pooled hidden states (keyword `pooling`), of length 1. Raises like `generate`."""
+        refuse_lora(lora_request)
+        template = (pooling_params or PoolingParams()).request()
+        work = self._work([with_prompt(template, prompt) for prompt in listed(prompts)])
+        return [
+            PoolingRequestOutput(output.request_id, PoolingOutput(_vector(data)), output.prompt_token_ids)
+            for output, data in run_all(self._engine, work, use_tqdm)
+        ]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: Progress = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the vectors of `encode` as lists."""
+        return [
+            EmbeddingRequestOutput(one.request_id, EmbeddingOutput(one.outputs.data.tolist()), one.prompt_token_ids)
+            for one in self.encode(prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        ]
+
+    def score(
+        self, text_1: Prompt | Sequence[Prompt], text_2: Prompt | Sequence[Prompt], *, use_tqdm: Progress = True
+    ) -> list[ScoringRequestOutput]:
+        """Return the cosine of the embeddings of each pair. One `text_1` is compared with all of `text_2`."""
+        left, right = listed(text_1), listed(text_2)
+        if len(left) not in (1, len(right)):
+            raise ValueError("'text_1' must be one text, or as many as 'text_2'")
+        encoded = self.encode([*left, *right], use_tqdm=use_tqdm)
+        firsts, seconds = encoded[: len(left)], encoded[len(left) :]
+        pairs = zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True)
+        return [
+            ScoringRequestOutput(
+                second.request_id,
+                ScoringOutput(float(first.outputs.data @ second.outputs.data)),
+                first.prompt_token_ids + second.prompt_token_ids,
+            )
+            for first, second in pairs
+        ]
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._engine.model.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the sampling that the model's folder recommends."""
+        return default_sampling_params(self._engine.model.defaults)
+
+    def shutdown(self) -> None:
+        """End open requests and the engine's thread."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _params(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> Sequence[SamplingParams]:
+        if given is None:
+            given = self.get_default_sampling_params()
+        if isinstance(given, SamplingParams):
+            return [given] * num_prompts
+        if len(given) != num_prompts:
+            raise ValueError(f"'sampling_params': {len(given)} for {num_prompts} prompts (one, or one per prompt)")
+        return given
+
+    def _with_template(self, given: str) -> ServedModel:
+        model = self._engine.model
+        try:
+            return replace(model, template=ChatTemplate.read(Path(), model.tokenizer, given))
+        except ModelError as error:
+            raise ValueError(f"'chat_template': {error}") from None
+
+    def _work(
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        texts: Sequence[str | None] = (),
+        has_text: Sequence[bool] = (),
+        order: Sequence[int] = (),
+        model: ServedModel | None = None,
+    ) -> Work:
+        num = len(requests)
+        return Work(
+            requests=requests,
+            request_ids=[self._engine.new_id() for _ in requests],
+            texts=texts or [None] * num,
+            has_text=has_text or [True] * num,
+            order=order or range(num),
+            model=model,
+        )
+
+    def _beams(self, output: RequestOutput) -> BeamSearchOutput:
+        decode = self._engine.model.tokenizer.decode
+        return BeamSearchOutput(
+            [
+                BeamSearchSequence(
+                    tokens=output.prompt_token_ids + beam.token_ids,
+                    logprobs=beam.logprobs or [],
+                    cum_logprob=beam.cumulative_logprob or 0.0,
+                    text=decode(output.prompt_token_ids + beam.token_ids),
+                    finish_reason=beam.finish_reason,
+                    stop_reason=beam.stop_reason,
+                )
+                for beam in output.outputs
+            ]
+        )
+
+
+def _requests(params: Sequence[SamplingParams]) -> list[GenerationRequest]:
+    """Return each params' request, made once for the same object."""
+    made = {id(each): each.request() for each in {id(one): one for one in params}.values()}
+    return [made[id(each)] for each in params]
+
+
+def _order(priority: Sequence[int] | None, num_prompts: int) -> Sequence[int]:
+    if priority is None:
+        return range(num_prompts)
+    if len(priority) != num_prompts:
+        raise ValueError(f"'priority': {len(priority)} for {num_prompts} prompts (one per prompt)")
+    return sorted(range(num_prompts), key=lambda index: priority[index])
+
+
+def _vector(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, np.float32)
+
+
+def refuse_lora(lora_request: object) -> None:
+    """Raises ValueError: adapters are not served offline."""
+    if lora_request is not None:
+        raise ValueError("'lora_request' is not supported (None)")

@@ -1,0 +1,74 @@
+"""Prompts and conversations, in vLLM's forms, as requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypedDict
+
+from service.gateway.core.request import CHAT, GenerationRequest
+from service.offline.sampling_params import checked_request
+
+
+class TextPrompt(TypedDict, total=False):
+    prompt: str
+    cache_salt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    prompt_token_ids: list[int]
+    prompt: str  # its text, if known
+    cache_salt: str
+
+
+Prompt = str | list[int] | TextPrompt | TokensPrompt
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+Conversation = list[dict[str, Any]]
+
+
+def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return a list of prompts; a list of numbers is one prompt's token ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    found: list[Any] = list(prompts)
+    return [found] if found and isinstance(found[0], int) else found
+
+
+def with_prompt(request: GenerationRequest, prompt: Prompt) -> GenerationRequest:
+    """Return the request with this prompt. Raises ValueError."""
+    if isinstance(prompt, Mapping):
+        for name in prompt:
+            if name not in PROMPT_KEYS:
+                raise ValueError(f"'{name}' is not supported in a prompt ({', '.join(PROMPT_KEYS)})")
+        request = replace(request, cache_salt=prompt.get("cache_salt") or "")
+        ids: Any = prompt.get("prompt_token_ids")
+        content: Any = prompt.get("prompt") if ids is None else list(ids)
+    else:
+        content = prompt
+    if isinstance(content, str) and content:
+        return replace(request, prompts=(content,))
+    if isinstance(content, list) and content and all(type(token) is int for token in content):
+        return replace(request, prompts=(tuple(content),))
+    raise ValueError("'prompt' must be a text or token ids, and not empty")
+
+
+def text_of(prompt: Prompt) -> str | None:
+    """Return the prompt's text, None if it has only ids."""
+    if isinstance(prompt, Mapping):
+        return prompt.get("prompt")
+    return prompt if isinstance(prompt, str) else None
+
+
+def conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """Return a list of conversations."""
+    found: list[Any] = [*messages]
+    return [found] if found and isinstance(found[0], Mapping) else found
+
+
+def with_conversation(request: GenerationRequest, fields: Mapping[str, Any]) -> GenerationRequest:
+    """Return the request with the prompt of a chat's HTTP fields. Raises ValueError.
+
+    Tools are only in the prompt: a call is part of the answer's text, as in vLLM.
+    """
+    chat = checked_request(CHAT, {name: value for name, value in fields.items() if value is not None})
+    return replace(request, endpoint=CHAT, prompts=chat.prompts)
