@@ -10,6 +10,7 @@ from service.engine.beam_search import BeamGroup
 from service.engine.grammars import Grammars
 from service.engine.kv.block_pool import BlockPool, render_blocks
 from service.engine.kv.kv_manager import KVManager
+from service.engine.kv.table_view import TableView, view_tables
 from service.engine.output_processor import EngineOutput, OutputProcessor, RequestOutput, iter_request_outputs
 from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
@@ -236,6 +237,10 @@ class Engine:
 
     def render_blocks(self) -> bytes:
         return render_blocks(self._kv.pool, [(one.request_id, one.block_table) for one in self._scheduler.running])
+
+    def view_tables(self) -> tuple[TableView, ...]:
+        drafts = {} if self.speculation is None else self.speculation.last_drafts
+        return view_tables(self._kv, self._scheduler.running, drafts)
 
     def render_host_blocks(self) -> bytes:
         """Render host blocks; empty without any."""

@@ -50,7 +50,7 @@ LIMITS: dict[type, Limits] = {
     Event: Limits(max_bytes=1 << 20, max_array_len=MAX_PARTS, max_map_len=16, max_containers=80),
     Cancel: Limits(max_bytes=1 << 10, max_array_len=8, max_map_len=8, max_containers=8),
     RequestRecord: Limits(max_bytes=4 << 20, max_array_len=1024, max_map_len=16, max_containers=8),
-    WorkerCard: Limits(max_bytes=64 << 10, max_array_len=8, max_map_len=512, max_containers=16),
+    WorkerCard: Limits(max_bytes=768 << 10, max_array_len=64, max_map_len=512, max_containers=80),
     DeadLetter: Limits(max_bytes=9 << 20, max_array_len=8, max_map_len=8, max_containers=8),
     IngressJob: Limits(max_bytes=2 << 20, max_array_len=4096, max_map_len=4096, max_containers=1 << 17),
     Reply: Limits(max_bytes=1 << 20, max_array_len=1024, max_map_len=64, max_containers=1024),

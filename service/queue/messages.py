@@ -99,6 +99,25 @@ class RequestRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockTable:
+    """A sequence's blocks, first tokens first. `blocks`, `holders` and `states` may be cut to the same length."""
+
+    request_id: str
+    branch: int
+    num_prompt_tokens: int
+    num_tokens: int
+    num_computed_tokens: int
+    num_blocks: int
+    blocks: bytes = b""  # uint32: ids on the GPU
+    holders: bytes = b""  # uint32: sequences and transfers that hold each block
+    states: bytes = b""  # service/engine/kv/table_view.py
+    copies: bytes = b""  # uint32 pairs: index of a block copied on write, id of its source
+    host_blocks: bytes = b""  # uint32: ids of a preempted sequence's blocks on the host
+    num_drafted: int = 0  # in the last step
+    num_accepted: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerCard:
     worker_id: str
     model: str
@@ -114,6 +133,7 @@ class WorkerCard:
     weight_bytes: int = 0
     kv_cache_dtype: str = ""  # "bfloat16", "fp8_e4m3"
     block_bytes: int = 0
+    tables: tuple[BlockTable, ...] = ()  # while a page is open
 
 
 @dataclass(frozen=True, kw_only=True)

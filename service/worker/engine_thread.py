@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from service.engine.engine import Engine
+from service.engine.kv.table_view import TableView
 from service.engine.output_processor import EngineOutput
 from service.engine.request import EngineRequest
 from service.engine.stats import EngineStats
@@ -70,6 +71,7 @@ class EngineThread:
         self._stats_due_s = 0.0
         self._is_watched = False
         self.blocks = self.host_blocks = b""
+        self.tables: tuple[TableView, ...] = ()
         self._blocks_due_s = 0.0
 
     @property
@@ -102,9 +104,10 @@ class EngineThread:
 
     def _render(self, now_s: float) -> None:
         if not self._is_watched:
-            self.blocks = self.host_blocks = b""
+            self.blocks, self.host_blocks, self.tables = b"", b"", ()
         elif now_s > self._blocks_due_s:
             self.blocks, self.host_blocks = self._engine.render_blocks(), self._engine.render_host_blocks()
+            self.tables = self._engine.view_tables()
             self._blocks_due_s = now_s + RENDER_EVERY_S
 
     def send(self, command: Command) -> None:

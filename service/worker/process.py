@@ -7,18 +7,21 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 from service.config.settings import Settings
 from service.engine.build import BuiltEngine, build_engine
+from service.engine.kv.table_view import TableView
 from service.errors import EndReason
 from service.garbage import freeze_heap
 from service.observability.logs import fields
 from service.observability.systemd import Supervisor
 from service.observability.tracing import NO_TRACING, Tracing
 from service.observability.worker_metrics import ENGINE, read_stats
+from service.queue.codec import pack_ids
 from service.queue.interface import QueueUnavailable, WorkerQueue
-from service.queue.messages import WorkerCard
+from service.queue.messages import BlockTable, WorkerCard
 from service.worker.engine_thread import EngineThread, Stop
 from service.worker.job_loop import EngineSizes, JobLoop, OutputInbox
 from service.worker.watchdog import DEFAULT_STEP_TIMEOUT_S, Watchdog
@@ -150,4 +153,23 @@ def _card(worker_id: str, settings: Settings, built: BuiltEngine, engine: Engine
         weight_bytes=built.executor.model.weights.num_bytes,
         kv_cache_dtype=built.kv_format.dtype,
         block_bytes=built.memory.block_bytes,
+        tables=tuple(map(_block_table, engine.tables)),
+    )
+
+
+def _block_table(view: TableView) -> BlockTable:
+    return BlockTable(
+        request_id=view.request_id,
+        branch=view.branch,
+        num_prompt_tokens=view.num_prompt_tokens,
+        num_tokens=view.num_tokens,
+        num_computed_tokens=view.num_computed_tokens,
+        num_blocks=view.num_blocks,
+        blocks=pack_ids(view.blocks),
+        holders=pack_ids(view.holders),
+        states=view.states,
+        copies=pack_ids([*chain.from_iterable(view.copied_from.items())]),
+        host_blocks=pack_ids(view.host_blocks),
+        num_drafted=view.num_drafted,
+        num_accepted=view.num_accepted,
     )

@@ -60,6 +60,9 @@ class BlockPool:
     def num_holders(self, block: int) -> int:
         return self._references[block]
 
+    def is_retained(self, block: int) -> bool:
+        return self._retention[block] != _PLAIN
+
     def is_cached(self, block: int) -> bool:
         return self._references[block] == 0 and self._retention[block] != _PLAIN
 
@@ -161,7 +164,7 @@ class BlockPool:
 
 FREE, CACHED, SHARED, MOVING, FIRST_OWNER = 0, 1, 2, 3, 16
 """Bytes of an image; from FIRST_OWNER on a request's colour."""
-MAX_CELLS = 8192
+MAX_CELLS = 131_072
 
 
 def render_blocks(pool: BlockPool, held: Iterable[tuple[str, Iterable[int]]], moving: Iterable[int] = ()) -> bytes:

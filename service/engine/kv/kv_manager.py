@@ -67,6 +67,7 @@ class KVManager:
         self.host: HostCache | None = cache.host
         self._tails: dict[Sequence, PrefixNode] = {}  # last cached block
         self._swap_in_ids: dict[Sequence, int] = {}  # transfer to wait for
+        self._copied: dict[Sequence, dict[int, BlockCopy]] = {}  # by index in the table
 
     def start_step(self) -> None:
         if self._cache is not None:
@@ -146,7 +147,9 @@ class KVManager:
             table, fresh = sequence.block_table, self.pool.allocate(missing)
             for index in range(sequence.num_computed_tokens // size, min(end, len(table))):
                 if self.pool.is_shared(table[index]):
-                    self._copies.append(BlockCopy(table[index], fresh[-1]))
+                    copy = BlockCopy(table[index], fresh[-1])
+                    self._copies.append(copy)
+                    self._copied.setdefault(sequence, {})[index] = copy
                     self.pool.release((table[index],))
                     table[index] = fresh.pop()
                     self.num_copies += 1
@@ -167,6 +170,11 @@ class KVManager:
     def awaits_copy(self, sequence: Sequence) -> bool:
         """Return whether the next plan copies a block to one of the sequence's."""
         return any(copy.target in sequence.block_table for copy in self._copies)
+
+    def copied_from(self, sequence: Sequence) -> dict[int, int]:
+        """Return the source of each block that was copied on write and is still in the table, by its index."""
+        table, copies = sequence.block_table, self._copied.get(sequence, {})
+        return {index: copy.source for index, copy in copies.items() if table[index] == copy.target}
 
     def drain_copies(self) -> tuple[BlockCopy, ...]:
         copies, self._copies = tuple(self._copies), []
@@ -287,6 +295,7 @@ class KVManager:
     def release(self, sequence: Sequence) -> None:
         self._tails.pop(sequence, None)
         self._swap_in_ids.pop(sequence, None)
+        self._copied.pop(sequence, None)
         self.unpin_host(sequence)
         self.pool.release(sequence.block_table)
         del sequence.block_table[:]

@@ -31,11 +31,13 @@ class Speculation:
         self._max_drafts = max_drafts
         self.lengths = lengths or DraftLengths()
         self.stats = DraftStats()
+        self.last_drafts: dict[Sequence, tuple[int, int]] = {}  # (drafted, accepted) in the last step with decodes
 
     def add_drafts(self, chunks: list[Chunk], max_tokens: int, extended: set[Sequence]) -> list[Chunk]:
         """Add at most `max_tokens` drafts to one-token chunks, as blocks allow; to `extended`, sequences that got
         blocks."""
         self.stats.last_mean_length = 0.0
+        self.last_drafts.clear()
         room = [self._room(chunk.sequence) for chunk in chunks]
         if not any(room):
             return chunks
@@ -68,12 +70,14 @@ class Speculation:
             self.lengths.cost.on_step(plan.num_tokens, seconds)
 
     def on_end(self, sequence: Sequence) -> None:
+        self.last_drafts.pop(sequence, None)
         if self._drafter is not None:
             self._drafter.on_end(sequence)
 
     def _count(self, chunk: Chunk, num_accepted: int) -> None:
         source = chunk.sequence.draft_source
         self.stats.add(source, num_accepted, len(chunk.drafts))
+        self.last_drafts[chunk.sequence] = len(chunk.drafts), num_accepted
         self.lengths.on_result(source, chunk.sequence, num_accepted, len(chunk.drafts))
         chunk.sequence.group.num_draft_tokens += len(chunk.drafts)
         chunk.sequence.group.num_accepted_tokens += num_accepted

@@ -30,7 +30,19 @@ def block(language: str) -> str:
 
 @pytest.mark.parametrize(
     "kind",
-    ["IngressJob", "Reply", "Job", "Event", "Part", "TokenLogprobs", "Usage", "Cancel", "WorkerCard", "DeadLetter"],
+    [
+        "IngressJob",
+        "Reply",
+        "Job",
+        "Event",
+        "Part",
+        "TokenLogprobs",
+        "Usage",
+        "Cancel",
+        "WorkerCard",
+        "BlockTable",
+        "DeadLetter",
+    ],
 )
 def test_every_field_is_on_the_page(kind):
     table = re.search(rf"### {kind}\n(.*?)(?=\n##|\Z)", README, re.DOTALL)[1]

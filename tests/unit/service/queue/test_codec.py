@@ -14,6 +14,7 @@ from model.sampling_params import SamplingParams
 from service.errors import EndReason
 from service.queue.codec import LIMITS, WireError, decode, encode, pack_floats, pack_ids, unpack_floats, unpack_ids
 from service.queue.messages import (
+    BlockTable,
     Cancel,
     Event,
     IngressJob,
@@ -60,6 +61,19 @@ SAMPLES = [
         block_size=16,
         beat_at_s=1.0,
         stats={"a": 1.0},
+        tables=(
+            BlockTable(
+                request_id="R/1",
+                branch=0,
+                num_prompt_tokens=1,
+                num_tokens=2,
+                num_computed_tokens=1,
+                num_blocks=1,
+                blocks=pack_ids([7]),
+                holders=pack_ids([1]),
+                states=b"\0",
+            ),
+        ),
     ),
     IngressJob(v=1, id="a.b-c_1", endpoint="/v1/chat/completions", body=BODY),
     Reply(
