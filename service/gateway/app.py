@@ -27,7 +27,7 @@ from service.gateway.routes.embeddings import Embeddings
 from service.gateway.routes.invocations import INVOCATIONS, Invocations
 from service.gateway.routes.messages import COUNT_TOKENS, Messages
 from service.gateway.routes.models import Models
-from service.gateway.routes.operations import ASSETS, Operations, asset
+from service.gateway.routes.operations import ASSETS, PAGES, Operations, asset
 from service.gateway.routes.responses import RESPONSE_ROUTE, Responses
 from service.gateway.routes.scores import RERANK_PATHS, SCORE_PATHS, Scores
 
@@ -93,8 +93,9 @@ def route_table(service: InferenceService, runner: BatchRunner) -> list[Route]:
         Route("GET", "/metrics", operations.metrics, is_documented=False),
         Route("GET", "/", pages.welcome, is_documented=False),
         Route("GET", "/openapi.json", pages.openapi, is_documented=False),
-        Route("GET", PAGE, asset("index.html", "text/html"), is_documented=False),
+        *(Route("GET", PAGE + path, asset(name, "text/html"), is_documented=False) for path, name in PAGES.items()),
         Route("GET", f"{PAGE}/state", operations.page_state, is_documented=False),
+        Route("GET", f"{PAGE}/sequences", operations.page_sequences, is_documented=False),
         *(Route("GET", f"{PAGE}/{name}", asset(name, kind), is_documented=False) for name, kind in ASSETS.items()),
     ]
 

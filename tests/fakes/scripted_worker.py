@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from service.errors import EndReason
 from service.queue.codec import pack_floats, pack_ids, unpack_ids
 from service.queue.interface import WorkerQueue
-from service.queue.messages import Cancel, Event, Job, Part, TokenLogprobs, Usage, WorkerCard
+from service.queue.messages import BlockTable, Cancel, Event, Job, Part, TokenLogprobs, Usage, WorkerCard
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class ScriptedWorker:
         self.is_fetching = False
         self.stats: dict[str, float] = {}
         self.blocks = self.host_blocks = b""
+        self.tables: tuple[BlockTable, ...] = ()
         self.jobs: list[Job] = []
         self.cancels: list[Cancel] = []
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -77,6 +78,7 @@ class ScriptedWorker:
             blocks=self.blocks,
             host_blocks=self.host_blocks,
             stats=self.stats,
+            tables=self.tables,
         )
         return await self._queue.announce(card)
 

@@ -1,4 +1,4 @@
-"""The operations page in a real browser."""
+"""The pages below /ui in a real browser."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from service.engine.kv.block_pool import FIRST_OWNER, SHARED
+from service.queue.codec import pack_ids
+from service.queue.messages import BlockTable
 from tests.support.gateway import open_gateway, write_model
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -50,12 +52,12 @@ async def test_a_browser_draws_the_fleet(tmp_path, width):
         )
     text = unescape(re.sub(r"<[^>]+>", " ", page))
     assert re.search(r"Running\s+3\b", text)
-    assert re.search(r"Blocks in use\s+25 %", text)
-    assert "64 blocks of 16 tokens: 16 used, 48 free" in text
-    canvas = re.search(r'<canvas role="img" aria-label="Blocks: 16 used, 48 free"[^>]*height: (\d+)px', page)
+    assert re.search(r"Blocks in use\s+25\.0 %", text)
+    assert "64 blocks of 16 tokens." in text
+    canvas = re.search(r'<canvas role="img" aria-label="Blocks: 16 active, 48 free"[^>]*height: (\d+)px', page)
     assert canvas is not None, "the pool was not drawn"
     assert int(canvas[1]) > 0
-    label = "Blocks on the host: 5 swapped, 0 cached, 3 free"
+    label = "Blocks on the host: 5 swapped out, 0 cached, 3 free"
     assert re.search(rf'<canvas role="img" aria-label="{label}"[^>]*height: [1-9]', page), "the host was not drawn"
 
 
@@ -72,7 +74,7 @@ async def test_a_gateway_that_is_gone_is_said_to_be(tmp_path):
     app = web.Application()
     app.router.add_get("/ui/state", cut)
     app.router.add_get("/ui", told)
-    app.router.add_get("/ui/{name}", told)
+    app.router.add_get("/ui/{name:.+}", told)
     async with TestServer(app) as server:
         page = await asyncio.to_thread(opened, str(server.make_url("/ui")), str(tmp_path / "profile"))
     assert '<p id="status" role="status" class="bad">The gateway does not answer.</p>' in page
@@ -91,3 +93,46 @@ async def test_what_a_fleet_does_not_have_takes_no_room(tmp_path):
     assert "hidden" not in on_gpu
     assert "hidden" in on_host
     assert re.search(r"\[hidden\] \{ display: none !important; \}", style)
+
+
+async def test_the_sequences_are_listed(tmp_path):
+    async with open_gateway(write_model(tmp_path / "model")) as gateway:
+        gateway.worker.tables = (
+            BlockTable(
+                request_id="R1/1",
+                branch=2,
+                num_prompt_tokens=20,
+                num_tokens=41,
+                num_computed_tokens=40,
+                num_blocks=3,
+                blocks=pack_ids([7, 2, 9]),
+                holders=pack_ids([2, 1, 1]),
+                states=bytes(3),
+                num_drafted=4,
+                num_accepted=3,
+            ),
+        )
+        await gateway.worker.announce()
+        page = await asyncio.to_thread(
+            opened, gateway.url + "/ui", str(tmp_path / "profile"), "--window-size=1200,4000"
+        )
+    text = unescape(re.sub(r"<[^>]+>", " ", page))
+    assert re.search(r"R1/1 · 2\s+decoding\s+41\s+3\s+1\s+0\s+3 / 4", text)
+
+
+@pytest.mark.parametrize("width", [360, 1200])
+async def test_the_simulator_runs(tmp_path, width):
+    async with open_gateway(write_model(tmp_path / "model")) as gateway:
+        page = await asyncio.to_thread(
+            opened, gateway.url + "/ui/simulator", str(tmp_path / "profile"), f"--window-size={width},900"
+        )
+    assert int(re.search(r'<span id="now">(\d+)</span>', page)[1]) > 0
+    labels = re.findall(r'<canvas role="img"[^>]* aria-label="([^"]*)"', page)
+    assert [label.partition(":")[0] for label in labels] == ["Naive", "Power of two", "Paged"]
+
+
+async def test_the_playground_finds_the_model(tmp_path):
+    async with open_gateway(write_model(tmp_path / "model")) as gateway:
+        page = await asyncio.to_thread(opened, gateway.url + "/ui/playground", str(tmp_path / "profile"))
+    assert '<p id="model" class="model">scripted</p>' in page
+    assert "1 worker ready" in page

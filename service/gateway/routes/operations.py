@@ -1,4 +1,4 @@
-"""Metrics, probes, and the operations page `/ui`: live charts and a playground, without foreign assets."""
+"""Metrics, probes, and the pages below `/ui`, without foreign assets."""
 
 from __future__ import annotations
 
@@ -15,16 +15,25 @@ from service.gateway.http.middleware import json_response
 from service.gateway.routes.probes import readiness
 from service.observability.metrics import CONTENT_TYPE, LaneStats
 from service.observability.worker_metrics import WorkerFormats
+from service.queue.codec import unpack_ids
 from service.queue.interface import QUEUE_LANES, QueueUnavailable
-from service.queue.messages import WorkerCard
+from service.queue.messages import BlockTable, WorkerCard
 
 GATEWAY = __name__.partition(".routes.")[0]
 ASSETS = {
     "ui.css": "text/css",
-    "ui.js": "text/javascript",
-    "drawing.js": "text/javascript",
-    "playground.js": "text/javascript",
-}
+    "vendor/uPlot.min.css": "text/css",
+    **dict.fromkeys(
+        (
+            "theme.js", "page.js", "vendor/uPlot.iife.min.js", "charts.js",
+            "ui.js", "series.js", "drawing.js", "sequences.js",
+            "playground.js", "conversations.js", "simulator.js", "allocators.js",
+        ),
+        "text/javascript",
+    ),
+}  # fmt: skip
+PAGES = {"": "index.html", "/playground": "playground.html", "/simulator": "simulator.html"}
+"""Files of the pages, by their path below `/ui`."""
 HEADERS = {
     # The page uses inline colours, loads only its own files and calls only this server.
     "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
@@ -42,6 +51,19 @@ class Operations:
     async def page_state(self, http: web.Request) -> web.Response:
         """Answer with what the page shows, which it polls once a second."""
         return json_response(await _state(self._service), headers={"Cache-Control": "no-store"})
+
+    async def page_sequences(self, http: web.Request) -> web.Response:
+        """Answer with counts of the fleet's longest sequences, and the block table of the query's one."""
+        chosen = (http.query.get("request"), http.query.get("branch", "0"))
+        try:
+            await self._service.fleet.request_block_maps()
+            cards = (await self._service.fleet.view()).cards
+        except QueueUnavailable:
+            cards = ()
+        sequences = [_sequence(card.worker_id, table) for card in cards for table in card.tables]
+        found = [table for card in cards for table in card.tables if (table.request_id, str(table.branch)) == chosen]
+        body = {"sequences": sequences, "table": _table(found[0]) if found else None}
+        return json_response(body, headers={"Cache-Control": "no-store"})
 
     async def metrics(self, http: web.Request) -> web.Response:
         metrics = self._service.metrics
@@ -117,6 +139,38 @@ def _worker(card: WorkerCard) -> dict[str, object]:
         "host_blocks": base64.b64encode(card.host_blocks).decode() if card.host_blocks else None,
         "blocks_per_cell": -(-card.num_blocks // num_cells) if num_cells else 1,
         "stats": card.stats,
+    }
+
+
+def _sequence(worker_id: str, table: BlockTable) -> dict[str, object]:
+    """Counts and the request's id: any tenant may look."""
+    holders = unpack_ids(table.holders)
+    return {
+        "worker": worker_id,
+        "request": table.request_id,
+        "branch": table.branch,
+        "num_prompt_tokens": table.num_prompt_tokens,
+        "num_tokens": table.num_tokens,
+        "num_computed_tokens": table.num_computed_tokens,
+        "num_blocks": table.num_blocks,
+        "num_shared": sum(count > 1 for count in holders),
+        "num_copied": len(table.copies) // 8,
+        "num_swapped": len(table.host_blocks) // 4,
+        "num_drafted": table.num_drafted,
+        "num_accepted": table.num_accepted,
+    }
+
+
+def _table(table: BlockTable) -> dict[str, object]:
+    copies = unpack_ids(table.copies)
+    return {
+        "request": table.request_id,
+        "branch": table.branch,
+        "blocks": unpack_ids(table.blocks),
+        "holders": unpack_ids(table.holders),
+        "states": [*table.states],
+        "copied_from": dict(zip(map(str, copies[::2]), copies[1::2], strict=True)),
+        "host_blocks": unpack_ids(table.host_blocks),
     }
 
 

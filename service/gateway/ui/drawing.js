@@ -1,65 +1,91 @@
-// Canvases: line charts and the block pool.
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+// The block pool: one square per block, up to 131,072 of them (service/engine/kv/block_pool.py).
+import { colour, rgb } from "./page.js";
 
-/** Clear a canvas and scale it to the screen; returns its context and its width in CSS pixels. */
-function prepared(canvas, height) {
-  const scale = window.devicePixelRatio || 1;
-  const width = canvas.clientWidth;
-  const [across, down] = [Math.round(width * scale), Math.round(height * scale)];
-  if (canvas.width !== across || canvas.height !== down) Object.assign(canvas, { width: across, height: down });
-  const context = canvas.getContext("2d");
-  context.setTransform(scale, 0, 0, scale, 0, 0);
-  context.clearRect(0, 0, width, height);
-  return { context, width };
+const [FREE, CACHED, SHARED, MOVING, FIRST_OWNER] = [0, 1, 2, 3, 16];
+const NAMES = { [FREE]: "free", [CACHED]: "kept for later prompts", [SHARED]: "shared by several sequences", [MOVING]: "being copied" };
+const SHADES = 5; // of active blocks, so that neighbours of several requests differ
+
+export const stateOf = (cell) => NAMES[cell] ?? "active, of one sequence";
+
+export const unpack = (packed) => Uint8Array.from(atob(packed), (char) => char.charCodeAt(0));
+
+/** Squares of `size` CSS pixels with a gap, as many columns as fit: at most `maxHeight` high while they are 2 px. */
+export function layout(width, numCells, maxHeight) {
+  const size = Math.max(2, Math.min(16, Math.floor(Math.sqrt((width * maxHeight) / Math.max(1, numCells)))));
+  const columns = Math.max(1, Math.floor(width / size));
+  return { size, columns, rows: Math.ceil(numCells / columns) };
 }
 
-export class Chart {
-  constructor(canvas) {
+function palette() {
+  const active = rgb("--block-active");
+  const ground = rgb("--surface");
+  const shades = [...Array(SHADES).keys()].map((shade) => active.map((value, index) => value + (ground[index] - value) * 0.1 * shade));
+  const known = [];
+  for (const [cell, name] of [[FREE, "--block-free"], [CACHED, "--block-cached"], [SHARED, "--block-shared"], [MOVING, "--block-moving"]]) known[cell] = rgb(name);
+  return [...Array(256).keys()].map((cell) => known[cell] ?? shades[cell % SHADES]);
+}
+
+/** Draw the pool: one pixel per cell off screen, scaled up, then the gaps as lines; `marked` cells get a frame. */
+export class Pool {
+  constructor(canvas, tip) {
     this.canvas = canvas;
+    this.tip = tip;
+    this.cells = new Uint8Array();
+    this.small = document.createElement("canvas");
+    canvas.addEventListener("pointermove", (event) => this.point(event.offsetX, event.offsetY));
+    canvas.addEventListener("pointerleave", () => (tip.textContent = ""));
+    new ResizeObserver(() => this.width !== canvas.clientWidth && this.draw()).observe(canvas);
   }
 
-  /** One value per snapshot and line; all share a scale, labelled with its top. */
-  draw(lines) {
-    const height = this.canvas.clientHeight;
-    const { context, width } = prepared(this.canvas, height);
-    const top = Math.max(1, ...lines.flatMap((line) => line.values));
-    const [left, ground] = [2, height - 2];
-    context.strokeStyle = colour("--line");
-    context.strokeRect(0.5, 0.5, width - 1, height - 1);
-    for (const { name, values } of lines) {
-      context.strokeStyle = colour(name);
-      context.lineWidth = 1.5;
-      context.beginPath();
-      values.forEach((value, index) => {
-        const x = left + ((width - 2 * left) * (index + 120 - values.length)) / 119;
-        const y = ground - ((ground - 16) * value) / top;
-        index ? context.lineTo(x, y) : context.moveTo(x, y);
-      });
-      context.stroke();
+  show(cells, blocksPerCell, marked = []) {
+    const marks = JSON.stringify(marked);
+    const same = cells.length === this.cells.length && marks === this.marks && cells.every((cell, index) => cell === this.cells[index]);
+    Object.assign(this, { cells, blocksPerCell, marked, marks });
+    if (!same) this.draw();
+  }
+
+  draw() {
+    const { canvas, cells } = this;
+    const width = (this.width = canvas.clientWidth);
+    if (!width || !cells.length) return;
+    const { size, columns, rows } = (this.grid = layout(width, cells.length, 240));
+    const scale = window.devicePixelRatio || 1;
+    const height = rows * size;
+    canvas.style.height = `${height}px`;
+    Object.assign(canvas, { width: Math.round(width * scale), height: Math.round(height * scale) });
+    Object.assign(this.small, { width: columns, height: rows });
+    const small = this.small.getContext("2d");
+    const image = small.createImageData(columns, rows);
+    const colours = palette();
+    cells.forEach((cell, index) => {
+      const [red, green, blue] = colours[cell];
+      image.data.set([red, green, blue, 255], 4 * index);
+    });
+    small.putImageData(image, 0, 0);
+    const context = canvas.getContext("2d");
+    context.scale(scale, scale);
+    context.imageSmoothingEnabled = false;
+    context.drawImage(this.small, 0, 0, columns * size, height);
+    if (size > 3) {
+      context.fillStyle = colour("--surface");
+      const gap = size > 7 ? 1 : 0.5;
+      for (let column = 1; column <= columns; column++) context.fillRect(column * size - gap, 0, gap, height);
+      for (let row = 1; row <= rows; row++) context.fillRect(0, row * size - gap, columns * size, gap);
     }
-    context.fillStyle = colour("--quiet");
-    context.font = "12px system-ui, sans-serif";
-    context.fillText(top.toLocaleString("en", { maximumFractionDigits: 0 }), 6, 14);
+    context.fillStyle = colour("--mark");
+    for (const block of this.marked) {
+      const index = Math.floor(block / this.blocksPerCell);
+      context.fillRect((index % columns) * size, Math.floor(index / columns) * size, Math.max(2, size - 1), Math.max(2, size - 1));
+    }
   }
-}
 
-const [FREE, CACHED, SHARED, MOVING] = [0, 1, 2, 3];
-const FIRST_OWNER = 16;
-
-/** Draw a pool, one square per cell; `packed` is base64, one byte per cell (service/engine/kv/block_pool.py). */
-export function drawBlocks(canvas, packed) {
-  const cells = Uint8Array.from(atob(packed), (char) => char.charCodeAt(0));
-  const available = canvas.clientWidth || 320;
-  const size = Math.max(3, Math.min(14, Math.floor(Math.sqrt((available * 220) / cells.length))));
-  const columns = Math.max(1, Math.floor(available / size));
-  const height = Math.ceil(cells.length / columns) * size;
-  canvas.style.height = `${height}px`;
-  const { context } = prepared(canvas, height);
-  const known = { [FREE]: colour("--free"), [CACHED]: colour("--cached"), [SHARED]: colour("--shared"), [MOVING]: colour("--accent-2") };
-  const gap = size > 5 ? 1 : 0.5;
-  cells.forEach((cell, index) => {
-    // The golden angle keeps the hues of consecutive numbers far apart.
-    context.fillStyle = known[cell] ?? `hsl(${((cell - FIRST_OWNER) * 137.5) % 360} 62% 52%)`;
-    context.fillRect((index % columns) * size, Math.floor(index / columns) * size, size - gap, size - gap);
-  });
+  point(x, y) {
+    if (!this.grid) return;
+    const { size, columns } = this.grid;
+    const index = Math.floor(y / size) * columns + Math.floor(x / size);
+    if (x >= columns * size || index >= this.cells.length) return void (this.tip.textContent = "");
+    const first = index * this.blocksPerCell;
+    const name = this.blocksPerCell > 1 ? `Blocks ${first} to ${first + this.blocksPerCell - 1}, the first` : `Block ${first}`;
+    this.tip.textContent = `${name}: ${stateOf(this.cells[index])}`;
+  }
 }

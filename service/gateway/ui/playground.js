@@ -1,131 +1,296 @@
-// A chat of one message; each token of the answer shows its probability and the alternatives.
-const find = (id) => document.getElementById(id);
+// The playground: conversations with the model, tools, structured output, probabilities of tokens.
+import { checked, describeState, element, find, getJson, number, readStored, reason, reconcile, setStatus, store } from "./page.js";
+import { Conversations, applyChunk, curl, events, openCalls, requestBody } from "./conversations.js";
+
+const POLL_MS = 5000;
+const EXAMPLES = {
+  tools: { name: "get_weather", description: "Weather in a city now", parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] } },
+  schema: { type: "object", properties: { name: { type: "string" }, age: { type: "integer" } }, required: ["name", "age"], additionalProperties: false },
+};
+const WHO = { user: "You", assistant: "Model", tool: "Tool result" };
+
+function localStore() {
+  try {
+    return window.localStorage;
+  } catch {
+    return null; // forbidden
+  }
+}
+
+const conversations = new Conversations(localStore());
+const form = find("form");
+let model = "";
+let stopper = null;
+
+const fields = () => Object.fromEntries(new FormData(form));
 const shown = (text) => JSON.stringify(text).slice(1, -1);
 const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(1)} %`;
 
-export class Playground {
-  constructor(model) {
-    this.model = model;
-    this.tokens = [];
-    this.here = -1;
-    find("ask").addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.ask();
+function showConversations() {
+  reconcile(find("conversations"), conversations.list, (one) => one.id,
+    (one) => element("li", {}, element("button", { type: "button", class: "open", onclick: () => open(one.id) }),
+      element("button", { type: "button", class: "icon remove", title: "Delete", onclick: () => remove(one) }, "×")),
+    (part, one) => {
+      const [name, gone] = part.children;
+      name.textContent = one.title;
+      gone.setAttribute("aria-label", `Delete ${one.title}`);
+      name.setAttribute("aria-current", one === conversations.current);
     });
-    find("stop").addEventListener("click", () => this.stopper?.abort());
-    find("answer").addEventListener("click", (event) => {
-      const index = [...find("answer").children].indexOf(event.target);
-      if (index >= 0) this.showToken(index);
-    });
-    find("answer").addEventListener("keydown", (event) => {
-      const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-      if (step && this.tokens.length) {
-        event.preventDefault();
-        this.showToken(Math.max(0, Math.min(this.tokens.length - 1, this.here + step)));
-      }
-    });
-  }
+}
 
-  async ask() {
-    this.stopper = new AbortController();
-    this.busy(true);
-    this.tokens = [];
-    this.here = -1;
-    find("answer").replaceChildren();
-    find("thought").textContent = "";
-    find("thinking").hidden = true;
-    find("figures").textContent = "";
-    find("figures").classList.remove("bad");
-    const start = performance.now();
-    let first = null;
-    try {
-      for await (const chunk of this.chunks()) {
-        if (chunk.error) throw new Error(chunk.error.message);
-        const choice = chunk.choices[0];
-        if (!choice) continue;
-        if (choice.delta.content || choice.delta.reasoning) first ??= performance.now();
-        this.appendReasoning(choice.delta.reasoning);
-        this.appendTokens(choice);
-        if (choice.finish_reason) this.figures(start, first, choice.finish_reason);
-      }
-    } catch (error) {
-      const stopped = error.name === "AbortError";
-      find("figures").textContent = stopped ? "Stopped." : error instanceof TypeError ? "The gateway does not answer any more." : error.message;
-      find("figures").classList.toggle("bad", !stopped);
-    } finally {
-      this.busy(false);
-    }
-  }
+function open(id) {
+  stopper?.abort();
+  conversations.open(id);
+  showAll();
+  find("message").focus();
+}
 
-  async *chunks() {
-    const response = await fetch("v1/chat/completions", {
-      method: "POST",
-      signal: this.stopper.signal,
-      headers: { "Content-Type": "application/json" },
-      body: JSON.stringify({
-        model: this.model(),
-        messages: [{ role: "user", content: find("message").value }],
-        temperature: Number(find("temperature").value),
-        max_tokens: Number(find("max-tokens").value),
-        logprobs: true,
-        top_logprobs: Number(find("top").value),
-        stream: true,
-      }),
-    });
-    if (!response.ok) throw new Error((await response.json()).error.message);
-    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-    let rest = "";
-    for (;;) {
-      const { done, value } = await reader.read();
-      if (done) return;
-      const lines = (rest + value).split("\n");
-      rest = lines.pop();
-      for (const line of lines) {
-        if (line.startsWith("data: ") && line !== "data: [DONE]") yield JSON.parse(line.slice(6));
-      }
-    }
-  }
+function remove(one) {
+  if (one === conversations.current) stopper?.abort();
+  conversations.remove(one.id);
+  showAll();
+}
 
-  appendReasoning(text) {
-    if (!text) return;
-    find("thinking").hidden = false;
-    find("thought").textContent += text;
-  }
+function showAll() {
+  showConversations();
+  find("log").replaceChildren();
+  find("token").hidden = true;
+  showMessages();
+}
 
-  /** Tokens arrive with their text, or before it while a character is incomplete. */
-  appendTokens(choice) {
-    for (const token of choice.logprobs?.content ?? []) {
-      const part = document.createElement("span");
-      // A token without bytes is not in the answer: reasoning, or an end.
-      part.textContent = token.bytes.length ? token.token : "";
-      part.style.backgroundColor = `color-mix(in srgb, var(--accent-2) ${Math.round(60 * (1 - Math.exp(token.logprob)))}%, transparent)`;
-      find("answer").append(part);
-      this.tokens.push(token);
-    }
+function showMessages() {
+  const { messages } = conversations.current;
+  const log = find("log");
+  const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 48;
+  if (!messages.length) log.replaceChildren(element("p", { class: "empty" }, "Ask the model something. What it answers is shaded by probability: the darker a token, the less sure."));
+  else {
+    log.querySelector(":scope > .empty")?.remove();
+    reconcile(log, messages.map((message, index) => ({ message, index })), ({ index }) => index, makeMessage, fillMessage);
   }
+  if (isAtEnd) log.scrollTop = log.scrollHeight;
+}
 
-  showToken(index) {
-    find("answer").children[this.here]?.classList.remove("here");
-    this.here = index;
-    find("answer").children[index].classList.add("here");
-    const token = this.tokens[index];
-    const chosen = document.createElement("b");
-    chosen.textContent = `“${shown(token.token)}” ${percent(token.logprob)}`;
-    const others = token.top_logprobs.filter((other) => other.token !== token.token);
-    const alternatives = others.map((other) => `“${shown(other.token)}” ${percent(other.logprob)}`).join(", ");
-    find("token").replaceChildren(chosen, alternatives ? ` instead of ${alternatives}` : "");
-  }
+function makeMessage({ message }) {
+  return element("article", { class: `message ${message.role}` }, element("h3", {}, WHO[message.role]),
+    element("details", { class: "reasoning", hidden: true }, element("summary", {}, "Reasoning"), element("p")),
+    element("div", { class: "text" }), element("div", { class: "calls" }), element("p", { class: "quiet figures" }));
+}
 
-  figures(start, first, reason) {
-    const end = performance.now();
-    const speed = first && this.tokens.length > 1 ? ((this.tokens.length - 1) * 1000) / (end - first) : null;
-    find("figures").textContent =
-      `${this.tokens.length} tokens (${reason}), first after ${Math.round((first ?? end) - start)} ms` +
-      (speed ? `, then ${Math.round(speed)} a second` : "");
-  }
+function fillMessage(part, { message }) {
+  const [, reasoning, text, calls, figures] = part.children;
+  reasoning.hidden = !message.reasoning;
+  if (message.reasoning) reasoning.lastChild.textContent = message.reasoning;
+  if (message.tokens) fillTokens(text, message);
+  else if (text.textContent !== message.content) text.textContent = message.content;
+  reconcile(calls, message.tool_calls ?? [], (call) => call.id || "…", (call) => makeCall(call), fillCall);
+  figures.textContent = message.error ?? message.figures ?? (message === busyWith ? "…" : "");
+  figures.classList.toggle("bad", Boolean(message.error));
+}
 
-  busy(is) {
-    find("send").disabled = is;
-    find("stop").disabled = !is;
+/** Append a span per new token; one without bytes is not in the answer: reasoning, or an end. */
+function fillTokens(text, message) {
+  text.tabIndex = 0;
+  text.setAttribute("role", "group");
+  text.setAttribute("aria-label", "Answer: arrow keys go from token to token");
+  for (const token of message.tokens.slice(text.children.length)) {
+    const span = element("span", {}, token.bytes.length ? token.token : "");
+    span.style.setProperty("--doubt", `${Math.round(45 * (1 - Math.exp(token.logprob)))}%`);
+    span.token = token;
+    text.append(span);
   }
 }
+
+function showToken(span) {
+  if (!span?.token) return;
+  for (const other of document.querySelectorAll(".here")) other.classList.remove("here");
+  span.classList.add("here");
+  const { token } = span;
+  const others = token.top_logprobs.filter((other) => other.token !== token.token);
+  const alternatives = others.map((other) => `“${shown(other.token)}” ${percent(other.logprob)}`).join(", ");
+  find("token").hidden = false;
+  find("token").replaceChildren(element("b", {}, `“${shown(token.token)}” ${percent(token.logprob)}`), alternatives ? ` instead of ${alternatives}` : "");
+}
+
+function makeCall(call) {
+  const answer = element("input", { placeholder: "Result, such as {\"degrees\": 21}", "aria-label": `Result of ${call.function.name}` });
+  const reply = element("form", { class: "reply" }, answer, element("button", {}, "Answer"));
+  reply.addEventListener("submit", (event) => {
+    event.preventDefault();
+    conversations.current.messages.push({ role: "tool", content: answer.value, tool_call_id: call.id });
+    if (openCalls(conversations.current.messages).length) showMessages();
+    else ask();
+  });
+  return element("div", { class: "call" }, element("code", {}), reply);
+}
+
+function fillCall(part, call) {
+  part.firstChild.textContent = `${call.function.name}(${call.function.arguments})`;
+  part.lastChild.hidden = stopper !== null || !openCalls(conversations.current.messages).includes(call);
+}
+
+let busyWith = null;
+
+/** Send the conversation and read the answer into it. */
+async function ask() {
+  const conversation = conversations.current;
+  const { messages } = conversation;
+  const message = { role: "assistant", content: "" };
+  const start = performance.now();
+  let first = null;
+  let body;
+  try {
+    body = requestBody(model, messages, fields());
+  } catch (error) {
+    return fail(error.message);
+  }
+  const mine = (stopper = new AbortController());
+  busyWith = message;
+  messages.push(message);
+  showBusy();
+  const isShown = () => conversations.current === conversation;
+  try {
+    const answer = await fetch("../v1/chat/completions", { method: "POST", signal: mine.signal, headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+    for await (const chunk of events((await checked(answer)).body)) {
+      applyChunk(message, chunk);
+      if (message.content || message.reasoning || message.tool_calls) first ??= performance.now();
+      if (isShown()) requestPaint();
+    }
+    message.figures = figuresOf(message, start, first ?? performance.now(), performance.now());
+  } catch (error) {
+    if (error.name === "AbortError") message.figures = "Stopped.";
+    else message.error = reason(error);
+  }
+  if (stopper === mine) stopper = busyWith = null;
+  showBusy();
+  if (!conversations.save()) fail("The browser has no room for the conversation: it is lost when the page is left.");
+  showConversations();
+  if (isShown()) showMessages();
+}
+
+function figuresOf(message, start, first, end) {
+  const { prompt_tokens, completion_tokens } = message.usage ?? {};
+  const ended = { length: "cut off at max tokens", tool_calls: "calls a tool", content_filter: "filtered" }[message.finish];
+  const speed = completion_tokens > 1 ? `${number(((completion_tokens - 1) * 1000) / Math.max(1, end - first))} tokens/s` : null;
+  return [`${number(prompt_tokens)} + ${number(completion_tokens)} tokens`, `first after ${number(first - start)} ms`, speed, ended].filter(Boolean).join(" · ");
+}
+
+let isPainting = false;
+function requestPaint() {
+  if (isPainting) return;
+  isPainting = true;
+  requestAnimationFrame(() => {
+    isPainting = false;
+    showMessages();
+  });
+}
+
+function showBusy() {
+  find("send").disabled = stopper !== null;
+  find("stop").disabled = stopper === null;
+  showMessages();
+}
+
+function fail(text) {
+  find("count").textContent = text;
+  find("count").classList.add("bad");
+}
+
+function submit() {
+  const content = find("message").value;
+  if (stopper || !content.trim()) return;
+  for (const call of openCalls(conversations.current.messages)) conversations.current.messages.push({ role: "tool", content: "", tool_call_id: call.id });
+  conversations.current.messages.push({ role: "user", content });
+  find("message").value = "";
+  conversations.save();
+  showConversations();
+  ask();
+  countTokens();
+}
+
+/** Show the tokens of what is typed; waits until typing pauses. */
+let counting = 0;
+function countTokens() {
+  clearTimeout(counting);
+  const prompt = find("message").value;
+  find("count").classList.remove("bad");
+  if (!prompt) return void (find("count").textContent = "");
+  counting = setTimeout(async () => {
+    const answer = await fetch("../tokenize", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ model, prompt, add_special_tokens: false }) }).catch(() => null);
+    if (answer?.ok && find("message").value === prompt) {
+      const { count } = await answer.json();
+      find("count").textContent = `${number(count)} ${count === 1 ? "token" : "tokens"}`;
+    }
+  }, 250);
+}
+
+async function copyCurl() {
+  const typed = find("message").value;
+  const messages = typed ? [...conversations.current.messages, { role: "user", content: typed }] : conversations.current.messages;
+  try {
+    const text = curl(new URL("../v1/chat/completions", location.href).href, requestBody(model, messages, fields()));
+    await navigator.clipboard.writeText(text);
+    find("curl").textContent = "Copied";
+    setTimeout(() => (find("curl").textContent = "Copy as curl"), 1500);
+  } catch (error) {
+    fail(error.name === "NotAllowedError" || error instanceof TypeError ? "The browser does not let this page use the clipboard." : error.message);
+  }
+}
+
+async function poll() {
+  try {
+    const state = await getJson("state");
+    model = find("model").textContent = state.model;
+    setStatus(...describeState(state));
+  } catch (error) {
+    setStatus("bad", reason(error));
+  }
+  setTimeout(poll, document.hidden ? 4 * POLL_MS : POLL_MS);
+}
+
+find("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  submit();
+});
+find("message").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    submit();
+  }
+});
+document.addEventListener("keydown", (event) => event.key === "Escape" && stopper?.abort());
+find("message").addEventListener("input", countTokens);
+find("stop").addEventListener("click", () => stopper?.abort());
+find("curl").addEventListener("click", copyCurl);
+find("new").addEventListener("click", () => {
+  stopper?.abort();
+  conversations.create();
+  showAll();
+  find("message").focus();
+});
+find("log").addEventListener("click", (event) => showToken(event.target));
+find("log").addEventListener("keydown", (event) => {
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  const text = event.target.closest(".text");
+  if (!step || !text?.children.length) return;
+  event.preventDefault();
+  const here = [...text.children].findIndex((span) => span.classList.contains("here"));
+  showToken(text.children[Math.max(0, Math.min(text.children.length - 1, here + step))]);
+});
+for (const [name, example] of Object.entries(EXAMPLES)) {
+  find(`${name}-example`).addEventListener("click", () => {
+    form.elements[name].value = JSON.stringify(example, null, 2);
+    form.elements[name].rows = 10;
+    form.dispatchEvent(new Event("input"));
+  });
+}
+form.addEventListener("input", () => store("quire.form", fields()));
+form.addEventListener("submit", (event) => event.preventDefault());
+const kept = readStored("quire.form", null);
+if (kept) {
+  for (const field of form.elements) {
+    if (field.type === "checkbox") field.checked = Boolean(kept[field.name]);
+    else if (field.name in kept) field.value = kept[field.name];
+  }
+}
+showAll();
+poll();

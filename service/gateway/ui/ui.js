@@ -1,157 +1,172 @@
-// The operations page: polls /ui/state once a second and draws it; the playground chats with the model.
-import { Playground } from "./playground.js";
-import { Chart, drawBlocks } from "./drawing.js";
+// The operations page: polls /ui/state once a second and draws it.
+import { bytes, compact, describeState, element, find, getJson, number, onTheme, percent, readStored, reason, reconcile, setStatus, store } from "./page.js";
+import { Chart } from "./charts.js";
+import { History, quantile, rate, sum, acceptance } from "./series.js";
+import { Pool, unpack } from "./drawing.js";
+import { Sequences } from "./sequences.js";
 
 const POLL_MS = 1000;
-const MAX_SNAPSHOTS = 120; // kept, one per poll
-const PERCENTILE_SPAN = 30;
+const MAX_ROWS = 1800; // half an hour, one per poll
+const RANGES = { 120: "2 min", 600: "10 min", 1800: "30 min" };
 
-const find = (id) => document.getElementById(id);
-const number = (value, digits = 0) =>
-  value === null ? "–" : value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: 0 });
-
-const snapshots = [];
-const charts = { tokens: new Chart(find("chart-tokens")), requests: new Chart(find("chart-requests")) };
-
-async function fetchSnapshot() {
-  const response = await fetch("ui/state", { cache: "no-store" });
-  if (!response.ok) {
-    const body = await response.json().catch(() => null);
-    throw new Error(body?.error?.message ?? `HTTP ${response.status}`);
+function earlierRows() {
+  try {
+    const rows = JSON.parse(sessionStorage.getItem("quire.history")) ?? [];
+    return rows.length && Date.now() / 1000 - rows.at(-1)[0] < MAX_ROWS ? rows : [];
+  } catch {
+    return [];
   }
-  const state = await response.json();
-  snapshots.push(state);
-  if (snapshots.length > MAX_SNAPSHOTS) snapshots.shift();
-  return state;
 }
 
-const sum = (state, name) => state.workers.reduce((total, worker) => total + (worker.stats[name] ?? 0), 0);
+const history = new History(MAX_ROWS, earlierRows());
+let range = readStored("quire.range", 120);
+let numBlocks = 0;
 
-/** Growth of a counter per second between two snapshots; a worker that left or restarted adds nothing. */
-function rate(name, before, now) {
-  if (!before) return 0;
-  const then = new Map(before.workers.map((worker) => [worker.id, worker.stats[name] ?? 0]));
-  const grown = now.workers.reduce(
-    (total, worker) => total + Math.max(0, (worker.stats[name] ?? 0) - (then.get(worker.id) ?? worker.stats[name] ?? 0)), 0);
-  return grown / Math.max(now.at_s - before.at_s, 1e-3);
-}
+const charts = [
+  ["ttft", "Time to first token", [["ttft50", "p50", "--series-1"], ["ttft99", "p99", "--series-2"]], { unit: "ms" }],
+  ["gap", "Inter-token gap", [["gap50", "p50", "--series-1"], ["gap99", "p99", "--series-2"]], { unit: "ms" }],
+  ["tokens", "Throughput", [["output", "output", "--series-1"], ["prompt", "prompt", "--series-3"]], { unit: "tokens/s" }],
+  ["requests", "Requests", [["running", "running", "--series-1"], ["waiting", "waiting", "--series-2"]], {}],
+  ["blocks", "Block pool",
+    [["active", "active", "--block-active"], ["shared", "shared", "--block-shared"], ["cached", "cached", "--block-cached"], ["free", "free", "--block-free"], ["host", "on host", "--block-moving"]],
+    { unit: "blocks", isStacked: true, top: () => numBlocks }],
+  ["acceptance", "Accepted drafts", [["acceptance", "accepted", "--series-3"]], { unit: "%", top: () => 100 }],
+].map(([id, title, lines, options]) => ({
+  id,
+  chart: new Chart(find(`chart-${id}`), title, lines.map(([column, name, colour]) => ({ column, name, colour, isApart: column === "host" })), options),
+}));
 
-/** Upper bound, in ms, of the bucket with this share of the observations since an earlier snapshot. */
-function percentile(name, share, before, now) {
-  const earlier = before ? before.latency[name] : now.latency[name].map(() => 0);
-  const counts = now.latency[name].map((count, index) => count - earlier[index]);
-  const total = counts.at(-1);
-  if (!(total > 0)) return null;
-  const index = counts.findIndex((count) => count >= total * share);
-  const bound = now.latency_bounds_s[name][index];
-  return bound === null ? null : bound * 1000;
-}
+const sequences = new Sequences((id) => history.last?.workers.find((worker) => worker.id === id)?.block_size ?? 16);
+const pools = new Map();
 
+/** Tiles: name, value, what it is measured in or of. */
 function tiles(now) {
-  const last = snapshots.at(-2);
-  const earlier = snapshots.length > PERCENTILE_SPAN ? snapshots[snapshots.length - 1 - PERCENTILE_SPAN] : snapshots[0];
-  const spread = (name) => [0.5, 0.99].map((share) => number(percentile(name, share, earlier, now))).join(" / ");
+  const { before, window } = history.earlier();
+  const spread = (name) => [0.5, 0.99].map((share) => compact(window ? quantile(name, share, window, now) : null));
+  const [ttft, gap] = [spread("ttft"), spread("gap")];
   const used = sum(now, "num_blocks_used") + sum(now, "num_blocks_shared");
-  const blocks = now.workers.reduce((total, worker) => total + worker.num_blocks, 0);
   const asked = sum(now, "prefix_query_tokens_total");
-  return [
-    ["Running", number(sum(now, "num_running"))],
-    ["Waiting", number(sum(now, "num_waiting") + (now.num_queued ?? 0))],
-    ["Output tokens/s", number(rate("generation_tokens_total", last, now))],
-    ["Prompt tokens/s", number(rate("prompt_tokens_total", last, now))],
-    ["TTFT p50 / p99, ms", spread("ttft")],
-    ["Inter-token p50 / p99, ms", spread("gap")],
-    ["Step, ms", number(Math.max(0, ...now.workers.map((worker) => worker.stats.step_time_ms ?? 0)), 1)],
-    ["Blocks in use", blocks ? `${number((100 * used) / blocks, 1)} %` : "–"],
-    ["Waste", `${number(100 * Math.max(0, ...now.workers.map((worker) => worker.stats.kv_waste_ratio ?? 0)), 1)} %`],
-    ["Prefix hits", asked ? `${number((100 * sum(now, "prefix_hit_tokens_total")) / asked, 1)} %` : "–"],
-    ["Preemptions", number(sum(now, "preemptions_total"))],
-    ["Workers", number(now.workers.filter((worker) => worker.ready).length)],
+  const ratio = (part, whole) => (whole ? percent(part / whole) : "–");
+  const waste = Math.max(0, ...now.workers.map((worker) => worker.stats.kv_waste_ratio ?? 0));
+  const stepMs = Math.max(0, ...now.workers.map((worker) => worker.stats.step_time_ms ?? 0));
+  const accepted = window ? acceptance(window, now) : null;
+  const rows = [
+    ["Running", number(sum(now, "num_running")), `${number(sum(now, "num_waiting") + (now.num_queued ?? 0))} waiting`],
+    ["Output tokens/s", compact(Math.round(rate("generation_tokens_total", before, now))), `${compact(Math.round(rate("prompt_tokens_total", before, now)))} prompt`],
+    ["TTFT p50, ms", ttft[0], `${ttft[1]} p99`],
+    ["Gap p50, ms", gap[0], `${gap[1]} p99`],
+    ["Blocks in use", ratio(used, numBlocks), `${percent(waste)} slots empty`],
+    ["Prefix hits", ratio(sum(now, "prefix_hit_tokens_total"), asked), `of ${compact(asked)} tokens`],
+    ["Preemptions", number(sum(now, "preemptions_total")), `${number(sum(now, "swapped_total"))} by swap`],
+    ["Step, ms", number(stepMs, 1), `${compact(sum(now, "steps_total"))} steps`],
   ];
+  if (sum(now, "draft_tokens_total")) rows.push(["Accepted drafts", accepted === null ? "–" : percent(accepted / 100), `of ${compact(sum(now, "draft_tokens_total"))} tokens`]);
+  return rows;
 }
 
 function show(now) {
   find("model").textContent = now.model;
-  const ready = now.workers.some((worker) => worker.ready);
-  find("status").textContent = ready ? "" : "No worker is ready: requests wait.";
-  find("status").classList.toggle("bad", !ready);
-  find("tiles").replaceChildren(...tiles(now).map(([name, value]) => {
-    const tile = document.createElement("div");
-    const [term, detail] = ["dt", "dd"].map((tag) => document.createElement(tag));
-    [term.textContent, detail.textContent] = [name, value];
-    tile.append(term, detail);
-    return tile;
-  }));
-  charts.tokens.draw([{ name: "--accent", values: snapshots.map((state, index) => rate("generation_tokens_total", snapshots[index - 1], state)) }]);
-  charts.requests.draw([
-    { name: "--accent", values: snapshots.map((state) => sum(state, "num_running")) },
-    { name: "--accent-2", values: snapshots.map((state) => sum(state, "num_waiting") + (state.num_queued ?? 0)) },
-  ]);
-  pools(now);
+  setStatus(...describeState(now));
+  numBlocks = now.workers.reduce((total, worker) => total + worker.num_blocks, 0);
+  reconcile(find("tiles"), tiles(now), ([name]) => name,
+    ([name]) => element("div", {}, element("dt", {}, name), element("dd", {}, element("b"), element("small"))),
+    (tile, [, value, detail]) => {
+      const [main, side] = tile.lastChild.children;
+      [main.textContent, side.textContent] = [value, detail];
+    });
+  find("chart-acceptance").hidden = !sum(now, "draft_tokens_total");
+  for (const { chart } of charts) chart.show(history, range);
+  showPools(now);
 }
 
-function pools(now) {
-  const container = find("workers");
-  const known = new Map([...container.children].map((part) => [part.dataset.id, part]));
-  for (const worker of now.workers) {
-    const part = known.get(worker.id) ?? pool(container, worker.id);
-    known.delete(worker.id);
-    const { stats } = worker;
-    const counted = ["used", "shared", "cached", "free"]
-      .filter((state) => stats[`num_blocks_${state}`] !== undefined)
-      .map((state) => `${number(stats[`num_blocks_${state}`])} ${state}`);
-    const each = worker.blocks_per_cell > 1 ? `; a square is ${worker.blocks_per_cell} blocks, in the colour of the first` : "";
-    part.children[0].textContent = worker.id + (worker.ready ? "" : " (leaving)");
-    part.children[1].textContent = `${formats(worker)}${number(worker.num_blocks)} blocks of ${worker.block_size} tokens: ${counted.join(", ")}${each}`;
-    part.children[2].setAttribute("aria-label", `Blocks: ${counted.join(", ")}`);
-    if (worker.blocks) {
-      part.children[2].hidden = false;
-      drawBlocks(part.children[2], worker.blocks);
-    }
-    const onHost = `${number(stats.num_host_blocks_used ?? 0)} swapped, ${number(stats.num_host_blocks_cached ?? 0)} cached, ${number(stats.num_host_blocks_free ?? 0)} free`;
-    const [hostCounts, hostCanvas] = [part.children[3], part.children[4]];
-    hostCounts.hidden = hostCanvas.hidden = !worker.host_blocks;
-    hostCounts.textContent = `On the host: ${onHost}`;
-    hostCanvas.setAttribute("aria-label", `Blocks on the host: ${onHost}`);
-    if (worker.host_blocks) drawBlocks(hostCanvas, worker.host_blocks);
-  }
-  for (const gone of known.values()) gone.remove();
+function showPools(now) {
+  find("no-workers").hidden = now.workers.length > 0;
+  reconcile(find("workers"), now.workers, (worker) => worker.id, (worker) => makePool(worker.id), fillPool);
+  for (const id of pools.keys()) if (!now.workers.some((worker) => worker.id === id)) pools.delete(id);
+}
+
+function makePool(id) {
+  const tip = element("p", { class: "tip" });
+  const [blocks, host] = ["GPU", "host"].map((tier) => {
+    const canvas = element("canvas", { role: "img", hidden: true });
+    const counts = element("ul", { class: "counts", "aria-label": `Blocks, ${tier}` });
+    return { canvas, counts, pool: new Pool(canvas, tip) };
+  });
+  pools.set(id, { blocks, host });
+  const hostTitle = element("h4", { hidden: true }, "Host memory");
+  return element("div", { class: "worker" }, element("h3"), element("p", { class: "quiet" }), blocks.counts, blocks.canvas, hostTitle, host.counts, host.canvas, tip);
+}
+
+const COUNTS = [["active", "used", "--block-active"], ["shared", "shared", "--block-shared"], ["cached", "cached", "--block-cached"], ["free", "free", "--block-free"]];
+const HOST_COUNTS = [["swapped out", "used", "--block-active"], ["cached", "cached", "--block-cached"], ["free", "free", "--block-free"]];
+
+function fillPool(part, worker) {
+  const { stats } = worker;
+  const { blocks, host } = pools.get(worker.id);
+  part.children[0].textContent = worker.id + (worker.ready ? "" : " (not ready)");
+  const each = worker.blocks_per_cell > 1 ? ` A square is ${worker.blocks_per_cell} blocks, in the colour of the first.` : "";
+  part.children[1].textContent = `${number(worker.num_blocks)} blocks of ${worker.block_size} tokens.${formats(worker)}${each}`;
+  const counted = fillCounts(blocks.counts, COUNTS, (state) => stats[`num_blocks_${state}`]);
+  blocks.canvas.setAttribute("aria-label", `Blocks: ${counted}`);
+  blocks.canvas.hidden = !worker.blocks;
+  const marked = sequences.marked.worker === worker.id ? sequences.marked.blocks : [];
+  if (worker.blocks) blocks.pool.show(unpack(worker.blocks), worker.blocks_per_cell, marked);
+  part.children[4].hidden = host.counts.hidden = host.canvas.hidden = !worker.host_blocks;
+  const onHost = fillCounts(host.counts, HOST_COUNTS, (state) => stats[`num_host_blocks_${state}`] ?? 0);
+  host.canvas.setAttribute("aria-label", `Blocks on the host: ${onHost}`);
+  if (worker.host_blocks) host.pool.show(unpack(worker.host_blocks), 1);
+}
+
+/** Fill a legend with counts; returns it as text. */
+function fillCounts(list, states, countOf) {
+  const counts = states.map(([name, state, colour]) => ({ name, colour, count: countOf(state) })).filter(({ count }) => count !== undefined);
+  reconcile(list, counts, ({ name }) => name,
+    ({ name, colour }) => element("li", {}, element("i", { style: `background: var(${colour})` }), element("b"), ` ${name}`),
+    (part, { count }) => (part.children[1].textContent = number(count)));
+  return counts.map(({ name, count }) => `${number(count)} ${name}`).join(", ");
 }
 
 /** What weights and KV cache are made of; nothing for a worker that does not say. */
 function formats(worker) {
   if (!worker.kv_cache_dtype) return "";
-  const [weights, cache] = [worker.weight_bytes, worker.num_blocks * worker.block_bytes].map((bytes) => `${number(bytes / 2 ** 30, 2)} GiB`);
-  return `Weights ${worker.weight_format}, ${weights}; KV cache ${worker.kv_cache_dtype}, ${cache}. `;
+  return ` KV cache ${worker.kv_cache_dtype}, ${bytes(worker.num_blocks * worker.block_bytes)}; weights ${worker.weight_format}, ${bytes(worker.weight_bytes)}.`;
 }
 
-function pool(container, id) {
-  const part = document.createElement("div");
-  part.className = "worker";
-  part.dataset.id = id;
-  part.append(document.createElement("p"));
-  for (const _ of ["GPU", "host"]) {
-    const [counts, canvas] = ["p", "canvas"].map((tag) => document.createElement(tag));
-    counts.className = "quiet";
-    canvas.setAttribute("role", "img");
-    canvas.hidden = true; // until there is something to draw
-    part.append(counts, canvas);
-  }
-  container.append(part);
-  return part;
-}
+let answeredAt = null;
 
 async function poll() {
   try {
-    show(await fetchSnapshot());
+    const state = await getJson("ui/state");
+    history.push(state, Date.now() / 1000);
+    answeredAt = new Date();
+    show(state);
+    await sequences.poll();
   } catch (error) {
-    // Without a connection fetch throws a TypeError whose message differs by browser.
-    find("status").textContent =
-      error instanceof TypeError ? `The gateway does not answer.${snapshots.length ? " The values below are old." : ""}` : error.message;
-    find("status").classList.add("bad");
+    const since = answeredAt ? ` What is shown is from ${answeredAt.toLocaleTimeString("en-GB")}.` : "";
+    setStatus("bad", reason(error) + since);
   }
   setTimeout(poll, document.hidden ? 5 * POLL_MS : POLL_MS);
 }
 
-new Playground(() => snapshots.at(-1)?.model);
+reconcile(find("ranges"), Object.entries(RANGES), ([seconds]) => seconds,
+  ([seconds, name]) => element("button", { type: "button", onclick: () => choose(Number(seconds)) }, name), () => null);
+
+function choose(seconds) {
+  range = seconds;
+  store("quire.range", range);
+  for (const button of find("ranges").children) button.setAttribute("aria-pressed", Number(button.dataset.key) === range);
+  if (history.rows.length) for (const { chart } of charts) chart.show(history, range);
+}
+
+choose(RANGES[range] ? range : 120);
+onTheme(() => {
+  for (const { blocks, host } of pools.values()) for (const { pool } of [blocks, host]) pool.draw();
+});
+window.addEventListener("pagehide", () => {
+  try {
+    sessionStorage.setItem("quire.history", JSON.stringify(history.rows.map((row) => row.map((value) => (value === null ? null : Math.round(value * 1000) / 1000)))));
+  } catch {
+    // The charts begin anew.
+  }
+});
 poll();

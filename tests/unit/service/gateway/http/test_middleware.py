@@ -7,6 +7,7 @@ import gzip
 import pytest
 
 from service.gateway.http.auth import line_of
+from service.gateway.routes.operations import ASSETS
 from tests.fakes.scripted_worker import Script
 from tests.support.gateway import MODEL, open_gateway
 from tests.support.raw_http import is_error, raw
@@ -47,7 +48,7 @@ ROUTES = (
     ("GET", "/v1/batches/{batch_id}"),
     ("POST", "/v1/batches/{batch_id}/cancel"),
     ("GET", "/ui"),
-    *(("GET", f"/ui/{name}") for name in ("state", "ui.css", "ui.js", "drawing.js", "playground.js")),
+    *(("GET", f"/ui/{name}") for name in ("state", "sequences", "playground", "simulator", *ASSETS)),
     ("GET", "/nowhere"),
     ("DELETE", CHAT),
 )
