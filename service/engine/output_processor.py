@@ -30,6 +30,8 @@ class RequestOutput(NamedTuple):
     num_output_tokens: int
     num_cached_tokens: int
     embedding: bytes = b""  # float32[H], with a success
+    num_drafts: int = 0  # draft tokens that were verified
+    num_accepted_drafts: int = 0
 
 
 def request_output(
@@ -44,8 +46,9 @@ def request_output(
         num_output = group.num_output_tokens
     num_cached = group.num_cached_tokens or 0
     embedding = group.embedding if choices else b""
+    drafts = group.num_draft_tokens, group.num_accepted_tokens
     return RequestOutput(
-        group.request_id, parts, end, choices, group.num_prompt_tokens, num_output, num_cached, embedding
+        group.request_id, parts, end, choices, group.num_prompt_tokens, num_output, num_cached, embedding, *drafts
     )
 
 

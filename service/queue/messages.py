@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from model.sampling_params import SamplingParams
 from service.errors import EndReason
@@ -44,6 +44,8 @@ class Usage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=Fa
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    accepted_prediction_tokens: int | UnsetType = UNSET  # drafts; unset if none were verified
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Part(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):

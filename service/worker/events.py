@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from service.engine.output_processor import BranchOutput, RequestOutput
@@ -26,6 +27,8 @@ def event_of(job_id: str, number: int, outputs: Sequence[RequestOutput]) -> Even
         prompt_tokens=last.num_prompt_tokens,
         completion_tokens=last.num_output_tokens,
         cached_tokens=last.num_cached_tokens,
+        accepted_prediction_tokens=last.num_accepted_drafts if last.num_drafts else UNSET,
+        rejected_prediction_tokens=last.num_drafts - last.num_accepted_drafts if last.num_drafts else UNSET,
     )
     return Event(
         job_id=job_id,

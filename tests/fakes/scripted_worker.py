@@ -30,6 +30,7 @@ class Script:
     scores: Sequence[float] = ()
     choices: tuple[int, ...] = ()
     embedding: tuple[float, ...] = ()
+    drafts: tuple[int, int] | None = None  # accepted, rejected
 
 
 SILENT = Script()
@@ -165,6 +166,9 @@ class ScriptedWorker:
         self, job_id: str, end: EndReason, num_tokens: int, num_prompt_tokens: int = 0, script: Script = SILENT
     ) -> None:
         usage = Usage(prompt_tokens=num_prompt_tokens, completion_tokens=num_tokens)
+        if script.drafts is not None:
+            accepted, rejected = script.drafts
+            usage = replace(usage, accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected)
         vector = pack_floats(script.embedding) or None
         event = Event(job_id=job_id, number=0, end=end, usage=usage, choices=script.choices, embedding=vector)
         await self._publish(event)

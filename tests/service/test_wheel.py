@@ -49,7 +49,7 @@ def test_the_wheel_has_one_import_root_and_every_file_that_a_service_reads(built
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"quire"}
     for folder, patterns in {
         "service": ("**/*.py", "**/*.lua", "gateway/ui/*.*", "gateway/ui/vendor/uPlot*"),
-        "model": ("*.py", "text/**/*.py", "ops/**/*.json", "demo/*.json", "demo/*.safetensors", "demo/*.jinja"),
+        "model": ("*.py", "text/**/*.py", "ops/**/*.json", "demo/*.json", "demo/**/*.safetensors", "demo/*.jinja"),
         "cuda": ("**/*.cu", "**/*.cuh"),
     }.items():
         for pattern in patterns:

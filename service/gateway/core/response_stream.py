@@ -57,6 +57,8 @@ class Outcome:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int | None = None  # of `completion_tokens`; None: the answer is not parsed for reasoning
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
 
 
 class ResponseAssembler:
@@ -82,6 +84,7 @@ class ResponseAssembler:
         self._chosen: Sequence[int] = ()  # returned branches, best first; known at a good end
         self.num_tokens = 0
         self.cached_tokens = 0  # from the first event: a stop string may end the job before its last
+        self.accepted_drafts = self.rejected_drafts = 0  # from the last event
         self.embedding = b""  # float32[H], known at the end
         self.reason: EndReason | None = None
         """The last event's, or STOP once stop strings ended every choice."""
@@ -142,6 +145,9 @@ class ResponseAssembler:
     def _end(self, event: Event, reason: EndReason) -> None:
         self.reason = reason
         self.embedding = event.embedding or b""
+        if event.usage is not None:
+            self.accepted_drafts = event.usage.accepted_prediction_tokens or 0
+            self.rejected_drafts = event.usage.rejected_prediction_tokens or 0
         word = ENDINGS[reason].finish_reason
         if word is None:
             return
@@ -424,6 +430,8 @@ class ResponseStream:
             completion_tokens=sum(one.num_tokens for one in assemblers),
             cached_tokens=sum(one.cached_tokens for one in assemblers),
             reasoning_tokens=assemblers[0].num_reasoning_tokens,  # a chat has one job
+            accepted_drafts=sum(one.accepted_drafts for one in assemblers),
+            rejected_drafts=sum(one.rejected_drafts for one in assemblers),
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from service.errors import RequestError
 from service.gateway.core.response_stream import ChoiceDelta, Outcome
 from service.gateway.core.service import InferenceService
-from service.gateway.openai.response_builder import error_object
+from service.gateway.openai.response_builder import error_object, prediction_json
 from service.gateway.openai.tool_calls import ToolCallWriter, gather_calls
 from service.queue.codec import decode, encode
 from service.queue.interface import IngressEntry, QueueUnavailable, Standing
@@ -123,6 +123,7 @@ class ReplyWriter:
             prompt_tokens=outcome.prompt_tokens,
             completion_tokens=outcome.completion_tokens,
             cached_tokens=outcome.cached_tokens,
+            **prediction_json(outcome),
         )
         if sum(len(call["function"]["arguments"]) for choice in choices for call in choice.calls) > MAX_REPLY_CHARS:
             raise RequestError(400, "The calls are too long for a reply.", param="tools", code="reply_too_large")

@@ -50,9 +50,20 @@ def usage_json(prompt_tokens: int, completion_tokens: int, cached_tokens: int | 
 
 def _usage_of(outcome: Outcome) -> Json:
     usage = usage_json(outcome.prompt_tokens, outcome.completion_tokens, outcome.cached_tokens)
-    if outcome.reasoning_tokens is None:
-        return usage
-    return {**usage, "completion_tokens_details": {"reasoning_tokens": outcome.reasoning_tokens}}
+    details = prediction_json(outcome)
+    if outcome.reasoning_tokens is not None:
+        details = {"reasoning_tokens": outcome.reasoning_tokens, **details}
+    return {**usage, "completion_tokens_details": details} if details else usage
+
+
+def prediction_json(outcome: Outcome) -> Json:
+    """Return the counts of drafts, if any were verified."""
+    if not outcome.accepted_drafts + outcome.rejected_drafts:
+        return {}
+    return {
+        "accepted_prediction_tokens": outcome.accepted_drafts,
+        "rejected_prediction_tokens": outcome.rejected_drafts,
+    }
 
 
 def reasoning_json(text: str) -> Json:

@@ -23,6 +23,7 @@ from service.gateway.openai.response_builder import (
     ResponseBuilder,
     ResponseHeader,
     ResponseOptions,
+    prediction_json,
 )
 from service.gateway.openai.responses_request import ResponseBody, read_response_body
 from service.gateway.openai.tool_calls import ToolCallWriter
@@ -331,7 +332,7 @@ def _usage(outcome: Outcome) -> Json:
         "input_tokens": outcome.prompt_tokens,
         "input_tokens_details": {"cached_tokens": outcome.cached_tokens},
         "output_tokens": outcome.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": outcome.reasoning_tokens or 0},
+        "output_tokens_details": {"reasoning_tokens": outcome.reasoning_tokens or 0, **prediction_json(outcome)},
         "total_tokens": outcome.prompt_tokens + outcome.completion_tokens,
     }
 

@@ -16,7 +16,9 @@ class PromptTokensDetails(Shape):
 
 
 class CompletionTokensDetails(Shape):
-    reasoning_tokens: int
+    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class TokenUsage(Shape):

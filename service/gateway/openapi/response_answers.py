@@ -62,6 +62,8 @@ class InputTokensDetails(Shape):
 
 class OutputTokensDetails(Shape):
     reasoning_tokens: int
+    accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class ResponseUsage(Shape):

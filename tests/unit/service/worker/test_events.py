@@ -30,6 +30,14 @@ def test_the_first_event_and_the_last_tell_what_the_job_has_cost_so_far():
     ]
 
 
+def test_usage_counts_drafts_only_if_there_were_any():
+    plain = output(5, end=EndReason.LENGTH)
+    drafted = plain._replace(num_drafts=7, num_accepted_drafts=4)
+    usage = decode(Event, encode(event_of("j", 2, [drafted]))).usage
+    assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (4, 3)
+    assert b"prediction" not in encode(event_of("j", 2, [plain]))
+
+
 def test_news_of_a_job_that_goes_on_elsewhere_keep_what_only_a_first_event_tells():
     first, later = (event_of("j", number, [output(5, end=EndReason.SHUTDOWN)]) for number in (1, 2))
     assert without_end(first).usage == first.usage

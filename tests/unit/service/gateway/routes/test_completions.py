@@ -40,6 +40,21 @@ async def test_completion(gateway):
     }
 
 
+async def test_usage_reports_drafts(gateway):
+    """OpenAI's fields, over all prompts, whole and streamed."""
+    counts = {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 3}
+    gateway.worker.script = lambda job: speech(gateway.model, "Hello world.", drafts=(4, 3))
+    for path, body in ((COMPLETIONS, PROMPT), (CHAT, MESSAGES)):
+        _, answer = await gateway.post(path, body)
+        assert answer["usage"]["completion_tokens_details"] == counts
+        events = await gateway.events(path, {**body, "stream_options": {"include_usage": True}})
+        assert json.loads(events[-2])["usage"]["completion_tokens_details"] == counts
+    _, answer = await gateway.post(COMPLETIONS, {**PROMPT, "prompt": ["one", "two"]})
+    assert answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 8
+    _, answer = await gateway.post("/v1/responses", {"model": MODEL, "input": "hi"})
+    assert answer["usage"]["output_tokens_details"] == {"reasoning_tokens": 0, **counts}
+
+
 async def test_chat(gateway):
     status, body = await gateway.post(CHAT, {**MESSAGES, "max_tokens": 5})
     assert status == 200
