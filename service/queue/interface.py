@@ -68,6 +68,7 @@ class ClaimBudget:
     slots_by_tenant: Mapping[str, int] = field(default_factory=dict)  # in use
     num_tenants: int = 1  # sharing them, recent ones included
     num_reclaimable_tokens: int = 0  # `num_tokens` if all running jobs were preempted
+    num_held: int | None = None  # branches; if given, jobs may be left to a better worker for KEEP_S (prefixes.py)
 
     def is_restricted(self, max_branches: int) -> bool:
         """Return whether it may exclude waiting jobs."""

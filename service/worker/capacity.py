@@ -85,6 +85,7 @@ class SlotCapacity:
             slots_by_tenant=dict(self._branches_by_tenant),
             num_tenants=num_tenants,
             num_reclaimable_tokens=self._num_cache_tokens - self._num_tokens,
+            num_held=self._num_branches,
         )
 
     def _has_tenant_over_share(self) -> bool:

@@ -9,6 +9,7 @@ from service.queue.codec import decode, encode
 from service.queue.interface import QUEUE_LANES, UNBOUNDED, Backlog, Bounds, EventStream, Lane, QueueFull, QueueState
 from service.queue.job_cost import LANES
 from service.queue.messages import Cancel, Event, Job, RequestRecord, WorkerCard
+from service.queue.prefixes import prefix_digests
 from service.queue.records import UNLIMITED, StorageFull, StorageLimits
 from service.queue.redis.batches import RedisBatchStore
 from service.queue.redis.feed import FeedReader
@@ -44,7 +45,7 @@ class RedisGatewayQueue:
             secrets.token_hex(8),
             job.job_id,
             payload,
-            new_state(job),
+            new_state(job, prefixes=prefix_digests(job)),
             deadline_arg(job),
             *bound_args(bounds),
         ]

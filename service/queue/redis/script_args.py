@@ -15,15 +15,17 @@ from service.queue.records import OVERHEAD_BYTES, StorageFull, StorageLimits
 ScriptArg = str | bytes | int | float
 
 
-def new_state(job: Job, attempts: int = 0, deaths: int = 0) -> bytes:
+def new_state(job: Job, attempts: int = 0, deaths: int = 0, prefixes: bytes = b"") -> bytes:
     """Raises ValueError for an invalid job or feed name."""
     state: dict[str, Any] = {"feed": keys.feed(job.feed), "log": keys.events(job.job_id)}
     state |= {"attempts": attempts, "told": 0, "deaths": deaths, "deaths_in_all": deaths}
     state |= {"tenant": job.tenant, "cost": cost_of(job), "lane": lane_of(job), "priority": job.priority}
     state |= {"prompt": len(job.prompt) // 4, "branches": branches_of(job)}
+    if prefixes:
+        state["prefixes"] = prefixes
     if job.deadline_s is not None:
         state["deadline"] = job.deadline_s
-    packed: bytes = msgpack.packb(state)
+    packed: bytes = msgpack.packb(state, use_bin_type=False)
     return packed
 
 

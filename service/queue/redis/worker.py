@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Collection, Sequence
@@ -14,6 +15,7 @@ from service.queue.codec import WireError, decode, encode
 from service.queue.interface import ALONE_FOR_EVENTS, NEAR_DEATHS_S, UNLIMITED_BUDGET, Claim, ClaimBudget, Lease
 from service.queue.job_cost import RECLAIM_AFTER_S
 from service.queue.messages import Cancel, DeadLetter, Event, Job, WorkerCard
+from service.queue.prefixes import KEEP_S, MAX_HELD, MAX_RATIO
 from service.queue.redis.claims import ClaimedJob, ClaimedJobs
 from service.queue.redis.link import STREAM_START, RedisLink
 from service.queue.redis.worker_cards import WorkerCards
@@ -21,6 +23,8 @@ from service.queue.redis.worker_cards import WorkerCards
 log = logging.getLogger("quire.redis")
 
 MAX_CANCELS_READ = 1024
+LEFT_S = 0.003
+"""Interval of claims while jobs wait for another worker."""
 
 
 class RedisWorkerQueue:
@@ -41,11 +45,15 @@ class RedisWorkerQueue:
         queues = (keys.RETURNED, keys.WAITING)
         # Any entry is new, as claimed ones are gone, unless the budget may exclude it.
         bell = dict.fromkeys(queues, "$" if budget.is_restricted(max_branches) else "0-0")
+        has_rung = False
         while True:
             claims = await self._claim(queues, max_branches, budget)
             left_s = give_up_s - time.monotonic()
             if claims or left_s <= 0:
                 return claims
+            if has_rung:  # another worker has the job, or is to have it
+                await asyncio.sleep(LEFT_S)
+            has_rung = True
             if not await self._claimed.observe(self._link.block(lambda redis, ms: redis.xread(bell, 1, ms), left_s)):
                 return claims
 
@@ -101,6 +109,7 @@ class RedisWorkerQueue:
         async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:
             pipeline.delete(keys.worker(worker_id))
             pipeline.zrem(keys.WORKERS, worker_id)
+            pipeline.hdel(keys.WAITING_LOADS, self._owner)
             if not self._claimed.job_ids():
                 pipeline.zrem(keys.LEASES, self._owner)
             await pipeline.execute()
@@ -169,11 +178,12 @@ class RedisWorkerQueue:
 
 
 def _budget_args(budget: ClaimBudget) -> list[Any]:
-    """Return ARGV[15] to ARGV[21] of `claim.lua`."""
+    """Return ARGV[15] to ARGV[25] of `claim.lua`."""
     num_tokens = "" if budget.num_tokens is None else budget.num_tokens
     slots = msgpack.packb(dict(budget.slots_by_tenant))
     shares = [budget.num_slots, slots, budget.num_tenants, budget.num_reclaimable_tokens, RECLAIM_AFTER_S]
-    return [num_tokens, budget.num_reserved, *shares]
+    spread = ["" if budget.num_held is None else budget.num_held, KEEP_S, MAX_HELD, MAX_RATIO]
+    return [num_tokens, budget.num_reserved, *shares, *spread]
 
 
 def _stops(job_id: str, packed: bytes) -> tuple[Cancel, ...]:

@@ -20,6 +20,8 @@ RIGHTS = {
     keys.DEADLINES: (RW, RW, NO),
     keys.WAITING: (RW, RW, NO),
     keys.WAITING_TOKENS: (RW, RW, NO),
+    keys.WAITING_PREFIXES: (RW, RW, NO),
+    keys.WAITING_LOADS: (RW, RW, NO),
     keys.waiting_since("w"): (RW, RW, NO),
     keys.RETURNED: (RW, RW, NO),
     keys.SUSPECTS: (RW, RW, NO),

@@ -8,11 +8,13 @@
 -- {quire}:waiting:lane:<lane>           sorted set: tenants by virtual time
 -- {quire}:waiting:jobs:<lane>:<tenant>  sorted set: jobs by rank
 -- {quire}:waiting:times                 hash: tenant -> virtual time; '' -> clock
+-- {quire}:waiting:prefixes              hash: slot of a prefix (prefixes.py) -> rest of its digest, worker
+-- {quire}:waiting:loads                 hash: worker -> "<branches held> <free>" at its last claim
 
 local LANES, AGE_S, BATCH_AGE_S = {'normal', 'batch'}, 10, 60
 local BACKLOG = KEYS[5]
 local LANE, LANE_JOBS, TIMES, TOKENS = BACKLOG .. ':lane:', BACKLOG .. ':jobs:', BACKLOG .. ':times', BACKLOG .. ':tokens'
-local SINCE = BACKLOG .. ':since:'
+local SINCE, PREFIXES, LOADS = BACKLOG .. ':since:', BACKLOG .. ':prefixes', BACKLOG .. ':loads'
 
 local function whole(number) return string.format('%.0f', number) end
 

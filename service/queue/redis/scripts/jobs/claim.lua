@@ -5,18 +5,22 @@
 -- ARGV[13] '1': after a lost answer, first return its claims not in ARGV[14] (msgpack list)
 -- ARGV[15..20] ClaimBudget, see worker.py
 -- ARGV[21] wait (s) for a free slot elsewhere before reclaiming
+-- ARGV[22] branches that the worker holds, '' to claim what others may want  ARGV[23..25] KEEP_S, MAX_HELD, MAX_RATIO of prefixes.py
 -- Returns per job: id, message, attempt, standing ('', 'suspect', 'recurrent', 'deadly'), total deaths, cause,
 -- stops (msgpack list or '').
 
 if redis.call('GET', EPOCH) ~= ARGV[9] then return redis.error_reply('EPOCH Redis has lost what it knew') end
 local MOST_RETURNED = 64
-local owner, now, no_tenant = ARGV[10], now_s(), {}
+local owner, now = ARGV[10], now_s()
 local branches_left, tokens_left = tonumber(ARGV[11]), tonumber(ARGV[15]) or math.huge
 local num_reserved, num_slots, reclaimable_tokens_left = tonumber(ARGV[16]), tonumber(ARGV[17]), tonumber(ARGV[20])
 local slots = cmsgpack.unpack(ARGV[18])
 local num_tenants, absent, sated, num_sated, reclaim_after = tonumber(ARGV[19]), nil, {}, 0, tonumber(ARGV[21])
 redis.call('ZADD', LEASES, 'NX', now + tonumber(ARGV[12]), owner)
 local is_alone, claimed = redis.call('ZCARD', LEASES) == 1, {}
+
+local held, keep_s, max_held, max_ratio = tonumber(ARGV[22]), tonumber(ARGV[23]), tonumber(ARGV[24]), tonumber(ARGV[25])
+local num_branches, peers, least_held, num_left, MOST_AHEAD = branches_left, nil, held, 0, 2
 
 local function has_budget() return branches_left > 0 and tokens_left > 0 end
 
@@ -63,15 +67,75 @@ end
 
 local function can_reclaim() return num_slots > 0 and (has_budget() or reclaimable_tokens_left > 0) end
 
-local function has_waited(state)
+-- Of its tenant's first job.
+local function waited_s(state)
   local rank = redis.call('ZRANGE', lane_jobs(state), 0, 0, 'WITHSCORES')[2]
-  return is_alone or now - (rank - state.priority * AGE_S) >= reclaim_after
+  return now - (rank - state.priority * AGE_S)
+end
+
+local function has_waited(state)
+  return is_alone or waited_s(state) >= reclaim_after
+end
+
+-- The other workers with room; a full one is found with its load.
+local function find_peers()
+  peers = {}
+  for _, name in ipairs(redis.call('ZRANGEBYSCORE', LEASES, now, '+inf')) do
+    local num, free = string.match(redis.call('HGET', LOADS, name) or '', '^(%d+) (%d+)$')
+    if name ~= owner and num and free ~= '0' then
+      peers[name] = tonumber(num)
+      least_held = math.min(least_held, peers[name])
+    end
+  end
+end
+
+local function prefix_fields(state)
+  local fields = {}
+  for i = 1, #state.prefixes, 8 do fields[#fields + 1] = string.sub(state.prefixes, i, i + 2) end
+  return fields
+end
+
+-- Return the live worker that last got the job's longest known prefix, or nil.
+local function worker_with_prefix(state)
+  if not state.prefixes then return end
+  local fields = prefix_fields(state)
+  local known = redis.call('HMGET', PREFIXES, unpack(fields))
+  for i = #fields, 1, -1 do
+    if known[i] and string.sub(known[i], 1, 5) == string.sub(state.prefixes, 8 * i - 4, 8 * i) then
+      local name = string.sub(known[i], 6)
+      if name == owner or peers[name] then return name end
+    end
+  end
+end
+
+-- Return whether another worker should claim the job: the one with its prefix, unless it is busier than others; else one
+-- less busy than this.
+local function belongs_to_other(state)
+  if is_alone or not held then return false end
+  if not peers then find_peers() end
+  local own_held = held + num_branches - branches_left
+  local name, most = worker_with_prefix(state), max_held + max_ratio * least_held
+  if name and (name == owner and own_held or peers[name]) <= most then
+    return name ~= owner and waited_s(state) < keep_s
+  end
+  return own_held > MOST_AHEAD + max_ratio * least_held and waited_s(state) < keep_s
+end
+
+local function remember_prefixes(state)
+  if is_alone or not state.prefixes then return end
+  local pairs_of = {}
+  for i, field in ipairs(prefix_fields(state)) do
+    pairs_of[2 * i - 1], pairs_of[2 * i] = field, string.sub(state.prefixes, 8 * i - 4, 8 * i) .. owner
+  end
+  redis.call('HSET', PREFIXES, unpack(pairs_of))
 end
 
 local function take(job, state)
   if state.cancel then return end_job(job, state, state.cancel) end
   if state.deadline and state.deadline <= now then return end_job(job, state, 'deadline') end
   leave_queue(job, state)
+  remember_prefixes(state)
+  state.prefixes = nil
   state.attempts = state.attempts + 1
   state.told = state.attempts > 1 and last_number(state.log) or 0
   write_state(job, state)
@@ -109,10 +173,12 @@ local function take_by_turns()
     local is_unrestricted = not is_restricted()
     if not is_unrestricted and not can_reclaim() then return end
     local lanes = has_budget() and LANES or {'normal'}
-    local job = next_job(now, lanes, is_unrestricted and no_tenant or sated, is_unrestricted and 0 or num_sated)
+    local job = next_job(now, lanes, sated, num_sated)
     if not job then return end
     local state, num_before = read_state(job), #claimed
-    if is_unrestricted or (fits(state) and (has_budget() or has_waited(state))) then
+    if belongs_to_other(state) then
+      sated[state.tenant], num_sated, num_left = true, num_sated + 1, num_left + 1
+    elseif is_unrestricted or (fits(state) and (has_budget() or has_waited(state))) then
       take(job, state)
       if #claimed > num_before then charge(state) end
     else
@@ -136,7 +202,7 @@ end
 
 for queue = 10, #KEYS do
   if KEYS[queue] == WAITING then take_by_turns() end
-  while has_budget() and (KEYS[queue] ~= WAITING or branches_left > num_reserved) do
+  while has_budget() and (KEYS[queue] ~= WAITING or (branches_left > num_reserved and num_left == 0)) do
     local entries = redis.call('XRANGE', KEYS[queue], '-', '+', 'COUNT', branches_left)
     if #entries == 0 then break end
     for _, entry in ipairs(entries) do
@@ -149,5 +215,9 @@ for queue = 10, #KEYS do
     end
   end
   if KEYS[queue] == RETURNED then take_returned() end
+end
+if held and not is_alone then
+  local num_free = has_budget() and branches_left or 0
+  redis.call('HSET', LOADS, owner, whole(held + num_branches - branches_left) .. ' ' .. whole(num_free))
 end
 return claimed

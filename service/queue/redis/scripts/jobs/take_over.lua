@@ -26,7 +26,10 @@ if next(dead) then
       num_back = num_back + 1
     end
   end
-  for owner in pairs(dead) do redis.call('ZREM', LEASES, owner) end
+  for owner in pairs(dead) do
+    redis.call('ZREM', LEASES, owner)
+    redis.call('HDEL', LOADS, owner)
+  end
 end
 for _, job in ipairs(redis.call('ZRANGEBYSCORE', DEADLINES, '-inf', now, 'LIMIT', '0', '256')) do
   local state = read_state(job)
