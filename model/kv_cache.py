@@ -5,16 +5,20 @@ from __future__ import annotations
 import numpy as np
 
 from model.config import ModelConfig
+from model.ops.group.arrays import Section, Split, divided
 from model.ops.interface import Array, Ops
 
 
-def block_shape(config: ModelConfig, block_size: int) -> tuple[int, ...]:
-    """Return [L, 2 (keys, values), Hkv, B, D]."""
-    return config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim
+def block_shape(config: ModelConfig, block_size: int, num_ranks: int = 1) -> tuple[int, ...]:
+    """Return [L, 2 (keys, values), Hkv, B, D] of a rank."""
+    return part_of_heads(config, num_ranks).part_shape(
+        (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim), num_ranks
+    )
 
 
-def block_bytes(config: ModelConfig, block_size: int, dtype: np.dtype) -> int:
-    return int(np.prod(block_shape(config, block_size))) * np.dtype(dtype).itemsize
+def block_bytes(config: ModelConfig, block_size: int, dtype: np.dtype, num_ranks: int = 1) -> int:
+    """Return a rank's bytes of a block."""
+    return int(np.prod(block_shape(config, block_size, num_ranks))) * np.dtype(dtype).itemsize
 
 
 def allocate_with_draft(
@@ -35,5 +39,11 @@ def draft_bytes(ops: Ops, draft_shape: tuple[int, ...]) -> int:
 
 
 def allocate(ops: Ops, config: ModelConfig, num_blocks: int, block_size: int) -> Array:
-    """Return an undefined cache [num_blocks, L, 2, Hkv, B, D] in `ops.kv_dtype`."""
-    return ops.empty((num_blocks, *block_shape(config, block_size)), ops.kv_dtype)
+    """Return an undefined cache [num_blocks, L, 2, Hkv, B, D] in `ops.kv_dtype`, each rank's with its heads."""
+    array = ops.empty((num_blocks, *block_shape(config, block_size, ops.num_ranks)), ops.kv_dtype)
+    return divided(array, Split(3, part_of_heads(config, ops.num_ranks).sections))
+
+
+def part_of_heads(config: ModelConfig, num_ranks: int) -> Split:
+    """Return how KV heads, an axis of [L, 2, Hkv, ...], are divided: fewer than ranks are copied to neighbours."""
+    return Split(2, (Section(config.num_kv_heads, max(1, num_ranks // config.num_kv_heads)),))

@@ -60,7 +60,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaWeights:
-    """All weights; tied embeddings share one array."""
+    """All weights; tied embeddings share one array. Of a group's rank: its part."""
 
     embedding: Array  # [V, H]
     layers: tuple[Layer, ...]
@@ -68,11 +68,12 @@ class LlamaWeights:
     lm_head: Weight  # [V, H]
     kv_scales: Array | None = None  # float32[L, 2, Hkv] of an e4m3 cache
     has_stored_kv_scales: bool = False
+    has_rows_of_embedding: bool = False  # lm_head is the rank's rows of it
 
     @property
     def num_bytes(self) -> int:
         arrays = [self.embedding, self.final_norm]
-        if self.lm_head.data is not self.embedding:
+        if self.lm_head.data is not self.embedding and not self.has_rows_of_embedding:
             arrays.append(self.lm_head)
         for layer in self.layers:
             arrays += [array for name, array in vars(layer).items() if name != "rotation" and array is not None]

@@ -8,13 +8,27 @@ import numpy as np
 
 from model.dtypes import NUMPY_DTYPES
 from model.errors import ModelError
+from model.ops.collectives import NumpyCollectives
 from model.ops.cpu.ops import NumpyOps
+from model.ops.group.ops import GroupOps
 from model.ops.interface import AdapterOps, Ops
 
 FP8_WORDS = ("fp8", "fp8_e4m3")
 """An e4m3 cache, uint8 in arrays."""
 
 log = logging.getLogger("quire.model")
+
+
+def open_group(device: str, dtype: str, model_dtype: str, kv_dtype: str, num_ranks: int) -> Ops:
+    """Open `num_ranks` devices that divide a model: see `open_ops`. Raises ModelError."""
+    ops = open_ops(device, dtype, model_dtype, kv_dtype)
+    if num_ranks == 1:
+        return ops
+    if ops.name != "numpy":
+        raise ModelError(f"--tensor-parallel-size: {num_ranks} is not supported on a GPU yet (1, or --device cpu)")
+    return GroupOps(
+        [NumpyOps(ops.dtype, ops.kv_dtype, num_sharing=num_ranks) for _ in range(num_ranks)], NumpyCollectives()
+    )
 
 
 def open_ops(device: str, dtype: str, model_dtype: str, kv_dtype: str = "auto") -> Ops:

@@ -26,8 +26,13 @@ class HostBlocks(Protocol):
     and later work run concurrently. Blocks must not be used until their transfer is done.
     """
 
-    num_ready: int  # blocks 0..num_ready - 1 are usable; grows in the background
-    failure: Exception | None  # why it stopped growing
+    @property
+    def num_ready(self) -> int:
+        """Blocks 0..num_ready - 1 are usable; grows in the background."""
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why it stopped growing."""
 
     def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> Transfer:
         """Copy cache blocks to as many host blocks."""

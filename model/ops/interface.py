@@ -162,6 +162,7 @@ class Device(Protocol):
 
     name: str  # "numpy" | "cuda"
     device_name: str  # "NVIDIA H200", "CPU"
+    num_ranks: int  # that a model is divided among; 1: whole
 
     def upload(self, host: np.ndarray) -> Array:
         """Return a device copy, same shape and dtype, freed with its last reference."""

@@ -37,6 +37,8 @@ IGNORED = re.compile(
 )
 """Rotary frequencies, which follow from the config, and scales of 8-bit attention: see `kv_scales`."""
 
+PartShape = Callable[[str, tuple[int, ...]], tuple[int, ...]]
+
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor, unquantised, by its name in the files."""
@@ -116,12 +118,16 @@ class Checkpoint:
         """True if a matrix stays quantised."""
         return any(self.matrix(name) is not None for name in self._matrices)
 
-    def num_bytes(self, config: ModelConfig, dtype: np.dtype) -> int:
-        """Return the bytes of all weights for activations in `dtype`."""
-        shapes = loaded_shapes(config)
-        quantised = [matrix for name in shapes if (matrix := self.matrix(name)) is not None]
-        dense = sum(math.prod(shape) for name, shape in shapes.items() if self.matrix(name) is None)
-        return dense * np.dtype(dtype).itemsize + sum(matrix.form.num_bytes(*matrix.shape) for matrix in quantised)
+    def num_bytes(self, config: ModelConfig, dtype: np.dtype, part_shape: PartShape) -> int:
+        """Return the bytes of all weights for activations in `dtype`; part_shape(name, shape) is what a rank holds."""
+        num_bytes = 0
+        for name, whole in loaded_shapes(config).items():
+            shape, matrix = part_shape(name, whole), self.matrix(name)
+            if matrix is None:
+                num_bytes += math.prod(shape) * np.dtype(dtype).itemsize
+            else:
+                num_bytes += matrix.form.num_bytes(*shape)
+        return num_bytes
 
     def kv_scales(self) -> np.ndarray | None:
         """Return float32[L, 2, Hkv] of an fp8 KV cache; None if none is stored. Raises ModelError."""

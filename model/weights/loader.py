@@ -16,6 +16,8 @@ from tqdm import tqdm
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.families.llama import Layer, LayerRotation, Llama, LlamaWeights
+from model.kv_cache import part_of_heads
+from model.ops.group.arrays import Split, divided, each_rank, own_rows, stacked, whole_nbytes
 from model.ops.interface import Array, Ops
 from model.ops.weight import Weight, WeightFormat
 from model.rope import query_scale, rope_tables
@@ -32,6 +34,7 @@ from model.weights.checkpoint import (
 from model.weights.folding import TensorSource, folded
 from model.weights.formats.stored_matrix import StoredMatrix, check_stackable
 from model.weights.online_fp8 import OnlineFp8, is_layer_matrix, loaded_bytes
+from model.weights.sharding import Sharding
 
 RANDOM_TILE = 1_000_003
 """Random numbers that dummy weights repeat; a prime, so that rows differ."""
@@ -103,16 +106,20 @@ class PlannedWeights:
 
 
 def plan_weights(
-    directory: Path | None, config: ModelConfig, dtype: np.dtype, quantization: str = "auto"
+    directory: Path | None, config: ModelConfig, dtype: np.dtype, quantization: str = "auto", num_ranks: int = 1
 ) -> PlannedWeights:
-    """Measure the weights that `load_model` would load, for activations in `dtype`. Raises ModelError."""
+    """Measure the weights that `load_model` would load on each rank, for activations in `dtype`. Raises ModelError."""
+    sharding = Sharding(config, num_ranks)
     checkpoint = _open_quantised(directory, config)
     label = "" if checkpoint is None else checkpoint.label
     if checkpoint is not None and checkpoint.keeps_formats:
-        return PlannedWeights(checkpoint.num_bytes(config, dtype), label)
+        for name in expected_shapes(config):
+            if (matrix := checkpoint.matrix(name)) is not None:
+                sharding.array_splits(name, matrix)
+        return PlannedWeights(checkpoint.num_bytes(config, dtype, sharding.part_shape), label)
     if quantization == "fp8":
         label = ", ".join(filter(None, [label, "rounded to fp8 while loading"]))
-    return PlannedWeights(loaded_bytes(config, dtype, quantization), label)
+    return PlannedWeights(loaded_bytes(config, dtype, quantization, sharding.part_shape), label)
 
 
 def _open_quantised(directory: Path | None, config: ModelConfig) -> Checkpoint | None:
@@ -146,12 +153,13 @@ def load_model(
         source = Checkpoint.open(directory, config)
     if quantization == "fp8" and any(source.matrix(name) is not None for name in expected_shapes(config)):
         raise ModelError(f"{directory}: is quantised already, so that --quantization fp8 does not apply (auto)")
-    plan = _Plan(config, ops, folded(source, config), OnlineFp8(ops) if quantization == "fp8" else None)
-    embedding = plan.tensor(EMBEDDING)
+    sharding = Sharding(config, ops.num_ranks)
+    plan = _Plan(config, ops, folded(source, config), sharding, OnlineFp8(ops) if quantization == "fp8" else None)
+    embedding, tied_head = plan.tied() if config.shares_embedding else (plan.tensor(EMBEDDING), None)
     rotations = {rope: _rotation(rope, config.head_dim, max_model_len, ops) for rope in dict.fromkeys(config.ropes)}
     layers = tuple(_plan_layer(plan, config, index, rotations[rope]) for index, rope in enumerate(config.ropes))
     final_norm = plan.tensor(FINAL_NORM)
-    lm_head = Weight(embedding) if config.shares_embedding else plan.matrix([LM_HEAD])
+    lm_head = plan.matrix([LM_HEAD]) if tied_head is None else tied_head
     plan.fill(progress)
     plan.check()
     layers = tuple(_prepared(layer, ops) for layer in layers)
@@ -160,9 +168,10 @@ def load_model(
         embedding=embedding,
         layers=layers,
         final_norm=final_norm,
-        lm_head=lm_head if config.shares_embedding else ops.prepare_weight(lm_head),
+        lm_head=ops.prepare_weight(lm_head) if tied_head is None else lm_head,
         kv_scales=kv_scales,
         has_stored_kv_scales=has_stored_scales,
+        has_rows_of_embedding=config.shares_embedding,
     )
     return Llama(config, ops, weights)
 
@@ -172,8 +181,20 @@ def _kv_scales(source: DummyWeights | Checkpoint, config: ModelConfig, ops: Ops)
     if ops.kv_dtype != np.uint8:
         return None, False
     stored = source.kv_scales()
-    ones = np.ones((config.num_layers, 2, config.num_kv_heads), np.float32)
-    return ops.upload(ones if stored is None else stored), stored is not None
+    scales = np.ones((config.num_layers, 2, config.num_kv_heads), np.float32) if stored is None else stored
+    return _uploaded(ops, scales, part_of_heads(config, ops.num_ranks)), stored is not None
+
+
+def _uploaded(ops: Ops, host: np.ndarray, split: Split) -> Array:
+    if ops.num_ranks == 1:
+        return ops.upload(host)
+    array = divided(ops.empty(split.part_shape(host.shape, ops.num_ranks), host.dtype), split)
+
+    def read(_: int, start: int, out: np.ndarray) -> None:
+        out[...] = host.reshape(-1)[start : start + out.size]
+
+    ops.load_parallel([array], read)
+    return array
 
 
 @dataclass(frozen=True)
@@ -187,9 +208,13 @@ class _Target:
 
 
 class _Plan:
-    def __init__(self, config: ModelConfig, ops: Ops, source: TensorSource, online: OnlineFp8 | None):
+    def __init__(
+        self, config: ModelConfig, ops: Ops, source: TensorSource, sharding: Sharding, online: OnlineFp8 | None
+    ):
         self._online = online
-        self._shapes = loaded_shapes(config)
+        self._sharding = sharding
+        self._wholes = loaded_shapes(config)
+        self._shapes = {name: sharding.part_shape(name, shape) for name, shape in self._wholes.items()}
         self._ops = ops
         self._source = source
         self._targets: list[_Target] = []
@@ -200,11 +225,26 @@ class _Plan:
     def stacked(self, names: Sequence[str]) -> Array:
         """Allocate tensors stacked along the first axis."""
         ends = np.cumsum([self._shapes[name][0] for name in names]).tolist()
+        splits = [self._sharding.split(name) for name in names]
         array = self._ops.empty((ends[-1], *self._shapes[names[0]][1:]), self._ops.dtype)
-        for name, (begin, end) in zip(names, pairwise([0, *ends]), strict=True):
+        for name, split, (begin, end) in zip(names, splits, pairwise([0, *ends]), strict=True):
             read_into = partial(self._source.read_into, name)
-            self._targets.append(_Target(name, array[begin:end], read_into, is_dense=True))
-        return array
+            self._targets.append(_Target(name, divided(array[begin:end], split), read_into, is_dense=True))
+        return divided(array, stacked(splits))
+
+    def tied(self) -> tuple[Array, Weight]:
+        """Return the embedding, whole on each rank, and the head: its rows."""
+        num_rows, width = self._wholes[EMBEDDING]
+        split = self._sharding.split(LM_HEAD)
+        if split is None:
+            embedding = self.tensor(EMBEDDING)
+            return embedding, Weight(embedding)
+        num_ranks = self._sharding.num_ranks
+        part = split.part_size(num_ranks)
+        padded = self._ops.empty((num_ranks * part, width), self._ops.dtype)
+        read_into = partial(self._source.read_into, EMBEDDING)
+        self._targets.append(_Target(EMBEDDING, padded[:num_rows], read_into, is_dense=True))
+        return padded[:num_rows], Weight(own_rows(padded, split))
 
     def matrix(self, names: Sequence[str]) -> Weight:
         """Return matrices with one input as a `Weight`, in e4m3 if quantised online. Raises ModelError."""
@@ -212,36 +252,36 @@ class _Plan:
         quantised = [part for part in parts if part is not None]
         shapes = [self._shapes[name] for name in names]
         if self._online is not None and is_layer_matrix(names[0], shapes[0]):
-            return self._online.matrix(names, shapes)
+            return self._online.matrix(names, shapes, [self._sharding.split(name) for name in names])
         if not quantised:
             return Weight(self.stacked(names))
         if len(quantised) < len(parts):
             dense = names[parts.index(None)]
             raise ModelError(f"{quantised[0].name}: is quantised, but {dense}, which shares its input, is not")
-        return self._quantised(quantised)
+        return self._quantised(names, quantised)
 
     def experts(self, names: Sequence[Sequence[str]]) -> Weight:
         """Return a stack of each expert's matrix; names[e] share its input. Raises ModelError."""
         shapes = [self._shapes[name] for name in names[0]]
         if self._online is not None:
-            return self._online.experts(names, shapes)
+            return self._online.experts(names, shapes, [self._sharding.split(name) for name in names[0]])
         parts = [[self._source.matrix(name) for name in own] for own in names]
         quantised = [[part for part in own if part is not None] for own in parts]
         if not any(quantised):
             stack = self.stacked([name for own in names for name in own])
-            return Weight(stack.reshape(len(names), -1, shapes[0][1]))
+            return Weight(divided(stack.reshape(len(names), -1, shapes[0][1]), self._split(names[0])))
         first = next(part for own in quantised for part in own)
         for own_names, own in zip(names, parts, strict=True):
             if None in own:
                 dense = own_names[own.index(None)]
                 raise ModelError(f"{first.name}: is quantised, but {dense}, another expert's or its own, is not")
-        return self._quantised_experts(quantised)
+        return self._quantised_experts(names, quantised)
 
     def optional(self, names: Sequence[str]) -> Array | None:
         return self.stacked(names) if names[0] in self._shapes else None
 
     def fill(self, progress: bool) -> None:
-        num_bytes = sum(target.array.nbytes for target in self._targets)
+        num_bytes = sum(whole_nbytes(target.array) for target in self._targets)
         num_bytes += 0 if self._online is None else self._online.num_source_bytes
         counting = Lock()
         hidden = None if progress else True  # None: unless stderr is a terminal
@@ -269,13 +309,15 @@ class _Plan:
         found = self._ops.upload(np.zeros(len(dense), np.int32))
         for place, target in enumerate(dense):
             self._ops.find_nonfinite(target.array, found[place : place + 1])
-        for index in np.flatnonzero(self._ops.download(found)).tolist():
+        on_any_rank = self._ops.download(each_rank(found)).reshape(-1, len(dense)).any(axis=0)
+        for index in np.flatnonzero(on_any_rank).tolist():
             raise self._source.nonfinite(dense[index].name, self._ops.dtype)
 
-    def _quantised(self, parts: list[StoredMatrix]) -> Weight:
+    def _quantised(self, names: Sequence[str], parts: list[StoredMatrix]) -> Weight:
         form, order = parts[0].form, parts[0].input_order
-        arrays = self._allocate(parts, ())
-        self._fill_rows(arrays, parts)
+        arrays = self._allocate(names, parts, ())
+        self._fill_rows(arrays, names, parts)
+        arrays["data"] = divided(arrays["data"], self._split(names))
         return Weight(
             **arrays,
             format=form.format,
@@ -284,13 +326,18 @@ class _Plan:
             input_order=None if order is None else self._ops.upload(order),
         )
 
-    def _quantised_experts(self, experts: list[list[StoredMatrix]]) -> Weight:
+    def _split(self, names: Sequence[str]) -> Split | None:
+        """Return the split of the matrix stacked from these tensors."""
+        return stacked([self._sharding.split(name) for name in names])
+
+    def _quantised_experts(self, names: Sequence[Sequence[str]], experts: list[list[StoredMatrix]]) -> Weight:
         first, orders = experts[0][0], [parts[0].input_order for parts in experts]
         if (other := next((parts[0] for parts in experts if parts[0].form != first.form), None)) is not None:
             raise ModelError(f"{first.name} and {other.name}: are in two formats, but of one layer's experts")
-        arrays = self._allocate(experts[0], (len(experts),))
+        arrays = self._allocate(names[0], experts[0], (len(experts),))
         for index, parts in enumerate(experts):
-            self._fill_rows({name: array[index] for name, array in arrays.items()}, parts)
+            self._fill_rows({name: array[index] for name, array in arrays.items()}, names[index], parts)
+        arrays["data"] = divided(arrays["data"], self._split(names[0]))
         known = [order for order in orders if order is not None]
         return Weight(
             **arrays,
@@ -300,25 +347,34 @@ class _Plan:
             input_order=self._ops.upload(np.stack(known)) if known else None,
         )
 
-    def _allocate(self, parts: Sequence[StoredMatrix], leading: tuple[int, ...]) -> dict[str, Array]:
+    def _allocate(
+        self, names: Sequence[str], parts: Sequence[StoredMatrix], leading: tuple[int, ...]
+    ) -> dict[str, Array]:
         """Allocate arrays of the matrix stacked from `parts`, after `leading` dimensions. Raises ModelError."""
         form, formats = parts[0].form, self._ops.weight_formats
         if form.format not in formats:
             known = ", ".join(sorted(formats))
             raise ModelError(f"{parts[0].name}: {form.format} is not supported on {self._ops.device_name} ({known})")
-        total = form.arrays(sum(part.shape[0] for part in parts), parts[0].shape[1])
+        shapes = self._part_shapes(names, parts)
+        total = form.arrays(sum(shape[0] for shape in shapes), shapes[0][1])
         return {name: self._ops.empty((*leading, *shape), dtype) for name, (shape, dtype) in total.items()}
 
-    def _fill_rows(self, arrays: dict[str, Array], parts: list[StoredMatrix]) -> None:
-        """Plan to fill a matrix's arrays. Raises ModelError unless the parts can be stacked."""
+    def _fill_rows(self, arrays: dict[str, Array], names: Sequence[str], parts: list[StoredMatrix]) -> None:
+        """Plan to fill a matrix's arrays. Raises ModelError unless the parts can be stacked, and divided among ranks."""
         check_stackable(parts)
-        form, num_inputs = parts[0].form, parts[0].shape[1]
+        form, shapes = parts[0].form, self._part_shapes(names, parts)
+        splits = [self._sharding.array_splits(name, part) for name, part in zip(names, parts, strict=True)]
         for name, array in arrays.items():
             begin = 0
-            for part in parts:
-                end = begin + form.arrays(part.shape[0], num_inputs)[name][0][0]
-                self._targets.append(_Target(part.name, array[begin:end], part.arrays[name].read_into, is_dense=False))
+            for part, shape, split in zip(parts, shapes, splits, strict=True):
+                end = begin + form.arrays(*shape)[name][0][0]
+                target = divided(array[begin:end], split[name])
+                self._targets.append(_Target(part.name, target, part.arrays[name].read_into, is_dense=False))
                 begin = end
+
+    def _part_shapes(self, names: Sequence[str], parts: Sequence[StoredMatrix]) -> list[tuple[int, int]]:
+        shapes = [self._sharding.part_shape(name, part.shape) for name, part in zip(names, parts, strict=True)]
+        return [(num_outputs, num_inputs) for num_outputs, num_inputs in shapes]
 
 
 def _prepared(layer: Layer, ops: Ops) -> Layer:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from model.config import ModelConfig
 from model.errors import ModelError
+from model.ops.group.arrays import Split, divided, each_rank, stacked
 from model.ops.interface import Array, Fp8Rows, Ops
 from model.ops.weight import Weight
-from model.weights.checkpoint import is_projection, loaded_shapes
+from model.weights.checkpoint import PartShape, is_projection, loaded_shapes
 
 STAGING_BYTES = 1 << 30
 """Device memory for unrounded matrices, unless one is larger."""
@@ -22,10 +23,14 @@ ReadInto = Callable[[str, int, np.ndarray], None]
 """Type of `TensorSource.read_into`."""
 
 
-def loaded_bytes(config: ModelConfig, dtype: np.dtype, quantization: str) -> int:
-    """Return the bytes of all weights, layers' matrices in e4m3 with row scales if "fp8"."""
+def loaded_bytes(
+    config: ModelConfig, dtype: np.dtype, quantization: str, part_shape: PartShape = lambda name, shape: shape
+) -> int:
+    """Return the bytes of all weights, layers' matrices in e4m3 with row scales if "fp8"; part_shape(name, shape) is
+    what a rank holds."""
     total = 0
-    for name, shape in loaded_shapes(config).items():
+    for name, whole in loaded_shapes(config).items():
+        shape = part_shape(name, whole)
         if quantization == "fp8" and is_layer_matrix(name, shape):
             total += math.prod(shape) + 4 * shape[0]
         else:
@@ -43,6 +48,7 @@ class _Matrix:
     weight: Weight
     names: Sequence[str]
     ends: Sequence[int]  # rows where each tensor ends
+    splits: Sequence[Split | None]
 
     @property
     def size(self) -> int:
@@ -58,16 +64,26 @@ class OnlineFp8:
     def num_source_bytes(self) -> int:
         return sum(matrix.size for matrix in self._matrices) * self._ops.dtype.itemsize
 
-    def matrix(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Weight:
-        """Allocate one matrix for tensors [n, K], stacked along the first axis."""
-        return self.experts([names], shapes).expert(0)
+    def matrix(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], splits: Sequence[Split | None]) -> Weight:
+        """Allocate one matrix for tensors [n, K], stacked along the first axis. A rank's part of a row has a scale of
+        its own."""
+        weight = self._stack([names], shapes, splits).expert(0)
+        return replace(weight, data=divided(weight.data, stacked(splits)))
 
-    def experts(self, names: Sequence[Sequence[str]], shapes: Sequence[tuple[int, ...]]) -> Weight:
+    def experts(
+        self, names: Sequence[Sequence[str]], shapes: Sequence[tuple[int, ...]], splits: Sequence[Split | None]
+    ) -> Weight:
         """Allocate a stack of a matrix of these tensors [n, K] for each expert."""
+        weight = self._stack(names, shapes, splits)
+        return replace(weight, data=divided(weight.data, stacked(splits)))
+
+    def _stack(
+        self, names: Sequence[Sequence[str]], shapes: Sequence[tuple[int, ...]], splits: Sequence[Split | None]
+    ) -> Weight:
         ends = np.cumsum([shape[0] for shape in shapes]).tolist()
         data = self._ops.empty((len(names), ends[-1], shapes[0][1]), np.dtype(np.uint8))
         weight = Weight.fp8(data, self._ops.empty((len(names), ends[-1]), np.dtype(np.float32)))
-        self._matrices += [_Matrix(weight.expert(index), own, ends) for index, own in enumerate(names)]
+        self._matrices += [_Matrix(weight.expert(index), own, ends, splits) for index, own in enumerate(names)]
         return weight
 
     def fill(self, read_into: ReadInto, nonfinite: Callable[[str, np.dtype], ModelError]) -> None:
@@ -92,15 +108,16 @@ class OnlineFp8:
         views = [view.reshape(matrix.weight.shape) for view, matrix in zip(views, group, strict=True)]
         names = [name for matrix in group for name in matrix.names]
         parts = [
-            view[begin:end]
+            divided(view[begin:end], split)
             for view, matrix in zip(views, group, strict=True)
-            for begin, end in pairwise([0, *matrix.ends])
+            for (begin, end), split in zip(pairwise([0, *matrix.ends]), matrix.splits, strict=True)
         ]
         ops.load_parallel(parts, lambda target, start, out: read_into(names[target], start, out))
         found = ops.upload(np.zeros(len(parts), np.int32))
         for index, part in enumerate(parts):
             ops.find_nonfinite(part, found[index : index + 1])
-        for index in np.flatnonzero(ops.download(found)).tolist():
+        on_any_rank = ops.download(each_rank(found)).reshape(-1, len(parts)).any(axis=0)
+        for index in np.flatnonzero(on_any_rank).tolist():
             raise nonfinite(names[index], ops.dtype)
         for view, matrix in zip(views, group, strict=True):
             ops.quantise_rows(view, Fp8Rows(matrix.weight.data, matrix.weight.scale))

@@ -26,7 +26,7 @@ class PagedSequences:
         self.num_computed = [0] * num_sequences
         self._model = model
         self._block_size = block_size
-        shape = (num_blocks, *block_shape(model.config, block_size))
+        shape = (num_blocks, *block_shape(model.config, block_size, model.ops.num_ranks))
         self._kv = model.ops.upload(np.full(shape, nan_of(model.ops.kv_dtype), model.ops.kv_dtype))
 
     def forward(self, chunks: list[tuple[int, np.ndarray]]) -> list[np.ndarray]:

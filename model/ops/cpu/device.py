@@ -19,6 +19,8 @@ from model.ops.packing import Packing, TableRows
 class NumpyDevice:
     name = "numpy"
     device_name = "CPU"
+    num_ranks = 1
+    num_sharing = 1  # ranks in the host's memory
 
     def upload(self, host: np.ndarray) -> Array:
         return np.array(host)
@@ -65,7 +67,8 @@ class NumpyDevice:
 
     def memory_bytes(self) -> tuple[int, int]:
         page = os.sysconf("SC_PAGE_SIZE")
-        return _available_bytes() or os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+        free_bytes = _available_bytes() or os.sysconf("SC_AVPHYS_PAGES") * page
+        return free_bytes // self.num_sharing, os.sysconf("SC_PHYS_PAGES") * page // self.num_sharing
 
     def scratch(self) -> AbstractContextManager[None]:
         return nullcontext()

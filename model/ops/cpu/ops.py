@@ -40,7 +40,8 @@ class NumpyOps(NumpyDevice):
     weight_formats = frozenset(WeightFormat)
     has_fp8 = True
 
-    def __init__(self, dtype: np.dtype = FLOAT32, kv_dtype: np.dtype | None = None):
+    def __init__(self, dtype: np.dtype = FLOAT32, kv_dtype: np.dtype | None = None, num_sharing: int = 1):
+        self.num_sharing = num_sharing
         self.dtype = np.dtype(dtype)
         self.kv_dtype = np.dtype(dtype if kv_dtype is None else kv_dtype)
 

@@ -38,6 +38,7 @@ class CudaDevice:
     """`Device` and `KernelLauncher` of the current CUDA device, for one thread."""
 
     name = "cuda"
+    num_ranks = 1
 
     def __init__(self, dtype: np.dtype, kv_dtype: np.dtype | None = None):
         """Raise ValueError for dtypes without kernels, CuPy's RuntimeErrors without a GPU."""

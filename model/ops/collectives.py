@@ -1,0 +1,35 @@
+"""Operations across the ranks of a group: the interface, and the CPU's implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from model.ops.weight import Array
+
+
+class Collectives(Protocol):
+    """Every rank gets the same bits. Results live as those of `Ops`."""
+
+    def sum(self, parts: Sequence[Array]) -> list[Array]:
+        """Return on each rank the sum of one array per rank: in rank order in float32, rounded once to their dtype."""
+
+    def gather(self, parts: Sequence[Array], *, copies: int = 1, width: int | None = None) -> list[Array]:
+        """Return on each rank [T, width] (default: all columns): the parts [T, n] of ranks 0, copies, 2 * copies, ...
+        side by side."""
+
+
+class NumpyCollectives:
+    """The specification; all ranks in the memory of one process."""
+
+    def sum(self, parts: Sequence[Array]) -> list[Array]:
+        total = parts[0].astype(np.float32)
+        for part in parts[1:]:
+            total += part.astype(np.float32, copy=False)
+        return [total.astype(part.dtype) for part in parts]
+
+    def gather(self, parts: Sequence[Array], *, copies: int = 1, width: int | None = None) -> list[Array]:
+        whole = np.concatenate(parts[::copies], axis=1)[:, :width]
+        return [np.array(whole) for _ in parts]

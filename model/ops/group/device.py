@@ -1,0 +1,125 @@
+"""A group of ranks as one `Device`: what one does, all do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from model.ops.group.arrays import GroupArray, PartialSums, SplitArray, joined, on_rank
+from model.ops.group.host_blocks import GroupHostBlocks
+from model.ops.group.loading import load_group
+from model.ops.interface import Array, Ops
+from model.ops.packing import TableRows
+
+
+class GroupDevice:
+    """Returns `GroupArray`s. Shapes given and returned are a rank's."""
+
+    def __init__(self, ranks: Sequence[Ops]):
+        self.ranks = tuple(ranks)
+        self.num_ranks = len(self.ranks)
+        self.name = self.ranks[0].name
+        self.device_name = f"{self.num_ranks} x {self.ranks[0].device_name}"
+
+    def upload(self, host: np.ndarray) -> Array:
+        return self._each(lambda ops: ops.upload(host))
+
+    def upload_all(
+        self, hosts: Sequence[np.ndarray], into: Array | None = None, rows: TableRows | None = None
+    ) -> list[Array]:
+        return list(self._each(lambda ops, into, rows: ops.upload_all(hosts, into, rows), into, rows))
+
+    def load_parallel(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
+        """Call `read` once for each element of a whole; a `SplitArray` gets its parts."""
+        load_group(self.ranks, targets, read)
+
+    def download(self, array: Array) -> np.ndarray:
+        """Return the array, or the whole of a `SplitArray`. Raises RuntimeError if ranks differ in what they share."""
+        return _whole(array, [ops.download(part) for ops, part in zip(self.ranks, array.parts, strict=True)])
+
+    def download_async(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
+        fetches = [ops.download_async(on_rank(list(arrays), rank)) for rank, ops in enumerate(self.ranks)]
+
+        def fetch() -> list[np.ndarray]:
+            hosts = [own() for own in fetches]
+            return [_whole(array, parts) for array, *parts in zip(arrays, *hosts, strict=True)]
+
+        return fetch
+
+    def warm_up(self, work: Callable[[], None]) -> None:
+        for ops in self.ranks:
+            work = partial(ops.warm_up, work)
+        work()
+
+    def capture(self, work: Callable[[], None], warm_up_run: Callable[[], None] | None = None) -> Callable[[], None]:
+        """Record nothing: the work runs as it is."""
+        (warm_up_run or work)()
+        return work
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        return self._each(lambda ops: ops.empty(shape, dtype))
+
+    def temporary(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        return self._each(lambda ops: ops.temporary(shape, dtype))
+
+    def scratch(self) -> AbstractContextManager[None]:
+        return self._scratch()
+
+    @contextmanager
+    def _scratch(self) -> Iterator[None]:
+        with ExitStack() as all_scratches:
+            for ops in self.ranks:
+                all_scratches.enter_context(ops.scratch())
+            yield
+
+    def host_blocks(self, kv: Array, num_blocks: int) -> GroupHostBlocks:
+        """Allocate host memory on each rank for its part of the blocks."""
+        return GroupHostBlocks([ops.host_blocks(part, num_blocks) for ops, part in self._parts(kv)])
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """Return (free, total) of the rank with the least."""
+        return min(ops.memory_bytes() for ops in self.ranks)
+
+    def synchronize(self) -> None:
+        for ops in self.ranks:
+            ops.synchronize()
+
+    def record_event(self) -> Any:
+        return [ops.record_event() for ops in self.ranks]
+
+    def elapsed_s(self, begin: Any, end: Any) -> float:
+        """Return the slowest rank's seconds."""
+        return max(ops.elapsed_s(*events) for ops, *events in zip(self.ranks, begin, end, strict=True))
+
+    def _parts(self, array: GroupArray) -> Iterator[tuple[Ops, Array]]:
+        return zip(self.ranks, array.parts, strict=True)
+
+    def _each(self, work: Callable[..., Any], *values: Any) -> Any:
+        """Return work(ops, own values) of all ranks as one."""
+        return joined([work(ops, *on_rank(values, rank)) for rank, ops in enumerate(self.ranks)])
+
+
+def _whole(array: Array, parts: Sequence[np.ndarray]) -> np.ndarray:
+    if isinstance(array, PartialSums):
+        raise TypeError("partial sums are not downloaded")
+    if isinstance(array, SplitArray):
+        return _assembled(array, parts)
+    first = parts[0]
+    for rank, part in enumerate(parts[1:], 1):
+        if part.tobytes() != first.tobytes():
+            raise RuntimeError(f"ranks 0 and {rank} differ in what they computed alike")
+    return first
+
+
+def _assembled(array: SplitArray, parts: Sequence[np.ndarray]) -> np.ndarray:
+    split = array.split
+    whole = np.empty(split.whole_shape(parts[0].shape), parts[0].dtype)
+    before = (slice(None),) * split.axis
+    for rank, part in enumerate(parts):
+        for at, start, stop in split.ranges(rank, len(parts)):
+            whole[(*before, slice(start, stop))] = part[(*before, slice(at, at + stop - start))]
+    return whole

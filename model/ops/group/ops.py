@@ -1,0 +1,169 @@
+"""Tensor parallelism: the operations of a model whose matrices are divided among the ranks of a group.
+
+A product with a matrix divided by rows gives a rank its own outputs; one divided by columns gives `PartialSums`, which
+the norm after it sums. Logits are divided by the vocabulary, and sampled as a whole. All else is done on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from model.ops.collectives import Collectives
+from model.ops.group.arrays import GroupArray, PartialSums, SplitArray, divided, on_rank
+from model.ops.group.device import GroupDevice
+from model.ops.interface import Array, AttentionBatch, Fp8Rows, HeadRotation, Ops, Sampled, SamplingArrays
+from model.ops.weight import Weight
+
+
+class GroupOps(GroupDevice):
+    """`Ops` of n ranks, run in lockstep by one thread."""
+
+    def __init__(self, ranks: Sequence[Ops], collectives: Collectives):
+        super().__init__(ranks)
+        self._collectives = collectives
+        self.dtype, self.kv_dtype = ranks[0].dtype, ranks[0].kv_dtype
+        self.weight_formats, self.has_fp8 = ranks[0].weight_formats, ranks[0].has_fp8
+
+    def find_nonfinite(self, x: Array, found: Array) -> None:
+        self._each(lambda ops, x, found: ops.find_nonfinite(x, found), x, found)
+
+    def gather_rows(self, table: Array, ids: Array) -> Array:
+        rows = self._each(lambda ops, table, ids: ops.gather_rows(table, ids), table, ids)
+        return replace(table, parts=rows.parts)
+
+    def pick_tokens(self, token_ids: Array, previous: Array, source: Array) -> None:
+        self._each(lambda ops, *arrays: ops.pick_tokens(*arrays), token_ids, previous, source)
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        return self._each(lambda ops, x, weight: ops.rms_norm(x, weight, eps), self._summed(x), weight)
+
+    def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float, out: Array | None = None) -> Array:
+        """Add x, or the sum of its `PartialSums`; the sum is rounded before it is added, as one rank's product is."""
+        arrays = self._summed(x), residual, weight, eps, out
+        return self._each(lambda ops, *arrays: ops.add_rms_norm(*arrays), *arrays)
+
+    def linear(
+        self,
+        x: Array | Fp8Rows,
+        weight: Weight,
+        bias: Array | None = None,
+        *,
+        dtype: np.dtype | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        """Return `PartialSums` for a matrix divided by columns, whose bias rank 0 adds; else each rank's outputs.
+
+        Each rank rescales its own product: scales of quantised inputs need not agree.
+        """
+        split = weight.data.split if isinstance(weight.data, SplitArray) else None
+        is_partial = split is not None and split.axis == 1
+        parts = [
+            ops.linear(
+                *on_rank((x, weight, None if is_partial and rank else bias), rank), dtype=dtype, out=on_rank(out, rank)
+            )
+            for rank, ops in enumerate(self.ranks)
+        ]
+        if is_partial:
+            return PartialSums(tuple(parts))
+        return divided(GroupArray(tuple(parts)), None if split is None else replace(split, axis=1))
+
+    def prepare_weight(self, weight: Weight) -> Weight:
+        prepared: Weight = self._each(lambda ops, weight: ops.prepare_weight(weight), weight)
+        return replace(prepared, data=replace(weight.data, parts=prepared.data.parts))
+
+    def tune_linear(
+        self, weights: Sequence[Weight], bias: Array | None, num_rows: Sequence[int], *, dtype: np.dtype | None = None
+    ) -> None:
+        self._each(lambda ops, own, bias: ops.tune_linear(own, bias, num_rows, dtype=dtype), list(weights), bias)
+
+    def linear_sizes(self, most: int) -> list[int]:
+        return self.ranks[0].linear_sizes(most)
+
+    def rope_kv_write(
+        self,
+        qkv: Array,
+        rotation: HeadRotation,
+        positions: Array,
+        slots: Array,
+        kv: Array,
+        layer: int,
+        kv_scales: Array | None = None,
+    ) -> Array:
+        arrays = qkv, rotation, positions, slots, kv, layer, kv_scales
+        return self._each(lambda ops, *arrays: ops.rope_kv_write(*arrays), *arrays)
+
+    def normalise_qk(self, qkv: Array, q_norm: Array, k_norm: Array, eps: float) -> None:
+        """Gather each of q and k, whose norm is over the heads of all ranks; the norms' weights are whole."""
+        num_columns = qkv.shape[1]
+        q_size = len(q_norm) // self.num_ranks
+        k_size = (num_columns - q_size) // 2
+        for begin, size, norm in ((0, q_size, q_norm), (q_size, k_size, k_norm)):
+            copies = self.num_ranks * size // len(norm)
+            own = [part[:, begin : begin + size] for part in qkv.parts]
+            whole = self._collectives.gather(own, copies=copies)
+            for rank, ops in enumerate(self.ranks):
+                start = rank // copies * size
+                own[rank][...] = ops.rms_norm(whole[rank], norm.parts[rank], eps)[:, start : start + size]
+
+    def plan_decode_attention(self, num_heads: int, batch: AttentionBatch) -> Array | None:
+        own_heads = num_heads // self.num_ranks
+        plan: Array | None = self._each(lambda ops, batch: ops.plan_decode_attention(own_heads, batch), batch)
+        return plan
+
+    def paged_decode_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
+        self._each(lambda ops, *arrays: ops.paged_decode_attention(*arrays), q, batch, out)
+
+    def paged_prefill_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
+        self._each(lambda ops, *arrays: ops.paged_prefill_attention(*arrays), q, batch, out)
+
+    def silu_mul(self, gate_up: Array) -> Array:
+        return self._each(lambda ops, x: ops.silu_mul(x), gate_up)
+
+    def quantise_rows(self, x: Array, out: Fp8Rows | None = None) -> Fp8Rows:
+        rows: Fp8Rows = self._each(lambda ops, x, out: ops.quantise_rows(x, out), x, out)
+        return rows
+
+    def dequantise_rows(self, x: Fp8Rows) -> Array:
+        return self._each(lambda ops, x: ops.dequantise_rows(x), x)
+
+    def rms_norm_quantised(self, x: Array, weight: Array, eps: float) -> Fp8Rows:
+        rows: Fp8Rows = self._each(
+            lambda ops, x, weight: ops.rms_norm_quantised(x, weight, eps), self._summed(x), weight
+        )
+        return rows
+
+    def add_rms_norm_quantised(
+        self, x: Array, residual: Array, weight: Array, eps: float, out: Fp8Rows | None = None
+    ) -> Fp8Rows:
+        arrays = self._summed(x), residual, weight, eps, out
+        rows: Fp8Rows = self._each(lambda ops, *arrays: ops.add_rms_norm_quantised(*arrays), *arrays)
+        return rows
+
+    def silu_mul_quantised(self, gate_up: Array) -> Fp8Rows:
+        rows: Fp8Rows = self._each(lambda ops, x: ops.silu_mul_quantised(x), gate_up)
+        return rows
+
+    def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
+        self._each(lambda ops, *arrays: ops.copy_blocks(*arrays), kv, sources, targets)
+
+    def top_logprobs(self, logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
+        arrays = self._gathered(logits), token_ids
+        best: tuple[Array, Array, Array] = self._each(lambda ops, *own: ops.top_logprobs(*own, num_best), *arrays)
+        return best
+
+    def sample(self, logits: Array, how: SamplingArrays, out: Array | None = None) -> Sampled:
+        arrays = self._gathered(logits), how, out
+        sampled: Sampled = self._each(lambda ops, *arrays: ops.sample(*arrays), *arrays)
+        return sampled
+
+    def _summed(self, x: Array) -> Array:
+        return GroupArray(tuple(self._collectives.sum(x.parts))) if isinstance(x, PartialSums) else x
+
+    def _gathered(self, logits: Array) -> Array:
+        """Return logits [R, V] on each rank."""
+        if not isinstance(logits, SplitArray):
+            return logits
+        return GroupArray(tuple(self._collectives.gather(logits.parts, width=logits.split.size)))
