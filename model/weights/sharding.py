@@ -27,10 +27,7 @@ class Sharding:
         if num_ranks > 1:
             _check(config, num_ranks)
         self._modules = _output_sections(config, num_ranks)
-        self._inputs = {
-            config.tensors.output: config.num_heads * config.head_dim,
-            config.tensors.down: config.intermediate_size,
-        }
+        self._inputs = _input_sizes(config)
         self._vocabulary = Section(config.vocab_size)
 
     def split(self, name: str) -> Split | None:
@@ -76,10 +73,24 @@ def _output_sections(config: ModelConfig, num_ranks: int) -> dict[str, tuple[Sec
     qkv = (Section(config.num_heads * head_dim), keys, keys)
     gate_up = (Section(config.intermediate_size),) * 2
     modules: dict[str, tuple[Section, ...]] = {}
+    experts = config.experts
+    if experts is not None:
+        own = (Section(experts.intermediate_size),)
+        for expert in range(experts.num_experts):
+            modules |= dict.fromkeys(tensors.of_expert(expert)[0], own)
     for names, sections in ((tensors.qkv, qkv), (tensors.gate_up, gate_up)):
         each = [sections] if len(names) == 1 else [(section,) for section in sections]
         modules |= dict(zip(names, each, strict=True))
     return modules
+
+
+def _input_sizes(config: ModelConfig) -> dict[str, int]:
+    """Return the inputs of each module that is divided by them."""
+    tensors, experts = config.tensors, config.experts
+    sizes = {tensors.output: config.num_heads * config.head_dim, tensors.down: config.intermediate_size}
+    if experts is not None:
+        sizes |= {tensors.of_expert(each)[1]: experts.intermediate_size for each in range(experts.num_experts)}
+    return sizes
 
 
 def _in_units(split: Split, unit: int, num_ranks: int, module: str) -> Split:
@@ -98,7 +109,12 @@ def _in_units(split: Split, unit: int, num_ranks: int, module: str) -> Split:
 
 def _check(config: ModelConfig, num_ranks: int) -> None:
     heads, kv_heads = config.num_heads, config.num_kv_heads
-    for what, count in (("attention heads", heads), ("columns of the MLP", config.intermediate_size)):
+    counts, experts = {"attention heads": heads}, config.experts
+    if experts is None or not all(experts.layers):
+        counts["columns of the MLP"] = config.intermediate_size
+    if experts is not None:
+        counts["columns of an expert"] = experts.intermediate_size
+    for what, count in counts.items():
         if count % num_ranks:
             raise ModelError(f"{FLAG}: {num_ranks} does not divide {count} {what} (1, or a divisor)")
     if kv_heads % num_ranks and num_ranks % kv_heads:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 
 from model.config import ModelConfig
-from model.errors import ModelError
 from model.kv_scales import cache_dtype_name
-from model.ops.backend import open_ops
 from model.ops.interface import Ops
 from service.bench.flag_values import whole_number
 from service.cli.table import print_table
 from service.config.settings import Settings
-from service.engine.build import num_swap_blocks, planned_weights, read_model_config, size_engine, wanted_model_len
+from service.engine.build import (
+    num_swap_blocks,
+    open_devices,
+    planned_weights,
+    read_model_config,
+    size_engine,
+    wanted_model_len,
+)
 from service.engine.kv.memory_profile import MemoryPlan, plan_memory
 from service.errors import StartupError
 
@@ -35,15 +40,13 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
     length = None if flags.length is None else whole_number("--length", flags.length)
     config = read_model_config(settings)
     wanted_len = wanted_model_len(settings, config)
-    try:
-        ops = open_ops(settings.device, settings.dtype, config.dtype, settings.kv_cache_dtype)
-    except ModelError as error:
-        raise StartupError(str(error)) from None
+    ops = open_devices(settings, config)
+    each = "" if ops.num_ranks == 1 else ", on each rank"
     weights = planned_weights(settings, config, ops)
     rows: Rows = [
         ("model", f"{config.family}, {_parameters(config)}, {ops.dtype} on {ops.device_name}"),
-        ("free memory", _size(ops.memory_bytes()[0])),
-        ("weights", _size(weights.num_bytes) + (f", {weights.label}" if weights.label else "")),
+        ("free memory", _size(ops.memory_bytes()[0]) + each),
+        ("weights", _size(weights.num_bytes) + (f", {weights.label}" if weights.label else "") + each),
     ]
     try:
         if ops.name == "cuda":
@@ -62,6 +65,8 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
 def _cache(settings: Settings, ops: Ops, memory: MemoryPlan) -> Rows:
     num_host_blocks, num_tokens = num_swap_blocks(settings, ops, memory), memory.num_blocks * memory.block_size
     size = _size(memory.num_blocks * memory.block_bytes)
+    if memory.num_ranks > 1:
+        size += f" ({_size(memory.num_blocks * memory.block_bytes // memory.num_ranks)} on each rank)"
     rows = [
         ("KV cache", f"{size}, {num_tokens} tokens in {cache_dtype_name(ops)}"),
         ("blocks", f"{memory.num_blocks} of {memory.block_size} tokens, {memory.block_bytes} bytes each"),

@@ -203,8 +203,11 @@ class Settings:
         verbs=(SERVE, WORKER, BENCH),
         parse=parse_speculative_config,
     )
-    tensor_parallel_size: int = _integer(
-        1, "GPUs per model; only 1 is supported yet", verbs=_ENGINE_VERBS, low=1, high=1
+    tensor_parallel_size: int = _one_of(
+        1,
+        "ranks that the model is divided among, on a CPU; a GPU runs it whole",
+        (1, 2, 4, 8),
+        verbs=_ENGINE_VERBS,
     )
     data_parallel_size: int = _integer(
         1,

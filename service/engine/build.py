@@ -10,7 +10,7 @@ from model.config import ModelConfig
 from model.errors import GrammarError, ModelError
 from model.kv_cache import allocate, allocate_with_draft
 from model.kv_scales import KvFormat, kv_format
-from model.ops.backend import open_ops
+from model.ops.backend import open_group
 from model.ops.interface import Ops
 from model.presets import PRESETS
 from model.sampling_params import SamplingParams
@@ -88,10 +88,7 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     """Load, size, warm up and try the model. Raises StartupError."""
     config = read_model_config(settings)
     grammars = Grammars(partial(grammar_compiler, settings, config))
-    try:
-        ops = open_ops(settings.device, settings.dtype, config.dtype, settings.kv_cache_dtype)
-    except ModelError as error:
-        raise StartupError(str(error)) from None
+    ops = open_devices(settings, config)
     check_speculation(settings, ops)
     draft = plan_draft_model(settings, config)
     sized = size_engine(settings, config, ops, load_format=settings.load_format, progress=progress, draft=draft)
@@ -138,6 +135,15 @@ def _attach(
     drafter = load_drafter(draft, model, own, memory.max_model_len)
     executor.attach(cache, blocks=blocks, states=drafter, num_host_blocks=num_host_blocks, progress=progress)
     return drafter
+
+
+def open_devices(settings: Settings, config: ModelConfig) -> Ops:
+    """Raises StartupError."""
+    wanted = settings.device, settings.dtype, config.dtype, settings.kv_cache_dtype
+    try:
+        return open_group(*wanted, settings.tensor_parallel_size)
+    except ModelError as error:
+        raise StartupError(str(error)) from None
 
 
 def size_engine(
@@ -192,6 +198,7 @@ def _log_ready(sized: SizedModel, ops: Ops) -> None:
         "engine ready %s",
         fields(
             device=ops.name,
+            ranks=ops.num_ranks,
             dtype=ops.dtype,
             weights=sized.weight_format,
             kv_cache=f"{kv.dtype}, {kv.scales} scales" if kv.scales else kv.dtype,
@@ -210,7 +217,7 @@ def planned_weights(settings: Settings, config: ModelConfig, ops: Ops) -> Planne
     """Raises StartupError."""
     try:
         check_device(config, ops)
-        return plan_weights(model_folder(settings), config, ops.dtype, settings.quantization)
+        return plan_weights(model_folder(settings), config, ops.dtype, settings.quantization, ops.num_ranks)
     except ModelError as error:
         raise StartupError(str(error)) from None
 

@@ -150,7 +150,7 @@ def _card(worker_id: str, settings: Settings, built: BuiltEngine, engine: Engine
         host_blocks=engine.host_blocks,
         stats=read_stats(ENGINE, engine.stats),
         weight_format=built.weight_format,
-        weight_bytes=built.executor.model.weights.num_bytes,
+        weight_bytes=built.executor.model.weights.num_bytes * built.ops.num_ranks,
         kv_cache_dtype=built.kv_format.dtype,
         block_bytes=built.memory.block_bytes,
         tables=tuple(map(_block_table, engine.tables)),

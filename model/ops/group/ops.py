@@ -14,7 +14,7 @@ import numpy as np
 from model.ops.collectives import Collectives
 from model.ops.group.arrays import GroupArray, PartialSums, SplitArray, divided, on_rank
 from model.ops.group.device import GroupDevice
-from model.ops.interface import Array, AttentionBatch, Fp8Rows, HeadRotation, Ops, Sampled, SamplingArrays
+from model.ops.interface import Array, AttentionBatch, ExpertGroups, Fp8Rows, HeadRotation, Ops, Sampled, SamplingArrays
 from model.ops.weight import Weight
 
 
@@ -58,8 +58,7 @@ class GroupOps(GroupDevice):
 
         Each rank rescales its own product: scales of quantised inputs need not agree.
         """
-        split = weight.data.split if isinstance(weight.data, SplitArray) else None
-        is_partial = split is not None and split.axis == 1
+        is_partial = _is_by_columns(weight)
         parts = [
             ops.linear(
                 *on_rank((x, weight, None if is_partial and rank else bias), rank), dtype=dtype, out=on_rank(out, rank)
@@ -68,7 +67,8 @@ class GroupOps(GroupDevice):
         ]
         if is_partial:
             return PartialSums(tuple(parts))
-        return divided(GroupArray(tuple(parts)), None if split is None else replace(split, axis=1))
+        split = replace(weight.data.split, axis=1) if isinstance(weight.data, SplitArray) else None
+        return divided(GroupArray(tuple(parts)), split)
 
     def prepare_weight(self, weight: Weight) -> Weight:
         prepared: Weight = self._each(lambda ops, weight: ops.prepare_weight(weight), weight)
@@ -146,6 +146,27 @@ class GroupOps(GroupDevice):
         rows: Fp8Rows = self._each(lambda ops, x: ops.silu_mul_quantised(x), gate_up)
         return rows
 
+    def route_experts(self, logits: Array, num_used: int, renormalise: bool) -> tuple[Array, Array]:
+        routes: tuple[Array, Array] = self._each(lambda ops, own: ops.route_experts(own, num_used, renormalise), logits)
+        return routes
+
+    def group_by_expert(self, ids: Array, num_experts: int) -> ExpertGroups:
+        groups: ExpertGroups = self._each(lambda ops, own: ops.group_by_expert(own, num_experts), ids)
+        return groups
+
+    def experts_linear(
+        self, x: Array | Fp8Rows, weight: Weight, groups: ExpertGroups, *, is_sorted: bool = False
+    ) -> Array:
+        """Return `PartialSums` for matrices divided by columns, as `linear` does."""
+        product = self._each(lambda ops, *own: ops.experts_linear(*own, is_sorted=is_sorted), x, weight, groups)
+        return PartialSums(product.parts) if _is_by_columns(weight) else product
+
+    def combine_experts(self, x: Array, groups: ExpertGroups, weights: Array) -> Array:
+        """Return `PartialSums` of `PartialSums`."""
+        own = GroupArray(x.parts)
+        rows = self._each(lambda ops, *arrays: ops.combine_experts(*arrays), own, groups, weights)
+        return replace(x, parts=rows.parts)
+
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
         self._each(lambda ops, *arrays: ops.copy_blocks(*arrays), kv, sources, targets)
 
@@ -167,3 +188,7 @@ class GroupOps(GroupDevice):
         if not isinstance(logits, SplitArray):
             return logits
         return GroupArray(tuple(self._collectives.gather(logits.parts, width=logits.split.size)))
+
+
+def _is_by_columns(weight: Weight) -> bool:
+    return isinstance(weight.data, SplitArray) and weight.data.split.axis == 1

@@ -24,14 +24,21 @@ from service.errors import StartupError
 
 MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
 NUM_ROUNDS = 3
+WITHOUT_WEIGHTS = ("ngram", "suffix")
 DEFAULT_DRAFTS = 3
 """Draft tokens, unless the settings or the head say how many."""
 
 
 def check_speculation(settings: Settings, ops: Ops) -> None:
-    """Raises StartupError if the device cannot verify drafts."""
-    if settings.speculative_config is not None and ops.name == "cuda":
+    """Raises StartupError if the device cannot verify drafts, or make those of a draft model."""
+    wanted = settings.speculative_config
+    if wanted is not None and ops.name == "cuda":
         raise StartupError("--speculative-config: a GPU does not verify drafts yet (--device cpu)")
+    if wanted is not None and ops.num_ranks > 1 and wanted.method not in WITHOUT_WEIGHTS:
+        raise StartupError(
+            f"--speculative-config: {wanted.method} does not run with --tensor-parallel-size {ops.num_ranks} yet "
+            f"({', '.join(WITHOUT_WEIGHTS)})"
+        )
 
 
 def build_speculation(
@@ -56,7 +63,7 @@ def build_speculation(
 
 def build_drafter(wanted: SpeculativeConfig | None) -> Drafter | None:
     """Return a drafter without weights."""
-    if wanted is None or wanted.method not in ("ngram", "suffix"):
+    if wanted is None or wanted.method not in WITHOUT_WEIGHTS:
         return None
     if wanted.method == "ngram":
         return NgramDrafter(wanted.prompt_lookup_min, wanted.prompt_lookup_max)

@@ -37,8 +37,9 @@ SMALL_BATCHES = (16, 32, 64, 96, 128, 192, 256)
 class MemoryPlan:
     num_blocks: int
     block_size: int
-    block_bytes: int
+    block_bytes: int  # of all ranks
     max_model_len: int
+    num_ranks: int = 1
 
 
 def plan_memory(
@@ -50,8 +51,8 @@ def plan_memory(
     reserved_bytes: int = 0,
     draft: PlannedDraftModel | None = None,
 ) -> MemoryPlan:
-    """Size the pool from free memory less `reserved_bytes` and the draft model. Raises StartupError."""
-    bytes_per_block = block_bytes(config, settings.block_size, ops.kv_dtype)
+    """Size the pool from a rank's free memory less `reserved_bytes` and the draft model. Raises StartupError."""
+    bytes_per_block = block_bytes(config, settings.block_size, ops.kv_dtype, ops.num_ranks)
     if draft is not None:
         bytes_per_block += draft_bytes(ops, draft.block_shape(settings.block_size))
         reserved_bytes += draft.num_bytes
@@ -60,7 +61,8 @@ def plan_memory(
     num_blocks = min(num_blocks, useful_blocks)
     held_len = num_blocks * settings.block_size
     free_bytes, total_bytes = ops.memory_bytes()
-    left = f"{_gib(free_bytes - reserved_bytes)} of {_gib(total_bytes)} are left beside the weights"
+    each = "" if ops.num_ranks == 1 else " on each rank"
+    left = f"{_gib(free_bytes - reserved_bytes)} of {_gib(total_bytes)} are left beside the weights{each}"
     if num_blocks < 1:
         more = "free some, raise --gpu-memory-utilization" if ops.name == "cuda" else "free some"
         raise StartupError(f"no memory is left for the KV cache: {left}; {more} or take a smaller model")
@@ -73,8 +75,9 @@ def plan_memory(
     return MemoryPlan(
         num_blocks=num_blocks,
         block_size=settings.block_size,
-        block_bytes=bytes_per_block,
+        block_bytes=bytes_per_block * ops.num_ranks,
         max_model_len=min(wanted_len, held_len),
+        num_ranks=ops.num_ranks,
     )
 
 
@@ -96,7 +99,7 @@ def _affordable_bytes(settings: Settings, ops: Ops, reserved_bytes: int) -> int:
     free -= reserved_bytes
     if ops.name == "cuda":
         return int(free - total * (1 - settings.gpu_memory_utilization)) - RESERVED_GPU_BYTES
-    return min(free // 4, CPU_CACHE_BYTES)
+    return min(free // 4, CPU_CACHE_BYTES // ops.num_ranks)
 
 
 def warm_up(model: Llama, block_size: int, num_tokens: int, num_sequences: int, max_model_len: int) -> None:
