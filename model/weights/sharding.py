@@ -1,4 +1,4 @@
-"""How each tensor of a model is divided among the ranks of a group.
+"""Division of a model's tensors among the ranks of a group.
 
 q, k, v, gate and up: by outputs (heads, and columns of the MLP); o and down: by inputs; the head: by the vocabulary.
 Embedding and norms are whole on each rank. Fewer KV heads than ranks are copied.

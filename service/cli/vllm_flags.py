@@ -98,7 +98,7 @@ CONDITIONAL = [
     *_rows("pipeline-parallel-size decode-context-parallel-size nnodes", _ONE, "it is 1", _ONE_HOST, "1"),
     *_rows("data-parallel-size-local", _ONE, "all workers of --data-parallel-size run on this host",
            "all workers of --data-parallel-size run on this host (leave it out)", "1"),
-    *_rows("distributed-executor-backend", _ONE, "one GPU needs none", _ONE_HOST, "mp", "uni"),
+    *_rows("distributed-executor-backend", _ONE, "one process runs all ranks", _ONE_HOST, "mp", "uni"),
     *_rows("cpu-offload-gb", _ONE, "weights stay on the device",
            "weights stay on the device; --quantization fp8 halves them", "0", "0.0"),
     *_rows("max-logprobs", _ONE, "up to 20 log-probabilities are sent", "at most 20 log-probabilities are sent",

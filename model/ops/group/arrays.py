@@ -32,7 +32,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """How an axis of a whole array is divided among ranks: each section by equal parts, the last may be padded."""
+    """Division of an axis among ranks: each section by equal parts, the last of which may be padded."""
 
     axis: int
     sections: tuple[Section, ...]

@@ -97,6 +97,11 @@ def _parts_of(chunk: _Chunk, rank: int, num_ranks: int) -> Iterator[_Part]:
     if split.axis:
         before = (slice(None),) * split.axis
         slices = [chunk.host[(*before, slice(start, stop))] for _, start, stop in split.ranges(rank, num_ranks)]
+        missing = own.shape[split.axis] - sum(part.shape[split.axis] for part in slices)
+        if missing:
+            shape = chunk.host.shape
+            padding = (*shape[: split.axis], missing, *shape[split.axis + 1 :])
+            slices.append(np.zeros(padding, chunk.host.dtype))
         yield _Part(own[first:last], slices, split.axis)
         return
     for at, start, stop in split.ranges(rank, num_ranks):

@@ -30,6 +30,7 @@ STARTING = [
     "Qwen/Qwen2.5-32B --seed 42 --gpu-memory-utilization 0.98 --max-num-batched-tokens 2048 --max-num-seqs 128 "
     "--tensor-parallel-size 1 --max-model-len 32k",
     "meta-llama/Llama-3.1-8B-Instruct -dp 4 -asc 2",
+    "meta-llama/Llama-3.3-70B-Instruct -tp 4 --distributed-executor-backend mp",
     "Qwen/Qwen3Guard-Gen-0.6B --host 0.0.0.0 --max-model-len 32768",
     "mistralai/Mistral-7B-Instruct-v0.3 --tokenizer_mode mistral --config_format mistral --load_format mistral "
     "--enable-auto-tool-choice --tool-call-parser mistral --max-model-len auto",
@@ -37,7 +38,7 @@ STARTING = [
     "--served-model-name qwen qwen-awq --api-key a b --enable-chunked-prefill --generation-config vllm",
 ]
 REFUSED = [
-    ("Qwen/Qwen3-235B-A22B -tp 4 --disable-log-requests --distributed-executor-backend mp", "--tensor-parallel-size"),
+    ("Qwen/Qwen3-235B-A22B -tp 4 -pp 2 --distributed-executor-backend mp", "--pipeline-parallel-size"),
     ("Qwen/Qwen3-30B-A3B --enable-expert-parallel", "models with experts"),
     ("meta-llama/Llama-3.1-8B-Instruct -dp 4 --data-parallel-size-local 2 --headless", "run on this host"),
     ("meta-llama/Llama-3.1-8B-Instruct --enable-lora --lora-modules a=b c=d", "adapters"),

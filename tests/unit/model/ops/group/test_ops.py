@@ -1,0 +1,107 @@
+"""Operations of a group against those of one rank: products, sums, norms over all heads, sampling."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from model.dtypes import NUMPY_DTYPES
+from model.ops.cpu.ops import NumpyOps
+from model.ops.group.arrays import PartialSums, Section, Split, SplitArray, divided
+from model.ops.group.ops import GroupOps
+from model.ops.weight import Weight
+from tests.support.group import group_of, loaded
+from tests.support.sampling_cases import random_bias, random_mask, random_penalties, random_wishes, uploaded
+
+ONE = NumpyOps()
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def split_on(ops: GroupOps, whole: np.ndarray, split: Split) -> SplitArray:
+    return loaded(ops, divided(ops.empty(split.part_shape(whole.shape, ops.num_ranks), whole.dtype), split), whole)
+
+
+def floats(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sum_of_products_is_in_rank_order_and_rounded_once(rng, dtype: str):
+    ops = group_of(4, NUMPY_DTYPES[dtype])
+    x, matrix, bias = (each.astype(ops.dtype) for each in (floats(rng, 3, 16), floats(rng, 8, 16), floats(rng, 8)))
+    weight = Weight(split_on(ops, matrix, Split(1, (Section(16),))))
+    partials = ops.linear(split_on(ops, x, Split(1, (Section(16),))), weight, ops.upload(bias))
+    assert isinstance(partials, PartialSums)
+    own, total = NumpyOps(ops.dtype), np.zeros((3, 8), np.float32)
+    for rank in range(4):
+        part = slice(4 * rank, 4 * rank + 4)
+        product = own.linear(x[:, part], Weight(matrix[:, part]), bias if rank == 0 else None)
+        total += product.astype(np.float32)
+    residual, ones = ops.upload(x[:, :8]), ops.upload(np.ones(8, ops.dtype))
+    ops.add_rms_norm(partials, residual, ones, 1e-5)
+    expected = np.array(x[:, :8])
+    own.add_rms_norm(total.astype(ops.dtype), expected, np.ones(8, ops.dtype), 1e-5)
+    assert ops.download(residual).tobytes() == expected.tobytes()
+    normed = own.rms_norm(total.astype(ops.dtype), np.ones(8, ops.dtype), 1e-5)
+    assert ops.download(ops.rms_norm(partials, ones, 1e-5)).tobytes() == normed.tobytes()
+
+
+@pytest.mark.parametrize("name", ["rms_norm_quantised", "add_rms_norm_quantised"])
+def test_quantising_norms_take_sums(rng, name: str):
+    ops, parts, ones = group_of(2), [floats(rng, 3, 8) for _ in range(2)], np.ones(8, np.float32)
+    residual = [floats(rng, 3, 8)] if name.startswith("add") else []
+    rows = getattr(ops, name)(PartialSums(tuple(parts)), *map(ops.upload, residual), ops.upload(ones), 1e-5)
+    expected = getattr(ONE, name)(parts[0] + parts[1], *residual, ones, 1e-5)
+    np.testing.assert_array_equal(ops.download(rows.data), expected.data)
+    np.testing.assert_array_equal(ops.download(rows.scale), expected.scale)
+
+
+def test_no_other_operation_takes_partial_sums(rng):
+    ops, partials = group_of(2), PartialSums((floats(rng, 2, 4), floats(rng, 2, 4)))
+    for work in (lambda: ops.silu_mul(partials), lambda: ops.quantise_rows(partials), lambda: ops.download(partials)):
+        with pytest.raises(TypeError, match="partial sums"):
+            work()
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+def test_norms_over_the_heads_of_all_ranks(rng, num_kv_heads: int):
+    ops, q_size, k_size = group_of(4), 8 * 4, num_kv_heads * 4
+    qkv, norms = floats(rng, 5, q_size + 2 * k_size), (floats(rng, q_size), floats(rng, k_size))
+    keys = Section(k_size, 4 // num_kv_heads)
+    parts = split_on(ops, qkv, Split(1, (Section(q_size), keys, keys)))
+    ops.normalise_qk(parts, *map(ops.upload, norms), 1e-5)
+    ONE.normalise_qk(qkv, *norms, 1e-5)
+    np.testing.assert_array_equal(ops.download(parts), qkv)
+
+
+@pytest.mark.parametrize(("num_ranks", "vocab"), [(2, 1600), (4, 1003)])
+def test_tokens_and_logprobs_are_those_of_one_rank(rng, num_ranks: int, vocab: int):
+    ops, logits = group_of(num_ranks), 4 * floats(rng, 24, vocab)
+    logits[1] = np.nan
+    logits[2, ::2] = logits[2].max()  # ties go to the lower id
+    fixed = {
+        "penalties": random_penalties(rng, 24, vocab),
+        "bias": random_bias(rng, 24, vocab),
+        "mask": random_mask(rng, 24, vocab),
+    }
+    parts = split_on(ops, logits, Split(1, (Section(vocab),)))
+    for kept in ({}, fixed, {"with_logprobs": True, "num_logprobs": 5}, {"adjusts_logprobs": True} | fixed):
+        wishes = random_wishes(rng, 24, vocab, **kept)
+        sampled, expected = ops.sample(parts, uploaded(wishes, ops.upload)), ONE.sample(logits, wishes)
+        for name, array in vars(expected).items():
+            if array is not None:
+                assert ops.download(getattr(sampled, name)).tobytes() == array.tobytes(), name
+    ids = rng.integers(0, vocab, 24).astype(np.int32)
+    for ours, theirs in zip(ops.top_logprobs(parts, ops.upload(ids), 3), ONE.top_logprobs(logits, ids, 3), strict=True):
+        assert ops.download(ours).tobytes() == theirs.tobytes()
+
+
+def test_rows_of_logits_stay_divided(rng):
+    ops, logits = group_of(2), floats(rng, 4, 10)
+    rows = ops.gather_rows(split_on(ops, logits, Split(1, (Section(10),))), ops.upload(np.array([3, 1], np.int32)))
+    assert isinstance(rows, SplitArray)
+    np.testing.assert_array_equal(ops.download(rows), logits[[3, 1]])

@@ -1,0 +1,82 @@
+"""The demo model divided among ranks, through the whole engine: it says what one rank says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from model.ops.cpu.ops import NumpyOps
+from model.sampling_params import SamplingParams
+from model.text.grammar import regex_grammar
+from service.config.settings import Settings
+from service.engine.build import build_engine
+from service.engine.drafting.ngram import NgramDrafter
+from service.engine.request import EngineRequest
+from service.errors import StartupError
+from tests.support.demo_engine import TWO_LAYERS, DemoEngines
+from tests.support.goldens import Golden
+from tests.support.group import group_of
+from tests.support.told import Told, run_steps
+
+KINDS = (
+    {"temperature": 0.0},
+    {"temperature": 0.8, "n": 3, "best_of": 3},
+    {"temperature": 0.8, "grammar": regex_grammar("[a-z ]{5,20}")},
+    {"temperature": 0.8, "repetition_penalty": 1.3, "min_tokens": 9, "top_p": 0.9},
+    {"temperature": 0.8, "top_k": 20, "logprobs": 3, "prompt_logprobs": 1},
+)
+PREFIX = tuple(range(40, 69))
+
+
+def told_by(engines: DemoEngines, **options) -> dict[str, Told]:
+    """Two rounds of prompts that begin alike, in a pool so small that sequences are preempted."""
+    engine = engines.make(num_blocks=16, prefix_caching=True, num_host_blocks=40, **options)
+    told: dict[str, Told] = {}
+    for start in (0, 5):
+        for number, params in enumerate(KINDS, start):
+            sampling = SamplingParams(max_tokens=24, ignore_eos=True, seed=number, **params)
+            engine.add_request(EngineRequest(request_id=str(number), prompt=(*PREFIX, 100 + number), sampling=sampling))
+        run_steps(engine, told)
+    stats = engine.stats()
+    assert min(stats.num_hit_tokens, stats.num_block_copies, stats.num_preemptions, stats.num_blocks_in) > 0
+    return told
+
+
+def tokens(told: dict[str, Told]) -> dict[str, dict[int, list[int]]]:
+    return {name: each.branches for name, each in told.items()}
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict[str, Told]:
+    return told_by(DemoEngines(NumpyOps(), num_layers=TWO_LAYERS))
+
+
+def test_prefixes_swap_branches_and_grammars(one_rank):
+    told = told_by(DemoEngines(group_of(2), num_layers=TWO_LAYERS))
+    assert tokens(told) == tokens(one_rank)
+    for name, each in told.items():
+        for branch, logprobs in each.logprobs.items():
+            expected = [one.logprob for one in one_rank[name].logprobs[branch]]
+            np.testing.assert_allclose([one.logprob for one in logprobs], expected, atol=1e-4)
+
+
+def test_drafts_and_copied_heads_change_no_token(one_rank):
+    engines = DemoEngines(group_of(4), num_layers=TWO_LAYERS)
+    assert tokens(told_by(engines, drafter=NgramDrafter(1, 4))) == tokens(one_rank)
+
+
+def test_settings_build_a_divided_engine():
+    """With scales of an fp8 cache measured on all ranks, and a first generation."""
+    folder = str(Golden.load("llama31_bf16").folder)
+    sizes = {"max_model_len": 64, "max_num_batched_tokens": 32, "num_gpu_blocks": 8, "swap_space": 0.01}
+    settings = Settings(model=folder, device="cpu", kv_cache_dtype="fp8", **sizes)
+    whole = build_engine(settings, progress=False)
+    built = build_engine(replace(settings, tensor_parallel_size=2), progress=False)
+    assert (built.memory.num_ranks, built.memory.block_bytes) == (2, whole.memory.block_bytes)
+    assert built.kv_format == whole.kv_format
+    assert built.executor.kv.shape[3] == 1
+    assert built.executor.num_host_blocks == whole.executor.num_host_blocks > 0
+    with pytest.raises(StartupError, match="8 does not divide 4 attention heads"):
+        build_engine(replace(settings, tensor_parallel_size=8), progress=False)
