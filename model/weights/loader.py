@@ -360,7 +360,7 @@ class _Plan:
         return {name: self._ops.empty((*leading, *shape), dtype) for name, (shape, dtype) in total.items()}
 
     def _fill_rows(self, arrays: dict[str, Array], names: Sequence[str], parts: list[StoredMatrix]) -> None:
-        """Plan to fill a matrix's arrays. Raises ModelError unless the parts can be stacked, and divided among ranks."""
+        """Plan to fill a matrix's arrays. Raises ModelError unless the parts can be stacked and divided."""
         check_stackable(parts)
         form, shapes = parts[0].form, self._part_shapes(names, parts)
         splits = [self._sharding.array_splits(name, part) for name, part in zip(names, parts, strict=True)]
