@@ -96,7 +96,9 @@ REFUSED = {
     **dict.fromkeys(("int4_packed", "int4_packed_asym"), "32 inputs straddles ranks, which have 48"),
     "int4_packed_channel": "96 inputs straddles ranks, which have 48|128 inputs straddles ranks, which have 64",
     "gptq_desc_act": r"o_proj: its groups \(desc_act\) take inputs of several ranks",
-    **dict.fromkeys(("fp8_block", "deepseek_block"), "q_proj: a block or group of 128 rows straddles"),
+    **dict.fromkeys(
+        ("fp8_block", "deepseek_block", "qwen3_moe_fp8_block"), "q_proj: a block or group of 128 rows straddles"
+    ),
 }
 ROUNDED_INPUTS = ("fp8_dynamic", "fp8_static", "fp8_tensor", "fp8_mixed", "modelopt_fp8", "int8_w8a8")
 
