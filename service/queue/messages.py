@@ -96,6 +96,7 @@ class RequestRecord:
     num_prompt_tokens: bytes  # uint32[num_jobs]
     prompt_texts: tuple[str, ...] = ()
     first_ids: bytes = b""  # uint32[num_jobs]
+    prompt_ids: bytes = b""  # uint32[sum of num_prompt_tokens]
     stays: bool = False
     reasoning: str = ""  # what the prompt leaves to the answer: a ReasoningState
 

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import accumulate
 
 from model.text.reasoning import ReasoningState
 from service.gateway.core.request import GenerationRequest, OutlineReader, Source
@@ -27,6 +28,7 @@ class AcceptedRequest:
     num_prompt_tokens: tuple[int, ...]  # by job
     prompt_texts: tuple[str, ...]  # by prompt, if the answer repeats them; else empty
     first_ids: tuple[int, ...] = ()  # by prompt, if the answer has prompt log-probabilities
+    prompt_ids: tuple[tuple[int, ...], ...] = ()  # by prompt, if the answer has them
     reasoning: ReasoningState = ReasoningState.OFF
     jobs: tuple[Job, ...] = ()  # to submit; empty if that is done
     record: RequestRecord | None = None  # to write with the first job
@@ -55,6 +57,7 @@ def record_of(accepted: AcceptedRequest) -> RequestRecord:
         num_prompt_tokens=pack_ids(accepted.num_prompt_tokens),
         prompt_texts=accepted.prompt_texts,
         first_ids=pack_ids(accepted.first_ids),
+        prompt_ids=pack_ids([token for prompt in accepted.prompt_ids for token in prompt]),
         stays=accepted.request.stays,
         reasoning=accepted.reasoning.value,
     )
@@ -76,8 +79,15 @@ def accepted_from(record: RequestRecord, now_s: float, read_outline: OutlineRead
         num_prompt_tokens=tuple(unpack_ids(record.num_prompt_tokens)),
         prompt_texts=record.prompt_texts,
         first_ids=tuple(unpack_ids(record.first_ids)),
+        prompt_ids=_split(unpack_ids(record.prompt_ids), unpack_ids(record.num_prompt_tokens)),
         reasoning=ReasoningState(record.reasoning),
     )
+
+
+def _split(ids: Sequence[int], lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Split ids by prompt; none if there are none."""
+    ends = list(accumulate(lengths)) if ids else []
+    return tuple(tuple(ids[end - length : end]) for end, length in zip(ends, lengths, strict=False))
 
 
 def new_request_id() -> str:

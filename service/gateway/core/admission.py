@@ -14,7 +14,7 @@ from service.gateway.core.accepted_request import AcceptedRequest, new_request_i
 from service.gateway.core.back_pressure import BackPressure
 from service.gateway.core.fleet import Fleet, FleetView
 from service.gateway.core.prompt_reader import PromptReader, Tokenized
-from service.gateway.core.refusals import draining, grammar_refusal, unavailable
+from service.gateway.core.refusals import draining, grammar_refusal, refusal, unavailable
 from service.gateway.core.request import GenerationRequest
 from service.gateway.core.sampling_resolver import SamplingResolver
 from service.gateway.core.served_model import ServedModel
@@ -25,6 +25,8 @@ from service.queue.interface import GatewayQueue, QueueUnavailable
 from service.queue.messages import Job
 
 MAX_IDS_AT_ONCE = 4096
+MAX_SHOWN_IDS = 1 << 19
+"""Half of what a record holds."""
 
 
 class Admission:
@@ -90,6 +92,7 @@ class Admission:
             prompt_texts=read.texts,
             reasoning=read.reasoning,
             first_ids=() if request.sampling.prompt_logprobs is None else tuple(prompt[0] for prompt in prompts),
+            prompt_ids=_shown_ids(prompts) if request.has_token_ids else (),
         )
         constrained = [replace(one, grammar=grammar, rules=read.rules) for one in sampling_params]
         return replace(accepted, jobs=self._jobs(accepted, prompts, constrained))
@@ -156,6 +159,13 @@ class Admission:
         if request.timeout_s > max_s:
             raise RequestError(400, f"'timeout' must be at most {max_s:g} seconds.", param="timeout")
         return request.timeout_s
+
+
+def _shown_ids(prompts: Sequence[list[int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the prompts for the answer and the request's record. Raises RequestError (400)."""
+    if sum(map(len, prompts)) > MAX_SHOWN_IDS:
+        raise refusal("return_token_ids", f"is for prompts of at most {MAX_SHOWN_IDS} tokens in all")
+    return tuple(map(tuple, prompts))
 
 
 def _is_quick_to_tokenize(request: GenerationRequest) -> bool:

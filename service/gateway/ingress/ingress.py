@@ -185,6 +185,7 @@ class QueueIngress:
                 raise refusal(name, "are not carried by the queue's replies")
         for name, is_asked in (
             ("echo", request.echo),
+            ("return_token_ids", request.has_token_ids),
             ("stream_options.continuous_usage_stats", request.usage_in_chunks),
         ):
             if is_asked:

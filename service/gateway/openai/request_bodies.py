@@ -121,6 +121,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     structured_outputs: StructuredOutputs | None = None
     truncate_prompt_tokens: int | None = None
     return_tokens_as_token_ids: bool = False
+    return_token_ids: bool = False
     prompt_logprobs: int | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -242,7 +243,6 @@ CACHE_RETENTIONS = ("in_memory", "in-memory", "24h")
 _BOTH: Idle = {
     "logits_processors": ([],),
     "spaces_between_special_tokens": (True,),
-    "return_token_ids": (False,),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
 }

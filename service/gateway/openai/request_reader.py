@@ -335,6 +335,7 @@ def _request(
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         tokens_as_ids=body.return_tokens_as_token_ids,
         has_prompt_logprobs_field=body.prompt_logprobs is not None,
+        has_token_ids=body.return_token_ids,
         stream=body.stream,
         include_usage=include_usage,
         usage_in_chunks=include_usage and bool(body.stream_options.continuous_usage_stats),

@@ -99,6 +99,8 @@ class ResponseOptions:
     num_choices: int = 1
     prompt_texts: tuple[str, ...] = ()  # repeated before each prompt's choices; empty: not
     first_ids: tuple[int, ...] = ()  # of the prompts, if the answer has their log-probabilities
+    token_ids: bool = False  # of the answer, after those of the prompts
+    prompt_ids: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: bool = False  # in vLLM's field; else before those of the answer
     usage: bool = False  # of a stream: in a last chunk
     usage_in_chunks: bool = False  # of a stream: the usage so far, in every chunk
@@ -116,6 +118,8 @@ class ResponseOptions:
             num_choices=request.num_choices,
             prompt_texts=accepted.prompt_texts,
             first_ids=accepted.first_ids,
+            token_ids=request.has_token_ids,
+            prompt_ids=accepted.prompt_ids,
             prompt_logprobs=request.has_prompt_logprobs_field,
             usage=request.include_usage,
             usage_in_chunks=request.usage_in_chunks,
@@ -181,32 +185,38 @@ class ChoicesBuilder(ABC):
         logprobs = self._logprobs_json(index, entries)
         content = self._content(index, text, "".join(delta.reasoning for delta in deltas))
         finish_reason = self._finish_reason(index, deltas[-1].finish_reason if deltas else None)
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+        ids = self._token_ids([token for delta in deltas for token in delta.token_ids])
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason, **ids}
 
     def chunks(self, delta: ChoiceDelta) -> list[Json]:
         """Return the delta's chunks. A choice's first delta also opens it."""
         index = delta.index
         chunks: list[Json] = []
+        is_first = False
         if index not in self._opened:
             self._opened.add(index)
             opening = self._opening(index)
             if opening is not None:
                 logprobs = self._logprobs_json(index, self._of_prompt(delta))
                 chunks.append(self._chunk(index, opening, logprobs, None))
+            is_first = True
         self._num_tokens += delta.num_tokens
         is_last = delta.finish_reason is not None
         json_deltas = self._json_deltas(index, delta.text, is_last=is_last)
         if delta.reasoning:
             json_deltas.insert(0, {"delta": reasoning_json(delta.reasoning)})
         logprobs = self._logprobs_json(index, delta.logprobs)
-        if logprobs is not None and not json_deltas:
+        if (logprobs is not None or delta.token_ids) and not json_deltas:
             json_deltas = [self._json_delta("")]
+        ids = self._token_ids(delta.token_ids)
         for json_delta in json_deltas:
-            chunks.append(self._chunk(index, json_delta, logprobs, None))
-            logprobs = None
+            chunks.append(self._chunk(index, {**json_delta, **ids}, logprobs, None))
+            logprobs, ids = None, {}
         if is_last:
             reason = self._finish_reason(index, delta.finish_reason)
             chunks.append(self._chunk(index, self._json_delta(""), None, reason))
+        if is_first and self._options.token_ids:
+            self._add_prompt_ids(index, chunks[0])
         return chunks
 
     def closing(self, outcome: Outcome) -> list[Json]:
@@ -248,6 +258,21 @@ class ChoicesBuilder(ABC):
         self._scored.add(delta.index)
         firsts = self._options.first_ids
         return (FirstToken(firsts[delta.index * len(firsts) // self._options.num_choices]), *delta.prompt_logprobs)
+
+    def _token_ids(self, ids: Sequence[int]) -> Json:
+        """Return vLLM's field for a choice, if the answer has it."""
+        return {"token_ids": list(ids)} if self._options.token_ids else {}
+
+    def _prompt_ids(self, index: int) -> Json:
+        """Return vLLM's field for the prompt of a choice, if the answer has it."""
+        prompts = self._options.prompt_ids
+        if not self._options.token_ids:
+            return {}
+        return {"prompt_token_ids": list(prompts[index * len(prompts) // self._options.num_choices])}
+
+    @abstractmethod
+    def _add_prompt_ids(self, index: int, chunk: Json) -> None:
+        """Put the prompt's ids into the first chunk of a choice."""
 
     def _prompt_logprobs(self, index: int, deltas: Sequence[ChoiceDelta]) -> Json:
         """Return vLLM's field, null unless asked for; only whole answers have it."""
@@ -302,7 +327,10 @@ class CompletionBuilder(ChoicesBuilder):
         return completion_logprobs(self._words, entries, self._offsets[index])
 
     def _choice(self, index: int, deltas: Sequence[ChoiceDelta]) -> Json:
-        return {**super()._choice(index, deltas), **self._prompt_logprobs(index, deltas)}
+        return {**super()._choice(index, deltas), **self._prompt_logprobs(index, deltas), **self._prompt_ids(index)}
+
+    def _add_prompt_ids(self, index: int, chunk: Json) -> None:
+        chunk["choices"][0] |= self._prompt_ids(index)
 
 
 class ChatBuilder(ChoicesBuilder):
@@ -347,4 +375,8 @@ class ChatBuilder(ChoicesBuilder):
         return chat_logprobs(self._words, generated, self._detokenizers[index])
 
     def whole(self, deltas: Sequence[ChoiceDelta], outcome: Outcome) -> Json:
-        return {**super().whole(deltas, outcome), **self._prompt_logprobs(0, deltas)}
+        return {**super().whole(deltas, outcome), **self._prompt_logprobs(0, deltas), **self._prompt_ids(0)}
+
+    def _add_prompt_ids(self, index: int, chunk: Json) -> None:
+        if index == 0:
+            chunk |= self._prompt_ids(0)

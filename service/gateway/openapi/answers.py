@@ -51,6 +51,8 @@ class CompletionChoice(Shape):
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
     prompt_logprobs: PromptLogprobs
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(Shape):
@@ -103,6 +105,7 @@ class ChatChoice(Shape):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"] | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(Shape):
@@ -114,6 +117,7 @@ class ChatCompletion(Shape):
     choices: list[ChatChoice]
     usage: TokenUsage
     prompt_logprobs: PromptLogprobs
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Embedding(Shape):

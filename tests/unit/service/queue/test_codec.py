@@ -90,6 +90,7 @@ SAMPLES = [
         deadline_s=2.0,
         num_prompt_tokens=pack_ids([3, 4]),
         prompt_texts=("a", "b"),
+        prompt_ids=pack_ids([1, 2, 3, 4, 5, 6, 7]),
         stays=True,
     ),
 ]

@@ -105,6 +105,7 @@ async def test_long_text_comes_in_several_replies(ingress_gateway, monkeypatch):
         (payload(bogus=1), "job", "unknown_field", "bogus"),
         (payload(model="other"), "job", "model_not_found", "model"),
         (payload(logprobs=True), "job", None, "logprobs"),
+        (payload(return_token_ids=True), "job", None, "return_token_ids"),
         (payload(endpoint=COMPLETIONS, echo=True), "job", None, "echo"),
         (
             payload(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}),

@@ -105,6 +105,7 @@ BOTH = {
     ],
     "truncate_prompt_tokens": [0, -2, True, 1.5],
     "return_tokens_as_token_ids": [1],
+    "return_token_ids": [1],
 }
 
 
@@ -220,7 +221,7 @@ def test_idle_fields_take_only_what_asks_for_nothing(endpoint, idle):
 
 
 def test_a_number_is_no_boolean_in_idle_fields():
-    refused(COMPLETIONS, {**BODIES[COMPLETIONS], "return_token_ids": 0})
+    refused(COMPLETIONS, {**BODIES[COMPLETIONS], "spaces_between_special_tokens": 1})
 
 
 def test_idle_fields_of_messages():
