@@ -36,6 +36,7 @@ class EndReason(StrEnum):
     NUMERICAL_ERROR = "numerical_error"  # NaN in the logits
     TOO_LARGE = "too_large"  # never fits the block pool
     GRAMMAR = "grammar"  # cannot be compiled, or exceeded its limits
+    ADAPTER = "adapter"  # cannot be loaded by the worker
     INVALID = "invalid"
     SHUTDOWN = "shutdown"  # its worker stopped
     INTERNAL = "internal"  # a bug or a dead device
@@ -58,6 +59,7 @@ ENDINGS: dict[EndReason, Ending] = {
     EndReason.NUMERICAL_ERROR: Ending(None, 500, "The model produced NaN for this request."),
     EndReason.TOO_LARGE: Ending(None, 400, "The request needs more KV cache or more branches than this server has."),
     EndReason.GRAMMAR: Ending(None, 400, "The grammar exceeds this server's limits."),
+    EndReason.ADAPTER: Ending(None, 503, "The worker could not load the adapter."),
     EndReason.INVALID: Ending(None, 400, "The worker refused the job."),
     EndReason.SHUTDOWN: Ending(None, 503, "The server was shut down before the request ended."),
     EndReason.INTERNAL: Ending(None, 500, "The engine failed on this request."),

@@ -36,7 +36,7 @@ _TEXT = "only text models are served"
 _COMPILED = "nothing is compiled at start; kernels are chosen per shape, and decode steps run in CUDA graphs"
 _KERNELS = "kernels are chosen per shape and measured"
 _ONE_HOST = "a model runs on one host; for more requests use --data-parallel-size, or a `quire worker` on other hosts"
-_LORA = "adapters are not served yet; merge the adapter into the model's weights"
+_TARGETS = "all layers' projections may be adapted; an adapter's own target_modules decide"
 _DRAFTS = "use --speculative-config"
 _NO_CODE = "no code is loaded from a flag"
 _FOLDER = "the folder's Hugging Face files are read"
@@ -84,6 +84,7 @@ ALREADY_SO = [
     ),
     *_rows("mamba-ssm-cache-dtype mamba-cache-mode mamba-backend mamba-cache-philox-rounds mamba-ssu-algorithm", _ONE,
            "no model served has such layers"),
+    *_rows("lora-target-modules", _SEVERAL, _TARGETS),
     *_rows("seed", _ONE, "weights are not random, and a request brings its own `seed`"),
     *_rows("disable-frontend-multiprocessing", _SWITCH, "the gateway is a process of its own"),
     *_rows("kv-offloading-backend", _ONE, "--swap-space is host memory", "--swap-space is host memory", "native"),
@@ -108,14 +109,15 @@ CONDITIONAL = [
            "(auto)", "auto"),
     *_rows("ssl-cert-reqs", _ONE, "clients need no certificate", "clients are known by keys, not certificates", "0"),
     *_rows("stream-interval", _ONE, "each step's tokens are sent", "each step's tokens are sent (1)", "1"),
+    *_rows("lora-dtype", _ONE, "adapters have the activations' type",
+           "adapters have the activations' type (auto)", "auto"),
     *_rows("hf-overrides", _ONE, "it overrides nothing", _EDIT, "{}"),
 ]  # fmt: skip
 
 REFUSED = [
     *_rows("speculative-model num-speculative-tokens", _ONE, reason=_DRAFTS),
-    *_rows("enable-lora fully-sharded-loras", _SWITCH, reason=_LORA),
-    *_rows("lora-modules lora-target-modules", _SEVERAL, reason=_LORA),
-    *_rows("max-loras max-lora-rank max-cpu-loras lora-dtype", _ONE, reason=_LORA),
+    *_rows("fully-sharded-loras", _SWITCH, reason="adapters are served by a worker of one device"),
+    *_rows("default-mm-loras", _ONE, reason=_TEXT),
     *_rows(
         "data-parallel-address data-parallel-rpc-port data-parallel-rank data-parallel-start-rank "
         "data-parallel-backend node-rank master-addr master-port dcp-comm-backend",

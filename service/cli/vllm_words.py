@@ -16,7 +16,7 @@ from service.config.settings import Settings
 from service.errors import StartupError
 
 SWITCH_WORDS = ("true", "false", "1", "0")
-LISTS = ("--served-model-name", "--api-key")
+LISTS = ("--served-model-name", "--api-key", "--lora-modules")
 """Settings of which vLLM takes several words."""
 
 COUNTS = ("--max-model-len", "--max-num-batched-tokens", "--max-num-seqs")

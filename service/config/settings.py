@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from service.config.lora import MAX_SLOTS, RANKS, LoraModules, parse_lora_modules
 from service.config.speculative import SpeculativeConfig, parse_speculative_config
 from service.config.values import parse_hosts, parse_keys, parse_model, parse_name, parse_names, parse_switch
 
@@ -139,6 +140,31 @@ class Settings:
         "type of the KV cache; auto: the activations'; fp8 (e4m3): twice the tokens of 16 bits in the same memory",
         ("auto", "fp8", "fp8_e4m3", "float16", "bfloat16"),
         verbs=_ENGINE_VERBS,
+    )
+    enable_lora: bool = _switch(
+        False, "serve LoRA adapters, on a CPU; requests name one in `model`", verbs=(SERVE, GATEWAY, WORKER)
+    )
+    lora_modules: LoraModules = _setting(
+        LoraModules(),
+        'adapters in PEFT\'s format: name=path, or JSON objects of "name", "path" and "base_model_name", '
+        "comma-separated; folders that gateways and workers read",
+        verbs=_GATEWAY_VERBS,
+        parse=parse_lora_modules,
+    )
+    lora_dir: Path | None = _path(
+        None,
+        "folder of adapters that POST /v1/load_lora_adapter may load; it enables that route and "
+        "/v1/unload_lora_adapter, for all API keys (default: neither)",
+        verbs=_GATEWAY_VERBS,
+    )
+    max_loras: int = _integer(1, "max different adapters in a step", verbs=(SERVE, WORKER), low=1, high=MAX_SLOTS)
+    max_lora_rank: int = _one_of(16, "max rank of an adapter", RANKS, verbs=(SERVE, GATEWAY, WORKER))
+    max_cpu_loras: int | None = _integer(
+        None,
+        "adapters kept in host memory besides those of open requests (default: --max-loras)",
+        verbs=(SERVE, WORKER),
+        low=1,
+        high=1 << 16,
     )
     model_config: str | None = _setting(
         None,

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from model.adapter_slots import AdapterSlots
 from model.config import ModelConfig
 from model.errors import GrammarError, ModelError
 from model.kv_cache import allocate, allocate_with_draft
@@ -18,6 +19,7 @@ from model.text.grammar_matcher import GrammarCompiler
 from model.text.tokenizer import Tokenizer
 from model.weights.loader import PlannedWeights, check_device, load_model, plan_weights
 from service.config.settings import Settings
+from service.engine.adapters import build_adapters, check_adapters, open_slots, slots_bytes
 from service.engine.drafting.build import build_drafter, build_speculation, check_speculation, load_drafter
 from service.engine.drafting.drafter import Drafter
 from service.engine.drafting.models import PlannedDraftModel, plan_draft_model
@@ -90,6 +92,7 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     grammars = Grammars(partial(grammar_compiler, settings, config))
     ops = open_devices(settings, config)
     check_speculation(settings, ops)
+    check_adapters(settings, ops)
     draft = plan_draft_model(settings, config)
     sized = size_engine(settings, config, ops, load_format=settings.load_format, progress=progress, draft=draft)
     executor, memory = sized.executor, sized.memory
@@ -102,7 +105,8 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
         fit_prompts=executor.fit_prompts,
     )
     num_host_blocks = num_swap_blocks(settings, ops, memory)
-    drafter = _attach(settings, sized, draft, num_host_blocks, progress=progress)
+    slots = open_slots(settings, config, ops)
+    drafter = _attach(settings, sized, draft, num_host_blocks, slots, progress=progress)
     kv = KVManager(
         memory.num_blocks,
         memory.block_size,
@@ -115,25 +119,33 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
         kv, FairShare(kv, limits.max_num_seqs), calibrate_swap_cost(executor, memory), settings.preemption_mode
     )
     speculation = build_speculation(settings, executor, kv, memory.max_model_len, drafter, draft)
-    engine = Engine(executor, kv, limits, frozenset(config.eos_token_ids), grammars, preemption, speculation)
+    adapters = None if slots is None else build_adapters(settings, config, ops)
+    engine = Engine(executor, kv, limits, frozenset(config.eos_token_ids), grammars, preemption, speculation, adapters)
     _check_generation(engine, limits)
     _log_ready(sized, ops)
     return BuiltEngine(engine, executor, config, ops, memory, limits, sized.weight_format, sized.kv_format)
 
 
 def _attach(
-    settings: Settings, sized: SizedModel, draft: PlannedDraftModel | None, num_host_blocks: int, *, progress: bool
+    settings: Settings,
+    sized: SizedModel,
+    draft: PlannedDraftModel | None,
+    num_host_blocks: int,
+    slots: AdapterSlots | None,
+    *,
+    progress: bool,
 ) -> Drafter | None:
     """Give the executor its cache, and return the settings' drafter."""
     executor, memory, model = sized.executor, sized.memory, sized.executor.model
+    attach = partial(executor.attach, adapters=slots, num_host_blocks=num_host_blocks, progress=progress)
     if draft is None:
         cache = allocate(model.ops, model.config, memory.num_blocks, memory.block_size)
-        executor.attach(cache, num_host_blocks=num_host_blocks, progress=progress)
+        attach(cache)
         return build_drafter(settings.speculative_config)
     shape = draft.block_shape(memory.block_size)
     blocks, cache, own = allocate_with_draft(model.ops, model.config, memory.num_blocks, memory.block_size, shape)
     drafter = load_drafter(draft, model, own, memory.max_model_len)
-    executor.attach(cache, blocks=blocks, states=drafter, num_host_blocks=num_host_blocks, progress=progress)
+    attach(cache, blocks=blocks, states=drafter)
     return drafter
 
 
@@ -163,7 +175,8 @@ def size_engine(
     planned_format = planned_weights(settings, config, ops)
     weights, weight_format = planned_format.num_bytes, planned_format.label or ops.dtype.name
     free_bytes = ops.memory_bytes()[0]
-    planned = plan_memory(settings, config, ops, wanted_len, reserved_bytes=weights, draft=draft)
+    reserved_bytes = weights + slots_bytes(settings, config, ops)
+    planned = plan_memory(settings, config, ops, wanted_len, reserved_bytes=reserved_bytes, draft=draft)
     try:
         model = load_model(
             model_folder(settings),

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from service.engine.adapters import Adapters
 from service.engine.beam_search import BeamGroup
 from service.engine.grammars import Grammars
 from service.engine.kv.block_pool import BlockPool, render_blocks
@@ -81,14 +82,17 @@ class Engine:
         grammars: Grammars | None = None,
         preemption: Preemption | None = None,
         speculation: Speculation | None = None,
+        adapters: Adapters | None = None,
     ):
-        """Without `grammars`, requests with a grammar end with GRAMMAR."""
+        """Without `grammars`, requests with a grammar end with GRAMMAR; without `adapters`, those with an adapter end
+        with ADAPTER."""
+        self._adapters = adapters
         self._grammars = grammars
         self._executor = executor
         self._kv = kv
         self._limits = limits
         self._eos_token_ids = eos_token_ids
-        self._scheduler = Scheduler(kv, limits, preemption, speculation)
+        self._scheduler = Scheduler(kv, limits, preemption, speculation, None if adapters is None else adapters.slots)
         self.speculation = speculation
         self._output_processor = OutputProcessor(self._scheduler, kv)
         self._in_flight: deque[InFlightStep] = deque()
@@ -135,6 +139,9 @@ class Engine:
         if request.sampling.is_masked and self._grammars is None:
             outputs.emit(group, (), EndReason.GRAMMAR)
             return
+        if request.adapter is not None and self._adapters is None:
+            outputs.emit(group, (), EndReason.ADAPTER)
+            return
         outputs.open_groups[request.request_id] = group
         self._scheduler.add_group(group)
         for sequence in group.branches:
@@ -146,6 +153,8 @@ class Engine:
                     outputs.end_branch(sequence, (), (), reason)
         if request.sampling.is_masked and self._grammars is not None and group.live:
             self._grammars.start_compiling(group)
+        if request.adapter is not None and self._adapters is not None and group.live:
+            self._adapters.start_loading(group, request.adapter)
 
     def cancel(self, request_id: str, reason: EndReason, branch: int | None = None) -> None:
         """End a request or branch. Unknown requests and single beams are ignored."""
@@ -172,6 +181,8 @@ class Engine:
         self._collect_transfers()
         if self._grammars is not None:
             self._admit_compiled(self._grammars)
+        if self._adapters is not None:
+            self._admit_loaded(self._adapters)
         plan = self._scheduler.schedule()
         if plan.chunks:
             launch_s = time.perf_counter()
@@ -194,7 +205,7 @@ class Engine:
             self._collect_steps(1)
             self._executor.sample(launched)
         else:
-            if plan.copies or plan.swap_outs or plan.swap_ins:
+            if plan.copies or plan.swap_outs or plan.swap_ins or plan.adapter_loads:
                 self._executor.transfer(plan)
             self._wait_for_work()
         self._collect_steps(1 if plan.chunks and self._executor.runs_ahead else 0)
@@ -267,6 +278,8 @@ class Engine:
             return
         if self._num_transfers:
             self._executor.wait_for_transfer()
+        elif self._adapters is not None and self._adapters.is_loading:
+            self._adapters.wait(COMPILE_WAIT_S)
         elif self._grammars is not None:
             self._grammars.wait(COMPILE_WAIT_S)
 
@@ -295,6 +308,11 @@ class Engine:
             for sequence in group.live:
                 if sequence.matcher is not None and sequence.matcher.is_finished:
                     self._output_processor.end_branch(sequence, (), (), EndReason.STOP)
+
+    def _admit_loaded(self, adapters: Adapters) -> None:
+        for group, is_good in adapters.drain_loaded():
+            if not is_good and group.live:
+                self._output_processor.end_group(group, EndReason.ADAPTER)
 
     def _collect_steps(self, num_left: int) -> None:
         while len(self._in_flight) > num_left:

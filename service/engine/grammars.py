@@ -38,7 +38,7 @@ class Grammars:
         self._compiling: dict[SequenceGroup, CompileCall] = {}
 
     def start_compiling(self, group: SequenceGroup) -> None:
-        group.is_ready = False
+        group.is_compiled = False
         outputs = [
             [] if sequence.status is SequenceStatus.ENDED else sequence.token_ids[sequence.num_prompt_tokens :].tolist()
             for sequence in group.branches
@@ -55,7 +55,7 @@ class Grammars:
                 if not is_done:
                     self._threads.give_up(call)
                 matchers = _result(call.future) if is_done else []
-                group.is_ready = True
+                group.is_compiled = True
                 for sequence, matcher in zip(group.branches, matchers, strict=False):
                     sequence.matcher = matcher
                 ready.append((group, bool(matchers)))

@@ -24,6 +24,15 @@ class RequestTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterSource:
+    """A LoRA adapter: its folder, and the digest of what it must hold."""
+
+    name: str
+    path: str
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineRequest:
     request_id: str
     prompt: tuple[int, ...]
@@ -33,3 +42,4 @@ class EngineRequest:
     num_scored_tokens: int = 0  # log-probabilities emitted
     history: tuple[BranchHistory, ...] = ()
     times: RequestTimes | None = None
+    adapter: AdapterSource | None = None  # None: the base model

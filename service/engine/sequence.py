@@ -7,6 +7,7 @@ from model.sampler import SeenTokens, is_shaped, sampling_record
 from model.sampling_params import SamplingParams
 from model.text.grammar_matcher import Matcher
 from model.text.token_rules import RulesMatcher
+from model.weights.lora.adapter import LoraAdapter
 from service.engine.request import BranchHistory, EngineRequest
 from service.errors import ENDINGS, EndReason
 
@@ -133,7 +134,10 @@ class SequenceGroup:
         self.num_scored_tokens = request.num_scored_tokens
         self.num_pooled_tokens = 0
         self.embedding = b""  # float32[H] once complete
-        self.is_ready = True  # grammar compiled
+        self.is_compiled = True  # its grammar
+        self.is_loaded = True  # its adapter
+        self.adapter: LoraAdapter | None = None  # once loaded
+        self.adapter_slot: int | None = None  # while it runs
         self.arrival = 0
         self._sums_logprob = [0.0] * len(self.branches)
         for sequence, history in zip(self.branches, self._history(), strict=False):
@@ -141,6 +145,15 @@ class SequenceGroup:
             sequence.end = history.end
             self.num_output_tokens += len(history.token_ids)
             self._sums_logprob[sequence.branch] = history.sum_logprob
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_compiled and self.is_loaded
+
+    @property
+    def adapter_key(self) -> str:
+        """Return the digest of its adapter; "" for the base model."""
+        return "" if self.request.adapter is None else self.request.adapter.digest
 
     @property
     def live(self) -> list[Sequence]:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from service.engine.drafting.drafter import MAX_DRAFTS, SOURCES
 from service.engine.drafting.stats import DraftStats
 from service.engine.kv.kv_manager import KVManager
 from service.engine.scheduling.scheduler import Scheduler
+from service.engine.sequence import SequenceGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,8 @@ class EngineStats:
     num_drafted_by_source: tuple[int, ...] = (0,) * len(SOURCES)
     num_accepted_by_source: tuple[int, ...] = (0,) * len(SOURCES)
     mean_draft_length: float = 0.0  # of the last step's decodes
+    running_adapters: tuple[str, ...] = ()  # names
+    waiting_adapters: tuple[str, ...] = ()
 
     @property
     def num_preemptions(self) -> int:
@@ -130,4 +134,10 @@ def collect_stats(
         num_drafted_by_source=tuple(drafts.num_drafted_by_source),
         num_accepted_by_source=tuple(drafts.num_accepted_by_source),
         mean_draft_length=drafts.last_mean_length,
+        running_adapters=_adapters_of(sequence.group for sequence in scheduler.running),
+        waiting_adapters=_adapters_of(scheduler.waiting),
     )
+
+
+def _adapters_of(groups: Iterable[SequenceGroup]) -> tuple[str, ...]:
+    return tuple(sorted({group.request.adapter.name for group in groups if group.request.adapter is not None}))

@@ -22,6 +22,7 @@ from service.gateway.http.middleware import (
     record_begun_response,
 )
 from service.gateway.openapi.document import openapi_document
+from service.gateway.routes.adapters import LOAD, UNLOAD, LoraAdapters
 from service.gateway.routes.completions import REQUEST_ROUTE, Completions
 from service.gateway.routes.embeddings import Embeddings
 from service.gateway.routes.invocations import INVOCATIONS, Invocations
@@ -49,6 +50,7 @@ class Route:
 def route_table(service: InferenceService, runner: BatchRunner) -> list[Route]:
     completions, embeddings = Completions(service), Embeddings(service)
     invocations = Invocations(service, completions, embeddings)
+    adapters = LoraAdapters(service)
     messages, scores = Messages(service), Scores(service, embeddings)
     responses, models, operations = Responses(service), Models(service), Operations(service)
     files = Files(service.queue, service.storage, service.settings)
@@ -71,6 +73,8 @@ def route_table(service: InferenceService, runner: BatchRunner) -> list[Route]:
         *(Route("POST", path, scores.score) for path in SCORE_PATHS),
         *(Route("POST", path, scores.rerank) for path in RERANK_PATHS),
         Route("POST", INVOCATIONS, invocations.invoke),
+        Route("POST", LOAD, adapters.load),
+        Route("POST", UNLOAD, adapters.unload),
         Route("GET", "/v1/models", models.list),
         Route("GET", "/v1/models/{model:.+}", models.get),
         Route("POST", "/tokenize", models.tokenize),

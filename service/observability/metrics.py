@@ -22,9 +22,11 @@ from service.observability.gateway_group import GatewayGroup, SharedNumbers
 from service.observability.worker_metrics import (
     CACHE_CONFIG,
     CACHE_LABELS,
+    LORA_INFO,
     VLLM_ALIASES,
     WEIGHT_BYTES,
     WORKER_METRICS,
+    AdapterLabels,
     WorkerFormats,
     WorkerMetric,
 )
@@ -169,9 +171,10 @@ class GatewayMetrics:
         lanes: Mapping[str, LaneStats],
         num_leases: float,
         formats_by_worker: Mapping[str, WorkerFormats] | None = None,
+        adapters_by_worker: Mapping[str, AdapterLabels] | None = None,
     ) -> None:
         """Set the next exposition's workers and queue; NaN without Redis."""
-        self._workers.set_workers(stats_by_worker, formats_by_worker or {})
+        self._workers.set_workers(stats_by_worker, formats_by_worker or {}, adapters_by_worker or {})
         self._queue_depth.set(sum(seen.num_jobs for seen in lanes.values()))
         for lane, seen in lanes.items():
             self._lane_depth.labels(lane).set(seen.num_jobs)
@@ -270,18 +273,23 @@ class _WorkerCollector(Collector):
         self._model_name = model_name
         self._stats_by_worker: Mapping[str, Mapping[str, float]] = {}
         self._formats_by_worker: Mapping[str, WorkerFormats] = {}
+        self._adapters_by_worker: Mapping[str, AdapterLabels] = {}
 
     def set_workers(
         self,
         stats_by_worker: Mapping[str, Mapping[str, float]],
         formats_by_worker: Mapping[str, WorkerFormats],
+        adapters_by_worker: Mapping[str, AdapterLabels],
     ) -> None:
         self._stats_by_worker = stats_by_worker
+        self._adapters_by_worker = adapters_by_worker
         self._formats_by_worker = formats_by_worker
 
     def collect(self) -> Iterator[Metric]:
         yield from self._stat_families()
         yield from self._format_families()
+        if self._adapters_by_worker:
+            yield self._adapter_family()
 
     def _format_families(self) -> Iterator[Metric]:
         labels = ["model_name", "engine"]
@@ -292,6 +300,13 @@ class _WorkerCollector(Collector):
             cache.add_metric([*own, *formats.cache_labels], 1.0)
             weights.add_metric([*own, formats.weight_format], formats.weight_bytes)
         yield from (cache, weights)
+
+    def _adapter_family(self) -> Metric:
+        labels = ["model_name", "engine", *AdapterLabels._fields]
+        family = GaugeMetricFamily(LORA_INFO, "LoRA adapters of a worker's requests, at this time.", labels=labels)
+        for worker_id, adapters in self._adapters_by_worker.items():
+            family.add_metric([self._model_name, worker_id, *adapters], time.time())
+        return family
 
     def _stat_families(self) -> Iterator[Metric]:
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}

@@ -7,6 +7,7 @@ service/worker/job_loop.py ("jobs").
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 NUM_RUNNING = "vllm:num_requests_running"
 NUM_WAITING = "vllm:num_requests_waiting"
@@ -206,6 +207,17 @@ class WorkerFormats:
     def cache_labels(self) -> list[str]:
         """Return the values of CACHE_LABELS."""
         return [str(self.block_size), self.kv_cache_dtype, str(self.num_blocks), str(self.block_bytes)]
+
+
+LORA_INFO = "vllm:lora_requests_info"
+
+
+class AdapterLabels(NamedTuple):
+    """Labels of LORA_INFO: vLLM's, of one worker."""
+
+    max_lora: str
+    running_lora_adapters: str  # comma-separated
+    waiting_lora_adapters: str
 
 
 def read_stats(source: str, values: object) -> dict[str, float]:

@@ -11,6 +11,7 @@ from service.queue.job_cost import LANES
 from service.queue.messages import Cancel, Event, Job, RequestRecord, WorkerCard
 from service.queue.records import (
     UNLIMITED,
+    AdapterRecord,
     Batch,
     Move,
     MovedLines,
@@ -238,6 +239,21 @@ class ResponseStore(Protocol):
     async def drop_response(self, record: StoredResponse) -> None: ...
 
 
+class AdapterStore(Protocol):
+    """LoRA adapters loaded at run time, kept until dropped."""
+
+    async def put_adapter(self, record: AdapterRecord) -> None:
+        """Write a record, in the place of one of the same name."""
+
+    async def get_adapter(self, name: str) -> AdapterRecord | None: ...
+
+    async def list_adapters(self) -> Sequence[AdapterRecord]:
+        """Return records by name."""
+
+    async def drop_adapter(self, name: str) -> bool:
+        """Return whether it was there."""
+
+
 class RequestStore(Protocol):
     """Accepted requests, which any gateway can answer or end."""
 
@@ -303,6 +319,9 @@ class GatewayQueue(Protocol):
 
     @property
     def requests(self) -> RequestStore: ...
+
+    @property
+    def adapters(self) -> AdapterStore: ...
 
     @property
     def ingress(self) -> IngressQueue: ...

@@ -73,6 +73,9 @@ BATCH_ENDED_TTL_S = 3600
 OPEN_BATCHES = "{quire}:batches"
 """Sorted set. `<batch id> <tenant>` by creation. GW. While open."""
 
+ADAPTERS = "{quire}:adapters"
+"""Hash. Name -> AdapterRecord, loaded at run time. GW. Until unloaded."""
+
 INGRESS_KEEP_S = 5.0
 INGRESS_LEFT_S = 20.0
 INGRESS_GROUP = "doors"

@@ -17,6 +17,15 @@ MAX_PARTS = 33
 
 
 @dataclass(frozen=True, kw_only=True)
+class JobAdapter:
+    """LoRA adapter: its folder, which workers read, and the digest of what it must hold."""
+
+    name: str
+    path: str
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     job_id: str  # 26 characters of Crockford base 32
     tenant: str
@@ -30,6 +39,7 @@ class Job:
     traceparent: str | None = None
     model: str | None = None
     cache_salt: str = ""  # prefixes are shared only with the tenant's jobs of the same
+    adapter: JobAdapter | None = None  # None: the base model
 
 
 class TokenLogprobs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
@@ -137,6 +147,9 @@ class WorkerCard:
     kv_cache_dtype: str = ""  # "bfloat16", "fp8_e4m3"
     block_bytes: int = 0
     tables: tuple[BlockTable, ...] = ()  # while a page is open
+    max_loras: int = 0  # 0: adapters are off
+    running_adapters: str = ""  # names, comma-separated
+    waiting_adapters: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -149,6 +149,16 @@ class StoredResponse:
         return self.answer["status"] not in ("queued", "in_progress")
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdapterRecord:
+    """A LoRA adapter that requests may name."""
+
+    name: str
+    path: str  # of its folder, for gateways and workers
+    digest: str
+    created_s: float
+
+
 def pack(record: StoredFile | Batch) -> bytes:
     return msgspec.json.encode(record)
 
@@ -167,3 +177,11 @@ def pack_response(record: StoredResponse) -> bytes:
 
 def unpack_response(packed: bytes) -> StoredResponse:
     return decode_json(packed, StoredResponse)
+
+
+def pack_adapter(record: AdapterRecord) -> bytes:
+    return msgspec.json.encode(record)
+
+
+def unpack_adapter(packed: bytes) -> AdapterRecord:
+    return msgspec.json.decode(packed, type=AdapterRecord)

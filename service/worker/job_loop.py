@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from service.engine.output_processor import EngineOutput, iter_request_outputs
-from service.engine.request import EngineRequest
+from service.engine.request import AdapterSource, EngineRequest
 from service.errors import EndReason
 from service.observability.logs import fields
 from service.observability.tracing import NO_TRACING, Tracing
@@ -203,6 +203,7 @@ class JobLoop:
         self._slots.add_job(job, len(claim.history), self._loop.time())
         log_claim(claim)
         self._counts.num_resumed += claim.attempt > 1
+        adapter = job.adapter
         request = EngineRequest(
             request_id=request_id,
             prompt=prompt,
@@ -212,6 +213,9 @@ class JobLoop:
             num_scored_tokens=num_scored_tokens(claim.history),
             history=branch_histories(claim.history),
             times=None if spans is None else spans.times,
+            adapter=None
+            if adapter is None
+            else AdapterSource(name=adapter.name, path=adapter.path, digest=adapter.digest),
         )
         self._engine.send(Add(request))
         for cancel in (*claim.stops, *self._early_cancels.pop(job.job_id)):

@@ -154,6 +154,9 @@ def _card(worker_id: str, settings: Settings, built: BuiltEngine, engine: Engine
         kv_cache_dtype=built.kv_format.dtype,
         block_bytes=built.memory.block_bytes,
         tables=tuple(map(_block_table, engine.tables)),
+        max_loras=settings.max_loras if settings.enable_lora else 0,
+        running_adapters=",".join(engine.stats.running_adapters),
+        waiting_adapters=",".join(engine.stats.waiting_adapters),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from model.ops.interface import Array
-from service.engine.execution.executor import ModelExecutor, StateReader
+from service.engine.execution.executor import ModelExecutor
 from service.engine.kv.block_pool import BlockPool
 from service.engine.step import StepPlan
 from tests.support.paged import nan_of
@@ -20,16 +20,8 @@ class PoisoningExecutor(ModelExecutor):
         super().__init__(model, eos_token_ids, max_num_seqs, max_blocks)
         self._pool = pool
 
-    def attach(
-        self,
-        kv: Array,
-        *,
-        blocks: Array | None = None,
-        states: StateReader | None = None,
-        num_host_blocks: int = 0,
-        progress: bool = False,
-    ) -> None:
-        super().attach(kv, blocks=blocks, states=states, num_host_blocks=num_host_blocks, progress=progress)
+    def attach(self, kv: Array, **how: Any) -> None:
+        super().attach(kv, **how)
         self.model.ops.load_parallel([kv[-1:]], lambda _, start, out: out.fill(nan_of(out.dtype)))
         self._poison()
 

@@ -16,9 +16,12 @@ from model.families.llama import Llama
 from model.ops.cpu.ops import NumpyOps
 from model.weights.checkpoint import expected_shapes
 from model.weights.loader import load_model
+from model.weights.lora.adapter import read_adapter
 from model.weights.safetensors_file import FLOAT_DTYPES, read_safetensors
+from service.engine.request import AdapterSource
 from tests.support.safetensors_bytes import save
 
+MAX_RANK = 512
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -71,6 +74,12 @@ def write_adapter(
     written |= {"target_modules": sorted(targets), **fields}
     (folder / "adapter_config.json").write_text(json.dumps(written))
     return WrittenAdapter(folder, tensors, scales)
+
+
+def source_of(adapter: WrittenAdapter, config: ModelConfig, dtype: np.dtype, name: str = "") -> AdapterSource:
+    """Return what a job of this adapter carries."""
+    read = read_adapter(adapter.folder, config, dtype, MAX_RANK)
+    return AdapterSource(name=name or adapter.folder.name, path=str(adapter.folder), digest=read.digest)
 
 
 def merged_model(model_folder: Path, adapter: WrittenAdapter, to: Path, max_len: int) -> Llama:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from model.adapter_slots import AdapterSlots
 from model.config import ModelConfig
 from model.families.eagle3 import Eagle3Head
 from model.families.llama import Llama
@@ -15,6 +16,8 @@ from model.sampling_params import SamplingParams
 from model.text.grammar_matcher import GrammarCompiler
 from model.text.tokenizer import Tokenizer
 from model.weights.loader import load_model
+from model.weights.lora.adapter import LoraAdapter, read_adapter
+from service.engine.adapters import Adapters
 from service.engine.drafting.drafter import Drafter
 from service.engine.drafting.eagle3 import Eagle3Drafter
 from service.engine.engine import Engine
@@ -22,7 +25,8 @@ from service.engine.execution.executor import ModelExecutor
 from service.engine.grammars import Grammars
 from service.engine.kv.block_pool import BlockPool
 from service.engine.kv.kv_manager import KVManager
-from service.engine.request import EngineRequest
+from service.engine.request import AdapterSource, EngineRequest
+from service.engine.scheduling.adapter_slots import AdapterSlotPool
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.speculation import Speculation
 from service.engine.step import TokenLogprob
@@ -32,6 +36,7 @@ DEMO = Path(__file__).parents[2] / "model" / "demo"
 MAX_LEN = 160
 TWO_LAYERS = 2
 BLOCK_SIZE = 8
+MAX_LORA_RANK = 128
 
 WISHES = (
     {"temperature": 0.0},
@@ -71,6 +76,7 @@ class DemoEngines:
         poisons: bool = False,
         drafter: Drafter | None = None,
         head: Eagle3Head | None = None,
+        num_adapter_slots: int = 0,
     ) -> Engine:
         """With `poisons`, blocks hold NaN from when they are freed until they are written. A `head` drafts."""
         kv = KVManager(
@@ -82,7 +88,7 @@ class DemoEngines:
         )
         poisoned = kv.pool if poisons else None
         if head is None:
-            executor = self.executor(num_blocks, max_num_seqs, block_size, num_host_blocks, poisoned)
+            executor = self.executor(num_blocks, max_num_seqs, block_size, num_host_blocks, poisoned, num_adapter_slots)
         else:
             shape, executor = head.config.block_shape(block_size), self._executor(max_num_seqs, block_size, poisoned)
             sizes = (num_blocks + poisons, block_size)
@@ -93,7 +99,17 @@ class DemoEngines:
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_prefill_chunk=budget, max_model_len=MAX_LEN
         )
         speculation = None if drafter is None else Speculation(kv, self._config.vocab_size, drafter)
-        return Engine(executor, kv, limits, self.eos_token_ids, Grammars(self._compiler), speculation=speculation)
+        adapters = self._adapters(num_adapter_slots) if num_adapter_slots else None
+        grammars = Grammars(self._compiler)
+        return Engine(executor, kv, limits, self.eos_token_ids, grammars, speculation=speculation, adapters=adapters)
+
+    def _adapters(self, num_slots: int) -> Adapters:
+        """Keep one more than fits the slots."""
+
+        def read(source: AdapterSource) -> LoraAdapter:
+            return read_adapter(Path(source.path), self._config, self.model.ops.dtype, MAX_LORA_RANK)
+
+        return Adapters(read, AdapterSlotPool(num_slots), num_slots + 1)
 
     def _compiler(self) -> GrammarCompiler:
         return GrammarCompiler(Tokenizer.read(DEMO), self._config.vocab_size, self._config.eos_token_ids)
@@ -105,11 +121,16 @@ class DemoEngines:
         block_size: int = BLOCK_SIZE,
         num_host_blocks: int = 0,
         poisoned: BlockPool | None = None,
+        num_adapter_slots: int = 0,
     ) -> ModelExecutor:
         """With a cache of its own, of zeros or poisoned."""
         executor = self._executor(max_num_seqs, block_size, poisoned)
         cache = allocate(self.model.ops, self._config, num_blocks + (poisoned is not None), block_size)
-        executor.attach(cache, num_host_blocks=num_host_blocks)
+        slots = None
+        if num_adapter_slots:
+            ops = self.model.ops
+            slots = AdapterSlots(self._config, ops, ops, num_adapter_slots, MAX_LORA_RANK)
+        executor.attach(cache, adapters=slots, num_host_blocks=num_host_blocks)
         return executor
 
     def _executor(self, max_num_seqs: int, block_size: int, poisoned: BlockPool | None) -> ModelExecutor:

@@ -62,7 +62,7 @@ def product_shapes(config: ModelConfig, layer: int) -> dict[str, list[tuple[int,
     shapes = expected_shapes(config)
     return {
         product: [_two(shapes[f"model.layers.{layer}.{module}.weight"]) for module in modules]
-        for product, modules in _modules(config).items()
+        for product, modules in _modules(config, layer).items()
     }
 
 
@@ -83,7 +83,7 @@ def read_adapter(directory: Path, config: ModelConfig, dtype: np.dtype, max_rank
     for module in described.expected:
         if module not in modules:
             raise ModelError(f"{path}: no tensors of {module}, which target_modules names")
-    digest = hashlib.sha256(f"{described.key}\n{dtype.name}".encode())
+    digest = hashlib.sha256(described.key.encode())
     products: dict[tuple[int, str], dict[int, Part]] = {}
     num_bytes = rank = 0
     for module, (a, b) in sorted(modules.items()):
@@ -164,7 +164,7 @@ def _places(config: ModelConfig) -> dict[str, _Place]:
     shapes, orders = expected_shapes(config), row_orders(config)
     places = {}
     for layer in range(config.num_layers):
-        for product, modules in _modules(config).items():
+        for product, modules in _modules(config, layer).items():
             for part, module in enumerate(modules):
                 name = f"model.layers.{layer}.{module}"
                 if name + ".weight" not in shapes:  # a layer of experts
@@ -173,14 +173,13 @@ def _places(config: ModelConfig) -> dict[str, _Place]:
     return places
 
 
-def _modules(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+def _modules(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
+    """Return the modules of each product; experts have none."""
     tensors = config.tensors
-    return {
-        "qkv": tensors.qkv,
-        "output": (tensors.output,),
-        "gate_up": tensors.gate_up,
-        "down": (tensors.down,),
-    }
+    attention = {"qkv": tensors.qkv, "output": (tensors.output,)}
+    return (
+        attention if config.has_experts(layer) else {**attention, "gate_up": tensors.gate_up, "down": (tensors.down,)}
+    )
 
 
 def _two(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from model.adapter_slots import NO_SLOT
 from model.step_inputs import ForwardInputs
 from service.engine.sequence import Sequence
 from service.engine.step import Chunk, StepPlan
@@ -36,6 +37,15 @@ class BatchLayout:
         planned = self.plan.chunks
         order = np.argsort(self.row_of_decode).tolist()
         return (*(planned[index] for index in order), *self.prefills)
+
+    def adapter_slots(self) -> np.ndarray | None:
+        """Return each row's slot as int32[T]; None if no row has an adapter."""
+        slots = [sequence.group.adapter_slot for sequence in self.decodes]
+        slots += [chunk.sequence.group.adapter_slot for chunk in self.prefills]
+        if all(slot is None for slot in slots):
+            return None
+        lengths = [1] * len(self.decodes) + [chunk.length for chunk in self.prefills]
+        return np.repeat(np.array([NO_SLOT if slot is None else slot for slot in slots], np.int32), lengths)
 
     def first_rows(self) -> dict[int, int]:
         """Return each chunk's first row of hidden states, by id(chunk)."""

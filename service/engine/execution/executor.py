@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
+from model.adapter_slots import AdapterSlots
 from model.families.llama import Llama
 from model.ops.host_blocks import HostBlocks
 from model.ops.interface import Array
@@ -50,6 +51,7 @@ class ModelExecutor:
         self._sampler = StepSampler(model.config.vocab_size, eos_token_ids, keeps_params=self.runner.replays_graphs)
         self._pooler = Pooler()
         self._states: StateReader | None = None
+        self._has_adapters = False
         self._sizes = max_num_seqs, max_blocks
 
     @property
@@ -66,6 +68,7 @@ class ModelExecutor:
         *,
         blocks: Array | None = None,
         states: StateReader | None = None,
+        adapters: AdapterSlots | None = None,
         num_host_blocks: int = 0,
         progress: bool = False,
     ) -> None:
@@ -73,7 +76,15 @@ class ModelExecutor:
         cache)."""
         self._rows, self._states = DecodeBatch(*self._sizes, block_size=kv.shape[4]), states
         layers = () if states is None else states.state_layers
-        self.runner.attach(kv, blocks=blocks, state_layers=layers, num_host_blocks=num_host_blocks, progress=progress)
+        self._has_adapters = adapters is not None
+        self.runner.attach(
+            kv,
+            blocks=blocks,
+            state_layers=layers,
+            adapters=adapters,
+            num_host_blocks=num_host_blocks,
+            progress=progress,
+        )
 
     def fit_prompts(self, num_decodes: int, num_tokens: int) -> int:
         return self.runner.fit_prompts(num_decodes, num_tokens)
@@ -87,8 +98,11 @@ class ModelExecutor:
             prompt_logprobs = plan_prompt_logprobs(plan.logprob_spans, first_rows, self._sizes[0])
             pool_rows = self._pooler.rows(plan.pool_spans, first_rows)
         calls = [] if batch.needs_previous_tokens else self._sampler.calls(batch, masked=False)
+        self._load_adapters(plan)
         inputs = StepInputs(
-            forward=layout.inputs,
+            forward=replace(layout.inputs, adapter_slots=layout.adapter_slots())
+            if self._has_adapters
+            else layout.inputs,
             samples=None if batch.needs_previous_tokens else [call.inputs for call in calls],
             copies=_pairs(plan.copies),
             swap_outs=_pairs(plan.swap_outs),
@@ -101,7 +115,12 @@ class ModelExecutor:
             self._states.read_states(layout, running.states)
         return LaunchedStep(running, batch, calls, prompt_logprobs, plan.pool_spans)
 
+    def _load_adapters(self, plan: StepPlan) -> None:
+        for slot, adapter in plan.adapter_loads:
+            self.runner.write_adapter(slot, adapter)
+
     def transfer(self, plan: StepPlan) -> None:
+        self._load_adapters(plan)
         copies, swap_outs, swap_ins = map(_pairs, (plan.copies, plan.swap_outs, plan.swap_ins))
         self.runner.transfer(StepInputs(forward=None, copies=copies, swap_outs=swap_outs, swap_ins=swap_ins))
 

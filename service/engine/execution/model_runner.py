@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from model.adapter_slots import AdapterSlots, BatchAdapters, adapter_rows
 from model.batch import Batch
 from model.cuda_graphs import StepGraphs
 from model.families.llama import Llama
 from model.ops.host_blocks import HostBlocks, Transfer
 from model.ops.interface import Array, Bias, Ops, Penalties, SamplingArrays, TokenMask
 from model.step_inputs import ForwardInputs, LogprobRows, SampleInputs, StepInputs
+from model.weights.lora.adapter import LoraAdapter
 
 _COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "branch")
 
@@ -60,6 +62,7 @@ class ModelRunner:
         self._swap_ins: deque[tuple[int, Transfer]] = deque()
         self._kept_params: SamplingArrays | None = None
         self._state_layers: tuple[int, ...] = ()
+        self._adapters: AdapterSlots | None = None
         self._graphs = StepGraphs(model, self.sampled, max_rows, max_blocks) if model.ops.name == "cuda" else None
 
     @property
@@ -73,6 +76,7 @@ class ModelRunner:
         *,
         blocks: Array | None = None,
         state_layers: tuple[int, ...] = (),
+        adapters: AdapterSlots | None = None,
         num_host_blocks: int = 0,
         progress: bool = False,
     ) -> None:
@@ -80,10 +84,17 @@ class ModelRunner:
         cache). Steps return the inputs of `state_layers`."""
         self.kv, self._block_size = kv, kv.shape[4]
         self._blocks, self._state_layers = kv if blocks is None else blocks, state_layers
+        self._adapters = adapters
         if self._graphs is not None:
             self._graphs.capture(kv, progress=progress)
         if num_host_blocks:  # last: pinning slows down the start
             self.host = self._ops.host_blocks(self._blocks, num_host_blocks)
+
+    def write_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        """Replace a slot's adapter for the next step."""
+        if self._adapters is None:
+            raise ValueError("write_adapter: there are no slots (attach them)")
+        self._adapters.write(slot, adapter)
 
     def fit_prompts(self, num_decodes: int, num_tokens: int) -> int:
         """Return the prompt tokens, at most `num_tokens`, for a step with decodes."""
@@ -228,7 +239,13 @@ class ModelRunner:
             num_tokens=len(inputs.token_ids),
             num_sequences=len(inputs.context_lens),
             max_query_len=int(inputs.chunk_lens.max(initial=0)),
+            adapters=self._batch_adapters(inputs.adapter_slots),
         )
+
+    def _batch_adapters(self, slots: np.ndarray | None) -> BatchAdapters | None:
+        if slots is None or self._adapters is None:
+            return None
+        return BatchAdapters(self._adapters, adapter_rows(slots, self._ops))
 
 
 def padded_rows(rows: np.ndarray, sizes: Sequence[int]) -> np.ndarray:

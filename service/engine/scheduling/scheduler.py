@@ -6,7 +6,7 @@
 3. With decodes, the budget shrinks to `Limits.prompt_budget`: every decode waits for the step.
 4. Running sequences that lack more (prefills) get chunks, oldest first.
 5. If nothing was preempted, waiting groups are admitted while blocks last: in order, or from the tenant that runs
-   least.
+   least. A group whose adapter finds no slot is passed over (`adapter_slots`).
 6. Blocks likely to be preempted are copied to the host.
 """
 
@@ -15,12 +15,13 @@ from __future__ import annotations
 import time
 from bisect import bisect
 from collections import Counter, deque
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from itertools import chain, islice
 from operator import attrgetter
 
 from service.engine.kv.kv_manager import KVManager
 from service.engine.kv.prefix_cache import NO_MATCH, Match
+from service.engine.scheduling.adapter_slots import AdapterSlotPool
 from service.engine.scheduling.fair_share import FairShare
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import Preemption
@@ -39,8 +40,10 @@ class Scheduler:
         limits: Limits,
         preemption: Preemption | None = None,
         speculation: Speculation | None = None,
+        adapters: AdapterSlotPool | None = None,
     ):
         self._kv = kv
+        self.adapters = adapters
         self._limits = limits
         self.speculation = speculation
         self.preemption = preemption or Preemption(kv, FairShare(kv, limits.max_num_seqs))
@@ -56,6 +59,8 @@ class Scheduler:
         group.arrival = self._num_arrivals
         self._fair_share.add_group(group)
         self.waiting.append(group)
+        if self.adapters is not None:
+            self.adapters.add_group(group)
         self._prompt_outputs.add_group(group)
 
     def remove_sequence(self, sequence: Sequence) -> None:
@@ -77,6 +82,8 @@ class Scheduler:
         if not group.live:
             self._fair_share.remove_group(group)
             self._kv.drop_request(sequence)
+            if self.adapters is not None:
+                self.adapters.remove_group(group)
 
     def fork_followers(self, leader: Sequence) -> None:
         """Fork followers that diverge within the leader's computed tokens."""
@@ -96,6 +103,8 @@ class Scheduler:
         self.preemption.start_step(len(self.running))
         self._fair_share.start_step()
         self._extended.clear()
+        if self._has_adapters and self.adapters is not None:
+            self.adapters.start_step(self.running)
         if self.waiting and self._fair_share.has_several_tenants:
             self._reclaim_over_share()
         num_preemptions, arriving = self.preemption.num_preemptions, self._kv.swapping_in()
@@ -120,7 +129,17 @@ class Scheduler:
         self.preemption.save_ahead(self.running)
         scores, pools = self._prompt_outputs.plan(chunks)
         changed = tuple(chunk for chunk in chunks if chunk.sequence in self._extended and chunk.length == 1)
-        return StepPlan(tuple(chunks), self._kv.drain_copies(), *self._kv.drain_swaps(), scores, pools, changed)
+        loads = () if self.adapters is None else self.adapters.drain_loads()
+        return StepPlan(tuple(chunks), self._kv.drain_copies(), *self._kv.drain_swaps(), scores, pools, changed, loads)
+
+    @property
+    def _has_adapters(self) -> bool:
+        return self.adapters is not None and self.adapters.num_open > 0
+
+    def _admissible(self) -> Iterable[SequenceGroup]:
+        return (
+            self.adapters.admissible(self.waiting) if self.adapters is not None and self._has_adapters else self.waiting
+        )
 
     def _runnable(self, arriving: Set[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
         decodes, prefills, waits_for_tokens = [], [], self.speculation is not None
@@ -196,7 +215,7 @@ class Scheduler:
         spare = self._kv.pool.num_available - self._num_missing_blocks()
         num_running = self._fair_share.num_running(self.running) if self._fair_share.has_several_tenants else Counter()
         while self.waiting and budget > 0:
-            group = self._fair_share.next_group(self.waiting, num_running)
+            group = self._fair_share.next_group(self._admissible(), num_running)
             if group is None or group.has_pending_tokens:
                 break
             if len(self.running) + len(group.live) > self._limits.max_num_seqs:
@@ -215,6 +234,8 @@ class Scheduler:
             self._start_running(group)
             num_running[group.tenant] += len(group.live)
             self._kv.attach(leader, match)
+            if self.adapters is not None:
+                self.adapters.take(group)
             spare -= wanted + num_behind
             if leader not in self._kv.swapping_in():
                 chunk = self._chunk(leader, budget)
@@ -228,7 +249,7 @@ class Scheduler:
     def _reclaim_over_share(self) -> None:
         num_free_blocks = self.preemption.num_available_soon() - self._num_missing_blocks() - self._num_reserve_blocks
         over_share = self._fair_share.groups_over_share(
-            list(self.waiting), self.running, num_free_blocks, self.preemption.is_preemptible
+            list(self._admissible()), self.running, num_free_blocks, self.preemption.is_preemptible
         )
         self.preemption.reclaim(over_share, self.running)
         self._requeue(over_share)
@@ -304,3 +325,5 @@ class Scheduler:
             if len(held) != len(group.live) or held[-1] - held[0] != len(held) - 1:
                 raise AssertionError(f"{group.request_id} is not contiguous in the running queue")
         self._kv.check_invariants(self.running)
+        if self.adapters is not None:
+            self.adapters.check_invariants(self.running)

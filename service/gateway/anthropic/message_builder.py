@@ -49,7 +49,7 @@ class MessageOptions:
     def of(cls, model: ServedModel, accepted: AcceptedRequest) -> MessageOptions:
         return cls(
             request_id=accepted.request_id,
-            model=model.name,
+            model=model.answer_name(accepted.request.model),
             num_prompt_tokens=sum(accepted.num_prompt_tokens),
             max_tokens=accepted.request.sampling.max_tokens or 0,
             is_streamed=accepted.request.stream,

@@ -11,6 +11,7 @@ from model.sampling_params import SamplingParams
 from service.config.settings import Settings
 from service.errors import RequestError
 from service.gateway.core.accepted_request import AcceptedRequest, new_request_id, seed_of
+from service.gateway.core.adapters import Adapters
 from service.gateway.core.back_pressure import BackPressure
 from service.gateway.core.fleet import Fleet, FleetView
 from service.gateway.core.prompt_reader import PromptReader, Tokenized
@@ -22,7 +23,8 @@ from service.gateway.core.text_threads import TextThreads
 from service.gateway.grammars.pool import GrammarPool, PackedTask
 from service.queue.codec import pack_ids
 from service.queue.interface import GatewayQueue, QueueUnavailable
-from service.queue.messages import Job
+from service.queue.messages import Job, JobAdapter
+from service.queue.records import AdapterRecord
 
 MAX_IDS_AT_ONCE = 4096
 MAX_SHOWN_IDS = 1 << 19
@@ -40,6 +42,7 @@ class Admission:
         feed: str,
         threads: TextThreads,
         grammars: GrammarPool,
+        adapters: Adapters,
     ) -> None:
         self._model = model
         self._queue = queue
@@ -49,6 +52,7 @@ class Admission:
         self._feed = feed
         self._threads = threads
         self._grammars = grammars
+        self._adapters = adapters
         self._reader = PromptReader(model, settings)
         self._sampling = SamplingResolver(model.defaults, settings)
         self._draining = False
@@ -66,10 +70,10 @@ class Admission:
 
         `request_id`: of a request that another gateway may have admitted; its default seed follows from the id.
         """
-        self._model.require(request.model)
+        adapter = await self._adapters.find(request.model)
         if not self._model.generates and not request.sampling.embeds:
             raise RequestError(400, "This model has no head: it only embeds (/v1/embeddings).", param="model")
-        request = replace(request, model=self._model.name)
+        request = replace(request, model=self._model.name if adapter is None else adapter.name)
         self._reader.check(request)
         view = await self._check_room(tenant, len(request.prompts))
         timeout_s = self._timeout_s(request)
@@ -95,11 +99,16 @@ class Admission:
             prompt_ids=_shown_ids(prompts) if request.has_token_ids else (),
         )
         constrained = [replace(one, grammar=grammar, rules=read.rules) for one in sampling_params]
-        return replace(accepted, jobs=self._jobs(accepted, prompts, constrained))
+        return replace(accepted, jobs=self._jobs(accepted, prompts, constrained, adapter))
 
     def _jobs(
-        self, accepted: AcceptedRequest, prompts: Sequence[list[int]], sampling_params: Sequence[SamplingParams]
+        self,
+        accepted: AcceptedRequest,
+        prompts: Sequence[list[int]],
+        sampling_params: Sequence[SamplingParams],
+        adapter: AdapterRecord | None,
     ) -> tuple[Job, ...]:
+        named = None if adapter is None else JobAdapter(name=adapter.name, path=adapter.path, digest=adapter.digest)
         return tuple(
             Job(
                 job_id=job_id,
@@ -113,6 +122,7 @@ class Admission:
                 cache_salt=accepted.request.cache_salt,
                 is_batch=accepted.request.is_batch,
                 model=self._model.name,
+                adapter=named,
             )
             for job_id, prompt, sampling in zip(accepted.job_ids, prompts, sampling_params, strict=True)
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,10 @@ from model.text.tool_calls.formats import (
 )
 from service.config.settings import Settings
 from service.errors import RequestError, StartupError
+from service.gateway.core.adapter_files import read_modules
 from service.gateway.core.refusals import refusal, too_long
 from service.gateway.core.request import Conversation, GenerationRequest, Prompt, ToolSpec
+from service.queue.records import AdapterRecord
 
 LONG_TEXT_CHARS = 256 << 10
 CHUNK_CHARS = 64 << 10
@@ -79,6 +81,7 @@ class ServedModel:
     reasoning_ids: frozenset[int]  # special tokens among its markers
     defaults: Mapping[str, float]  # the checkpoint's recommended sampling
     created_s: int  # Unix seconds
+    adapters: Mapping[str, AdapterRecord] = field(default_factory=dict)  # of --lora-modules
     fingerprint: str
 
     @classmethod
@@ -92,6 +95,7 @@ class ServedModel:
             tokenizer = Tokenizer.read(directory)
             template = ChatTemplate.read(directory, tokenizer, settings.chat_template)
             defaults = _default_sampling(settings, directory)
+            adapters = read_modules(config, settings)
         except ModelError as error:
             raise StartupError(str(error)) from error
         name, *aliases = settings.model_names
@@ -112,6 +116,7 @@ class ServedModel:
             tokens=TokenTable.of(tokenizer, config.vocab_size, config.eos_token_ids),
             defaults=defaults,
             created_s=int(time.time()),
+            adapters=adapters,
             fingerprint="fp_" + hashlib.sha256(f"{name} {config}".encode()).hexdigest()[:10],
         )
 
@@ -124,9 +129,18 @@ class ServedModel:
             "reasoning_parser": _name_of(self.reasoning_format, REASONING_FORMATS),
         }
 
-    def require(self, name: str | None) -> None:
-        """Raises RequestError (404) unless `name` is None or one of this model's."""
-        if name not in (None, self.name, *self.aliases):
+    def is_base(self, name: str | None) -> bool:
+        """Return whether a request with this `model` is the base model's."""
+        return name in (None, self.name, *self.aliases)
+
+    def answer_name(self, name: str | None) -> str:
+        """Return the name in answers to a request with this `model`: the model's first, or the adapter's."""
+        return self.name if name is None or self.is_base(name) else name
+
+    def require(self, name: str | None, loaded: Container[str] = ()) -> None:
+        """Raises RequestError (404) unless `name` is None, one of this model's, or an adapter's (`loaded`: those loaded
+        at run time)."""
+        if not self.is_base(name) and name not in self.adapters and name not in loaded:
             message = "The model does not exist; GET /v1/models names the one that is served."
             raise RequestError(404, message, param="model", code="model_not_found")
 

@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager
 
 from service.config.settings import Settings
 from service.gateway.core.accepted_request import AcceptedRequest
+from service.gateway.core.adapters import Adapters
 from service.gateway.core.admission import Admission
 from service.gateway.core.back_pressure import BackPressure
 from service.gateway.core.dispatcher import Reader, RequestDispatcher, read_to_end
@@ -57,7 +58,10 @@ class InferenceService:
         self.grammars.start()
         self.fleet = Fleet(queue, model.name, asyncio.get_running_loop().time)
         self.pressure = BackPressure(settings, asyncio.get_running_loop().time)
-        self.admission = Admission(model, queue, self.fleet, self.pressure, settings, feed, self.threads, self.grammars)
+        self.adapters = Adapters(model, queue, settings)
+        self.admission = Admission(
+            model, queue, self.fleet, self.pressure, settings, feed, self.threads, self.grammars, self.adapters
+        )
         self.storage = storage_limits(settings)
         self.dispatcher = RequestDispatcher(model, queue, self.pressure, self.metrics, settings, tracing)
         self.request_store = RequestStore(

@@ -83,7 +83,7 @@ class ResponseHeader:
         return cls(
             request_id=accepted.request_id,
             created_s=int(accepted.created_s),
-            model=model.name,
+            model=model.answer_name(accepted.request.model),
             fingerprint=model.fingerprint,
         )
 

@@ -33,6 +33,7 @@ from service.gateway.openai.request_bodies import (
 )
 from service.gateway.openai.responses_request import ResponseBody
 from service.gateway.openapi import answers
+from service.gateway.routes.adapters import LOAD, UNLOAD, LoadAdapterBody, UnloadAdapterBody
 from service.gateway.routes.invocations import INVOCATIONS
 from service.gateway.routes.pages import MAX_PAGE
 from service.gateway.routes.scores import RERANK_PATHS, SCORE_PATHS, RerankBody, ScoreBody
@@ -43,7 +44,8 @@ Json = dict[str, Any]
 REF = "#/components/schemas/{name}"
 BODIES: tuple[type[msgspec.Struct], ...] = (
     *(CompletionBody, ChatBody, ResponseBody, MessagesBody, CountBody, EmbeddingBody, PoolingBody),
-    *(ScoreBody, RerankBody, TokenizeBody, DetokenizeBody, BatchBody),
+    *(ScoreBody, RerankBody, TokenizeBody, DetokenizeBody, BatchBody, LoadAdapterBody),
+    UnloadAdapterBody,
 )
 IDLE: Mapping[str, Idle] = {
     "CompletionBody": IDLE_COMPLETION_FIELDS,
@@ -209,7 +211,9 @@ def _paths() -> Json:
             ),
             "delete": _get("RequestState", "End a request.", of="id"),
         },
-        "/v1/models": {"get": _get("ModelList", "The model that is served.")},
+        LOAD: {"post": _sentence("LoadAdapterBody", "Serve a LoRA adapter, where that is enabled.")},
+        UNLOAD: {"post": _sentence("UnloadAdapterBody", "Serve it no longer.")},
+        "/v1/models": {"get": _get("ModelList", "The model that is served, and its adapters.")},
         "/v1/models/{model}": {"get": _get("Model", "The same by its name.", of="model")},
         "/tokenize": {"post": _post("TokenizeBody", "Tokens", "A text or a conversation as token ids.")},
         "/detokenize": {"post": _post("DetokenizeBody", "Detokenized", "Token ids as text.")},
@@ -283,6 +287,12 @@ def _invocation(headers: Mapping[str, str]) -> Json:
     ):
         content["application/json"] = {"schema": {"anyOf": [_ref(name) for name in names]}}
     return told
+
+
+def _sentence(body: str, summary: str) -> Json:
+    path = _post(body, "Status", summary)
+    path["responses"]["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    return path
 
 
 def _upload() -> Json:

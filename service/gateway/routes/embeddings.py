@@ -73,7 +73,7 @@ async def embedding_answer(service: InferenceService, accepted: AcceptedRequest,
     data = await service.threads.run(accepted.tenant, _vectors_json, stream.embeddings, in_base64)
     num_tokens = sum(accepted.num_prompt_tokens)
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return {"object": "list", "data": data, "model": service.model.name, "usage": usage}
+    return {"object": "list", "data": data, "model": service.model.answer_name(accepted.request.model), "usage": usage}
 
 
 def _vectors_json(vectors: list[bytes], in_base64: bool) -> list[Json]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from aiohttp import web
 
@@ -43,9 +43,9 @@ class Messages:
 
     async def count_tokens(self, http: web.Request) -> web.Response:
         body = await read_body(http)
-        model = self._service.model
+        model, loaded = self._service.model, await self._service.adapters.loaded_names()
         return json_response(
-            {"input_tokens": await self._service.threads.run(http[TENANT], _count_tokens, model, body)}
+            {"input_tokens": await self._service.threads.run(http[TENANT], _count_tokens, model, body, loaded)}
         )
 
 
@@ -87,7 +87,7 @@ async def _send_all(sse: SseStream, events: Sequence[Json]) -> None:
         await sse.send(event, event["type"])
 
 
-def _count_tokens(model: ServedModel, data: bytes) -> int:
+def _count_tokens(model: ServedModel, data: bytes, adapters: Container[str]) -> int:
     name, prompt = read_count_body(data)
-    model.require(name)
+    model.require(name, adapters)
     return len(model.encode(prompt))

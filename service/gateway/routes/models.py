@@ -9,6 +9,7 @@ from service.gateway.core.service import InferenceService
 from service.gateway.http.middleware import TENANT, json_response, read_body
 from service.gateway.routes.tokenization import detokenize, tokenize
 from service.queue.interface import QueueUnavailable
+from service.queue.records import AdapterRecord
 
 
 class Models:
@@ -17,31 +18,34 @@ class Models:
 
     async def list(self, http: web.Request) -> web.Response:
         names = (self._service.model.name, *self._service.model.aliases)
-        return json_response({"object": "list", "data": [await self._card(name) for name in names]})
+        cards = [await self._card(name) for name in names]
+        cards += [await self._card(record.name, record) for record in await self._service.adapters.records()]
+        return json_response({"object": "list", "data": cards})
 
     async def get(self, http: web.Request) -> web.Response:
         name = http.match_info["model"]
-        self._service.model.require(name)
-        return json_response(await self._card(name))
+        return json_response(await self._card(name, await self._service.adapters.find(name)))
 
     async def tokenize(self, http: web.Request) -> web.Response:
-        body = await read_body(http)
-        tokens = await self._service.threads.run(http[TENANT], tokenize, self._service.model, body)
+        body, loaded = await read_body(http), await self._service.adapters.loaded_names()
+        tokens = await self._service.threads.run(http[TENANT], tokenize, self._service.model, body, loaded)
         return json_response({**tokens, "max_model_len": await self._max_model_len()})
 
     async def detokenize(self, http: web.Request) -> web.Response:
-        body = await read_body(http)
-        return json_response(await self._service.threads.run(http[TENANT], detokenize, self._service.model, body))
+        body, loaded = await read_body(http), await self._service.adapters.loaded_names()
+        text = await self._service.threads.run(http[TENANT], detokenize, self._service.model, body, loaded)
+        return json_response(text)
 
-    async def _card(self, name: str) -> dict[str, object]:
+    async def _card(self, name: str, adapter: AdapterRecord | None = None) -> dict[str, object]:
+        """Describe a name: of the model, or of an adapter, whose root is its folder and whose parent is the model."""
         model = self._service.model
         return {
             "id": name,
             "object": "model",
-            "created": model.created_s,
+            "created": model.created_s if adapter is None else int(adapter.created_s),
             "owned_by": "quire",
-            "root": model.name,
-            "parent": None,
+            "root": model.name if adapter is None else adapter.path,
+            "parent": None if adapter is None else model.name,
             "max_model_len": await self._max_model_len(),
             "permission": [_permission(model)],
         }

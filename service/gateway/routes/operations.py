@@ -14,7 +14,7 @@ from service.gateway.core.service import InferenceService
 from service.gateway.http.middleware import json_response
 from service.gateway.routes.probes import readiness
 from service.observability.metrics import CONTENT_TYPE, LaneStats
-from service.observability.worker_metrics import WorkerFormats
+from service.observability.worker_metrics import AdapterLabels, WorkerFormats
 from service.queue.codec import unpack_ids
 from service.queue.interface import QUEUE_LANES, QueueUnavailable
 from service.queue.messages import BlockTable, WorkerCard
@@ -74,7 +74,12 @@ class Operations:
             }
             stats = {card.worker_id: card.stats for card in view.cards}
             formats = {card.worker_id: _formats(card) for card in view.cards if card.kv_cache_dtype}
-            metrics.set_fleet(stats, lanes, view.queue.num_leases, formats)
+            adapters = {
+                card.worker_id: AdapterLabels(str(card.max_loras), card.running_adapters, card.waiting_adapters)
+                for card in view.cards
+                if card.max_loras
+            }
+            metrics.set_fleet(stats, lanes, view.queue.num_leases, formats, adapters)
         except QueueUnavailable:
             metrics.set_fleet({}, dict.fromkeys(QUEUE_LANES, LaneStats(math.nan, math.nan)), math.nan)
         is_alone = self._service.group is None  # else files are read

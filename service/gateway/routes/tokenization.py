@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import msgspec
@@ -32,21 +33,24 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     tokens: list[int]
 
 
-def tokenize(model: ServedModel, data: bytes) -> dict[str, Any]:
-    """Return `tokens`, their `count`, and `token_strs` if asked for. Raises RequestError (400, 404)."""
+def tokenize(model: ServedModel, data: bytes, adapters: Container[str] = ()) -> dict[str, Any]:
+    """Return `tokens`, their `count`, and `token_strs` if asked for. `adapters`: those loaded at run time.
+
+    Raises RequestError (400, 404).
+    """
     fields = decode_object(data)
     plain = {**fields, "messages": plain_messages(fields["messages"])} if "messages" in fields else fields
     body = convert(plain, TokenizeBody)
-    model.require(body.model)
+    model.require(body.model, adapters)
     ids = model.encode(_prompt(model, body, fields), body.add_special_tokens is not False)
     texts = [model.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
     return {"count": len(ids), "tokens": ids, "token_strs": texts}
 
 
-def detokenize(model: ServedModel, data: bytes) -> dict[str, Any]:
+def detokenize(model: ServedModel, data: bytes, adapters: Container[str] = ()) -> dict[str, Any]:
     """Return the text of `tokens`, special tokens included, as `prompt`. Raises RequestError (400, 404)."""
     body = convert(decode_object(data), DetokenizeBody)
-    model.require(body.model)
+    model.require(body.model, adapters)
     model.check_ids(body.tokens, "tokens")
     return {"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 

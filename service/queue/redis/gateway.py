@@ -16,7 +16,7 @@ from service.queue.redis.feed import FeedReader
 from service.queue.redis.ingress import RedisIngress
 from service.queue.redis.link import RedisLink, order
 from service.queue.redis.script_args import ScriptArg, bound_args, deadline_arg, new_state, record_args, record_keys
-from service.queue.redis.stores import RedisRequestStore, RedisResponseStore
+from service.queue.redis.stores import RedisAdapterStore, RedisRequestStore, RedisResponseStore
 from service.queue.redis.worker_cards import WorkerCards
 
 
@@ -29,6 +29,7 @@ class RedisGatewayQueue:
         self._cards = WorkerCards(link)
         self.batches = RedisBatchStore(link)
         self.responses = RedisResponseStore(link)
+        self.adapters = RedisAdapterStore(link)
         self.requests = RedisRequestStore(link)
         self.ingress = RedisIngress(link, name)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from service.queue import keys
@@ -8,9 +9,12 @@ from service.queue.messages import RequestRecord
 from service.queue.records import (
     OVERHEAD_BYTES,
     UNLIMITED,
+    AdapterRecord,
     StorageLimits,
     StoredResponse,
+    pack_adapter,
     pack_response,
+    unpack_adapter,
     unpack_response,
 )
 from service.queue.redis.link import RedisLink
@@ -44,6 +48,31 @@ class RedisResponseStore:
         script_keys = [*stored_keys(record.tenant), keys.response(record.response_id)]
         charged = charge_args(record.response_id, len(packed) + OVERHEAD_BYTES, for_s, limits)
         checked(await self._link.script("store", script_keys, [*charged, packed, int(replaces)]))
+
+
+class RedisAdapterStore:
+    """Implements AdapterStore."""
+
+    def __init__(self, link: RedisLink) -> None:
+        self._link = link
+
+    async def put_adapter(self, record: AdapterRecord) -> None:
+        async with self._link.commands() as redis:
+            await redis.hset(keys.ADAPTERS, record.name, pack_adapter(record))
+
+    async def get_adapter(self, name: str) -> AdapterRecord | None:
+        async with self._link.commands() as redis:
+            packed = await redis.hget(keys.ADAPTERS, name)
+        return None if packed is None else unpack_adapter(packed)
+
+    async def list_adapters(self) -> Sequence[AdapterRecord]:
+        async with self._link.commands() as redis:
+            packed = await redis.hvals(keys.ADAPTERS)
+        return sorted(map(unpack_adapter, packed), key=lambda record: record.name)
+
+    async def drop_adapter(self, name: str) -> bool:
+        async with self._link.commands() as redis:
+            return bool(await redis.hdel(keys.ADAPTERS, name))
 
 
 class RedisRequestStore:

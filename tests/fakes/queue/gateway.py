@@ -21,6 +21,7 @@ from service.queue.interface import (
 )
 from service.queue.messages import Cancel, Event, Job, RequestRecord, WorkerCard
 from service.queue.records import UNLIMITED, StorageLimits
+from tests.fakes.queue.adapters import MemoryAdapterStore
 from tests.fakes.queue.batches import MemoryBatchStore
 from tests.fakes.queue.queue_data import QueueData
 from tests.fakes.queue.requests import MemoryRequestStore
@@ -90,6 +91,7 @@ class MemoryGatewayQueue:
     def __init__(self, data: QueueData | None = None) -> None:
         self.data = QueueData() if data is None else data
         self.batches = MemoryBatchStore(self.data.batch_data)
+        self.adapters = MemoryAdapterStore(self.data.adapters)
         self.responses = MemoryResponseStore(self.data.responses, self.data.batch_data.ledger)
         self.requests = MemoryRequestStore(self.data)
         self.ingress = MemoryIngress(self.data)

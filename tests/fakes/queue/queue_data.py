@@ -47,6 +47,7 @@ class QueueData:
         self.requests = RequestData()
         self.batch_data = MemoryBatchData()
         self.responses: ResponseData = {}
+        self.adapters: dict[str, bytes] = {}
         self.dead: list[tuple[Job, str]] = []
         self._ingress: dict[str, deque[IngressEntry]] = {}
         self._states: dict[str, JobState] = {}

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from model.adapter_slots import AdapterSlots, slot_bytes
+from model.config import ModelConfig
+from model.errors import ModelError
+from model.ops.backend import adapter_ops
+from model.ops.interface import Ops
+from model.weights.lora.adapter import LoraAdapter, read_adapter
+from service.config.settings import Settings
+from service.engine.request import AdapterSource
+from service.engine.scheduling.adapter_slots import AdapterSlotPool
+from service.engine.sequence import SequenceGroup
+from service.errors import StartupError
+from service.observability.logs import fields
+
+log = logging.getLogger("quire.engine")
+
+
+class Adapters:
+    """Reader of adapters, on a thread of its own. The last `num_kept` stay in host memory; open requests hold theirs
+    as well."""
+
+    def __init__(self, read: Callable[[AdapterSource], LoraAdapter], slots: AdapterSlotPool, num_kept: int):
+        """`read` is called on the thread; may raise ModelError, which fails the adapter's requests."""
+        self.slots = slots
+        self._read = read
+        self._num_kept = num_kept
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._kept: OrderedDict[str, LoraAdapter] = OrderedDict()  # by digest, the last used at the end
+        self._loading: dict[str, Future[LoraAdapter]] = {}
+        self._waiting: dict[SequenceGroup, AdapterSource] = {}
+
+    @property
+    def is_loading(self) -> bool:
+        return bool(self._loading)
+
+    def start_loading(self, group: SequenceGroup, source: AdapterSource) -> None:
+        """Load the group's adapter; it is ready at once if host memory holds it."""
+        adapter = self._kept.get(source.digest)
+        if adapter is not None:
+            self._kept.move_to_end(source.digest)
+            group.adapter = adapter
+            return
+        group.is_loaded = False
+        self._waiting[group] = source
+        if source.digest not in self._loading:
+            self._loading[source.digest] = self._thread.submit(self._checked, source)
+
+    def drain_loaded(self) -> list[tuple[SequenceGroup, bool]]:
+        """Return groups whose adapter was read since the last call, and whether each has it."""
+        done = {digest: future for digest, future in self._loading.items() if future.done()}
+        if not done:
+            return []
+        adapters = {digest: self._result(digest, future) for digest, future in done.items()}
+        found = []
+        for group, source in list(self._waiting.items()):
+            if source.digest in adapters:
+                del self._waiting[group]
+                group.adapter, group.is_loaded = adapters[source.digest], True
+                found.append((group, group.adapter is not None))
+        for digest in done:
+            del self._loading[digest]
+        return found
+
+    def wait(self, timeout_s: float) -> None:
+        wait(self._loading.values(), timeout_s, FIRST_COMPLETED)
+
+    def _checked(self, source: AdapterSource) -> LoraAdapter:
+        adapter = self._read(source)
+        if adapter.digest != source.digest:
+            raise ModelError(f"{source.path}: changed since adapter {source.name} was registered")
+        return adapter
+
+    def _result(self, digest: str, future: Future[LoraAdapter]) -> LoraAdapter | None:
+        try:
+            adapter = future.result()
+        except ModelError as error:
+            log.error("adapter not loaded %s", fields(error=error))
+            return None
+        self._kept[digest] = adapter
+        while len(self._kept) > self._num_kept:
+            self._kept.popitem(last=False)
+        return adapter
+
+
+def check_adapters(settings: Settings, ops: Ops) -> None:
+    """Raises StartupError for adapters where they are not served."""
+    if not settings.enable_lora:
+        return
+    if adapter_ops(ops) is None:
+        raise StartupError("--enable-lora: not on a GPU yet (--device cpu, or merge the adapter into the weights)")
+    if settings.tensor_parallel_size > 1:
+        raise StartupError("--enable-lora: not with --tensor-parallel-size yet (1)")
+    if settings.max_cpu_loras is not None and settings.max_cpu_loras < settings.max_loras:
+        raise StartupError(f"--max-cpu-loras: {settings.max_cpu_loras} is below --max-loras ({settings.max_loras})")
+
+
+def open_slots(settings: Settings, config: ModelConfig, ops: Ops) -> AdapterSlots | None:
+    """Allocate --max-loras slots; None without --enable-lora."""
+    products = adapter_ops(ops) if settings.enable_lora else None
+    if products is None:
+        return None
+    return AdapterSlots(config, ops, products, settings.max_loras, settings.max_lora_rank)
+
+
+def slots_bytes(settings: Settings, config: ModelConfig, ops: Ops) -> int:
+    return settings.max_loras * slot_bytes(config, ops.dtype, settings.max_lora_rank) if settings.enable_lora else 0
+
+
+def build_adapters(settings: Settings, config: ModelConfig, ops: Ops) -> Adapters:
+    def read(source: AdapterSource) -> LoraAdapter:
+        return read_adapter(Path(source.path), config, ops.dtype, settings.max_lora_rank)
+
+    return Adapters(read, AdapterSlotPool(settings.max_loras), settings.max_cpu_loras or settings.max_loras)

@@ -1,0 +1,42 @@
+"""Adapters' folders, checked before a request may name them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from model.config import ModelConfig
+from model.weights.lora.adapter import read_adapter
+from service.config.lora import LoraModule
+from service.config.settings import Settings
+from service.errors import StartupError
+from service.queue.records import AdapterRecord
+
+CHECKED_DTYPE = np.dtype(np.float32)
+"""Type of a gateway's check; workers check again in their own."""
+
+
+def read_record(module: LoraModule, config: ModelConfig, settings: Settings) -> AdapterRecord:
+    """Check an adapter's files. Raises ModelError."""
+    path = Path(module.path).expanduser().absolute()
+    adapter = read_adapter(path, config, CHECKED_DTYPE, settings.max_lora_rank)
+    return AdapterRecord(name=module.name, path=str(path), digest=adapter.digest, created_s=time.time())
+
+
+def read_modules(config: ModelConfig, settings: Settings) -> Mapping[str, AdapterRecord]:
+    """Check --lora-modules. Raises StartupError, ModelError."""
+    modules = settings.lora_modules.modules
+    if not settings.enable_lora and (modules or settings.lora_dir):
+        raise StartupError("--lora-modules and --lora-dir: adapters are off (--enable-lora)")
+    if settings.lora_dir is not None and not settings.lora_dir.is_dir():
+        raise StartupError(f"--lora-dir: {settings.lora_dir}: no such folder")
+    for module in modules:
+        if module.name in settings.model_names:
+            raise StartupError(f"--lora-modules: {module.name} is the model's own name (another name)")
+        if module.base_model_name not in (None, *settings.model_names):
+            served = settings.model_names[0]
+            raise StartupError(f"--lora-modules: {module.name}: base_model_name is {module.base_model_name} ({served})")
+    return {module.name: read_record(module, config, settings) for module in modules}
