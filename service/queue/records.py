@@ -184,4 +184,4 @@ def pack_adapter(record: AdapterRecord) -> bytes:
 
 
 def unpack_adapter(packed: bytes) -> AdapterRecord:
-    return msgspec.json.decode(packed, type=AdapterRecord)
+    return decode_json(packed, AdapterRecord)

@@ -1,4 +1,4 @@
-"""Which adapters are in the device's slots.
+"""The adapters in the device's slots.
 
 A group runs only while its adapter has a slot; a slot is free to be overwritten while no running group uses it. A
 group that finds no slot is passed over, at most MAX_OVERTAKEN times: then one slot takes no younger group of its

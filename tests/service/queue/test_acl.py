@@ -55,6 +55,7 @@ RIGHTS = {
     keys.records("J"): (RW, NO, NO),
     keys.record_bytes("J"): (RW, NO, NO),
     keys.OPEN_BATCHES: (RW, NO, NO),
+    keys.ADAPTERS: (RW, NO, NO),
     keys.feed("d"): (RW, RW, NO),
     keys.worker("w"): (R, RW, NO),
     keys.ingress("alice"): (RW, NO, RW),

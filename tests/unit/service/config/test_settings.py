@@ -36,6 +36,7 @@ def example_of(field: dataclasses.Field) -> str:
     examples = {"producers": "a,b", "api_key": "k1,k2", "redis_url": "redis://h:1/0", "allowed_hosts": "a.b,*.c.d"}
     examples["worker_name"] = "gpu-0.host_1"
     examples["speculative_config"] = '{"method": "ngram", "num_speculative_tokens": 4}'
+    examples["lora_modules"] = "sql=/data/sql"
     return examples.get(field.name, f"x/{field.name}")
 
 
@@ -55,7 +56,7 @@ def test_flag_and_variable_read_the_same_and_the_flag_wins(field):
         return
     assert getattr(by_flag, field.name) != field.default
     other = "x/other" if field.metadata["low"] is field.metadata["choices"] is None else _default_text(field)
-    other = example_of(field) if field.name == "speculative_config" else other
+    other = example_of(field) if field.name in ("speculative_config", "lora_modules") else other
     assert read(verb, flag, example_of(field), **{variable: other}) == by_flag
 
 
