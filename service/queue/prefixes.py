@@ -25,8 +25,10 @@ MAX_HELD = 8
 
 
 def prefix_digests(job: Job) -> bytes:
-    """Return DIGEST_BYTES for each prefix of 64, 128, ..., 2048, 4096, 8192, ... tokens; of one tenant and salt."""
-    digest = blake2b(f"{job.tenant}\0{job.cache_salt}\0".encode(), digest_size=DIGEST_BYTES)
+    """Return DIGEST_BYTES for each prefix of 64, 128, ..., 2048, 4096, 8192, ... tokens; of one tenant, salt and
+    adapter."""
+    adapter = "" if job.adapter is None else f"{job.adapter.digest}\0"
+    digest = blake2b(f"{job.tenant}\0{job.cache_salt}\0{adapter}".encode(), digest_size=DIGEST_BYTES)
     found, start, end = [], 0, STRIDE_BYTES
     while end <= min(len(job.prompt), MAX_PREFIX_BYTES):
         digest.update(memoryview(job.prompt)[start:end])

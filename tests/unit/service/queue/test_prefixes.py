@@ -1,4 +1,5 @@
 from service.queue.codec import pack_ids
+from service.queue.messages import JobAdapter
 from service.queue.prefixes import DIGEST_BYTES, NUM_SLOTS, prefix_digests
 from tests.support.wire import make_job
 
@@ -18,9 +19,11 @@ def test_a_longer_prompt_continues_the_digests_of_a_shorter_one():
     assert len(digests(1 << 20)) == 32 + 6  # up to 131,072 tokens
 
 
-def test_tenants_and_salts_share_nothing():
+def test_tenants_salts_and_adapters_share_nothing():
+    adapters = [JobAdapter(name="a", path="/a", digest=digest) for digest in ("ab", "cd")]
     found = [digests(64), digests(64, tenant="other"), digests(64, cache_salt="s")]
-    assert len({digest for (digest,) in found}) == 3
+    found += [digests(64, adapter=adapter) for adapter in adapters]
+    assert len({digest for (digest,) in found}) == 5
 
 
 def test_slots_are_in_the_table():
