@@ -67,6 +67,7 @@ class InFlightStep:
     plan: StepPlan
     launched: Any
     launched_at_s: float
+    computes_from_s: float  # after the host's part, where steps overlap
     num_recomputed_tokens: int
 
 
@@ -177,6 +178,8 @@ class Engine:
 
         A later step may still compute a sequence whose blocks are free: their next owner writes in a still later one.
         """
+        if self._in_flight and self.speculation is not None:
+            self._collect_steps(int(not self.speculation.needs_known_tokens(self._scheduler.running)))
         start_s = time.perf_counter()
         self._collect_transfers()
         if self._grammars is not None:
@@ -200,7 +203,8 @@ class Engine:
                     num_recomputed_tokens += min(end, sequence.num_tokens_before_preemption) - start
                 if sequence.prefix_followers:
                     self._scheduler.fork_followers(sequence)
-            self._in_flight.append(InFlightStep(plan, launched, start_s, num_recomputed_tokens))
+            computes_from_s = launched_s if self._executor.runs_ahead else start_s
+            self._in_flight.append(InFlightStep(plan, launched, start_s, computes_from_s, num_recomputed_tokens))
             self._num_steps += 1
             self._collect_steps(1)
             self._executor.sample(launched)
@@ -321,9 +325,11 @@ class Engine:
             now_s = time.perf_counter()
             busy_s = now_s - max(step.launched_at_s, self._collected_at_s)
             self._scheduler.preemption.on_step(step.plan, busy_s, step.num_recomputed_tokens)
-            self._collected_at_s = now_s
             if self.speculation is not None:
-                self.speculation.on_step(step.plan, busy_s)
+                self.speculation.on_step(step.plan, now_s - max(step.computes_from_s, self._collected_at_s))
+                if self._executor.runs_ahead:
+                    self.speculation.on_planned(step.computes_from_s - step.launched_at_s)
                 self.speculation.on_result(step.plan, result)
+            self._collected_at_s = now_s
             self._kv.commit_step(step.plan.chunks, {step.plan.samplers[index] for index in result.failed})
             self._output_processor.process_step(step.plan.samplers, result)

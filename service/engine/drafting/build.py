@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 
+from model.batch import Batch
 from model.errors import ModelError
 from model.families.eagle3 import load_eagle3
 from model.families.llama import Llama
@@ -23,7 +24,7 @@ from service.engine.scheduling.speculation import Speculation
 from service.errors import StartupError
 
 MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
-NUM_ROUNDS = 3
+NUM_ROUNDS = 5
 WITHOUT_WEIGHTS = ("ngram", "suffix")
 DEFAULT_DRAFTS = 3
 """Draft tokens, unless the settings or the head say how many."""
@@ -86,19 +87,23 @@ def load_drafter(draft: PlannedDraftModel, model: Llama, kv: Array, max_model_le
 
 def measure_step_cost(model: Llama, kv: Array, max_model_len: int) -> StepCost:
     """Time forward passes of short sequences on an empty cache."""
-    seconds = []
-    for num_rows in MEASURED_ROWS:
-        lengths = _lengths(num_rows, min(MAX_DRAFTS, max_model_len))
-        batch = shared_block_batch(model.ops, lengths, kv.shape[4], max_model_len)
-        rounds = []
-        for _ in range(NUM_ROUNDS):
-            start_s = time.perf_counter()
-            with model.ops.scratch():
-                model.logits(model.hidden(batch, kv), None)
-            model.ops.synchronize()
-            rounds.append(time.perf_counter() - start_s)
-        seconds.append(min(rounds))
-    return StepCost(MEASURED_ROWS, seconds)
+    batches = [
+        shared_block_batch(model.ops, _lengths(num_rows, min(MAX_DRAFTS, max_model_len)), kv.shape[4], max_model_len)
+        for num_rows in MEASURED_ROWS
+    ]
+    rounds = [[_seconds(model, kv, batch) for batch in batches] for _ in range(NUM_ROUNDS)]
+    return StepCost(MEASURED_ROWS, [min(each) for each in zip(*rounds, strict=True)])
+
+
+def _seconds(model: Llama, kv: Array, batch: Batch) -> float:
+    """Return the seconds of a forward pass; on one CPU thread without those of other threads."""
+    is_alone = model.ops.name == "numpy" and model.ops.num_ranks == 1
+    clock = time.thread_time if is_alone else time.perf_counter
+    start_s = clock()
+    with model.ops.scratch():
+        model.logits(model.hidden(batch, kv), None)
+    model.ops.synchronize()
+    return clock() - start_s
 
 
 def _lengths(num_rows: int, longest: int) -> np.ndarray:

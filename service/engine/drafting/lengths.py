@@ -19,41 +19,66 @@ SOURCE_DECAY = 0.995
 """Factor of a source's counts, each step."""
 PRIOR_TRIALS = 4.0
 """Weight of the source's rate against a sequence's own trials."""
-OVERHEAD_WEIGHT = 0.05
-"""Weight of the last step in the mean of host time."""
+STEP_WEIGHT = 0.1
+"""Weight of the last step in means of step times."""
+MAX_EXCESS = 2.0
+"""Longer steps count as this many times what was expected: the machine had other work."""
+MIN_SPEED_UP = 1.03
+"""A smaller gain is within the error of the step times."""
 
 
 class StepCost:
-    """Seconds of a step by its rows: those measured of the model, and the host's, as seen."""
+    """Seconds of a step by rows and drafts: measured of the model at start, corrected by each step."""
 
     def __init__(self, rows: Seq[int], seconds: Seq[float]):
         """`seconds` of a forward pass with each number of `rows`, ascending."""
         self._rows = np.array(rows, np.float64)
         self._seconds = np.maximum.accumulate(np.array(seconds, np.float64))
         self._overhead_s = 0.0
+        self._plain_s: dict[int, float] = {}  # of steps without drafts, by rows
+        self._factor = 1.0  # of the share that drafts add
 
-    def of(self, num_rows: np.ndarray) -> np.ndarray:
-        """num_rows [any] -> seconds float64[any], as the last measured slope beyond the largest size."""
-        beyond = np.maximum(0, num_rows - self._rows[-1]) * (self._seconds[-1] / self._rows[-1])
-        seconds: np.ndarray = np.interp(num_rows, self._rows, self._seconds) + beyond + self._overhead_s
+    def plain_s(self, num_rows: int) -> float:
+        seen_s = self._plain_s.get(num_rows)
+        return self._forward_s(np.array([num_rows])).item() + self._overhead_s if seen_s is None else seen_s
+
+    def of(self, num_rows: int, num_drafts: int) -> np.ndarray:
+        """Return float64[num_drafts + 1]: seconds of `num_rows` and 0 to `num_drafts` drafts."""
+        forward_s = self._forward_s(num_rows + np.arange(num_drafts + 1))
+        seconds: np.ndarray = self.plain_s(num_rows) * (1 + self._factor * (forward_s / forward_s[0] - 1))
         return seconds
 
-    def on_step(self, num_rows: int, seconds: float) -> None:
-        """Correct the host's part by a step of decodes."""
-        excess_s = seconds - float(self.of(np.array([num_rows]))[0])
-        self._overhead_s = max(0.0, self._overhead_s + OVERHEAD_WEIGHT * excess_s)
+    def on_step(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        """Learn from a step of decodes, each one row and its drafts."""
+        plain_s, drafted_s = self.of(num_rows, num_drafts)[[0, -1]].tolist()
+        if num_drafts:
+            if drafted_s > plain_s:
+                seen = min((seconds - plain_s) / (drafted_s - plain_s), MAX_EXCESS)
+                self._factor *= max(0.5, 1 + STEP_WEIGHT * (seen - 1))
+            return
+        if num_rows in self._plain_s:
+            seconds = min(seconds, MAX_EXCESS * plain_s)
+        self._plain_s[num_rows] = plain_s + STEP_WEIGHT * (seconds - plain_s)
+        excess_s = seconds - self._forward_s(np.array([num_rows])).item() - self._overhead_s
+        self._overhead_s = max(0.0, self._overhead_s + STEP_WEIGHT * excess_s)
+
+    def _forward_s(self, num_rows: np.ndarray) -> np.ndarray:
+        """Interpolate; as the mean of a row beyond the largest size."""
+        beyond = np.maximum(0, num_rows - self._rows[-1]) * (self._seconds[-1] / self._rows[-1])
+        seconds: np.ndarray = np.interp(num_rows, self._rows, self._seconds) + beyond
+        return seconds
 
 
 @dataclass(slots=True)
-class _Counts:
-    """Decayed trials of drafts: one for each accepted draft, one for the first rejected."""
+class Counts:
+    """Decayed trials of drafts."""
 
     accepted: float = 0.0
     trials: float = 0.0
 
-    def add(self, num_accepted: int, num_drafts: int) -> None:
+    def add(self, num_accepted: int, num_trials: int) -> None:
         self.accepted += num_accepted
-        self.trials += num_accepted + (num_accepted < num_drafts)
+        self.trials += num_trials
 
     def decay(self, factor: float) -> None:
         self.accepted *= factor
@@ -64,45 +89,27 @@ class _Counts:
 
 
 @dataclass(slots=True)
-class DraftLengths:
-    """Acceptance by source and sequence. Without a draft both forget, so that drafts are tried again."""
+class Acceptance:
+    """Acceptance of verified drafts by source and sequence. Without a draft both forget, so that drafts are tried
+    again."""
 
-    cost: StepCost | None = None
-    """None: as many as there are."""
-    _sources: dict[str, _Counts] = field(default_factory=lambda: {source: _Counts() for source in SOURCES})
-    _sequences: WeakKeyDictionary[Sequence, _Counts] = field(default_factory=WeakKeyDictionary)
+    _sources: dict[str, Counts] = field(default_factory=lambda: {source: Counts() for source in SOURCES})
+    _sequences: WeakKeyDictionary[Sequence, Counts] = field(default_factory=WeakKeyDictionary)
 
     def rate(self, source: str) -> float:
         return self._sources[source].rate(FIRST_RATE)
 
-    def choose(
-        self, source: str, sequences: Seq[Sequence], max_tokens: Seq[int], num_rows: int, token_s: float
-    ) -> list[int]:
-        """Return how many of at most `max_tokens` to draft for each sequence of a step that has `num_rows` without.
-
-        Drafts are sorted by the chance that all up to them are accepted; the best number of them is the one with the
-        most expected tokens a second. `token_s`: to draft one token for all sequences.
-        """
-        if self.cost is None:
-            return list(max_tokens)
+    def gains(self, source: str, sequences: Seq[Sequence], max_tokens: Seq[int]) -> list[np.ndarray]:
+        """Return for each sequence the chance float64[max_tokens] that all drafts up to each are accepted."""
         self._sources[source].decay(SOURCE_DECAY)
-        rates = np.array([self._rate(source, one) for one in sequences])
-        longest = max(max_tokens, default=0)
-        if longest == 0:
-            return list(max_tokens)
-        depth = np.arange(1, longest + 1)
-        gains = np.where(depth <= np.array(max_tokens)[:, None], rates[:, None] ** depth, 0.0).ravel()
-        order = np.argsort(-gains, kind="stable")[: sum(max_tokens)]
-        tokens = num_rows + np.concatenate(([0.0], np.cumsum(gains[order])))
-        drafting_s = np.concatenate(([0.0], np.maximum.accumulate(order % longest + 1) * token_s))
-        seconds = self.cost.of(num_rows + np.arange(len(order) + 1)) + drafting_s
-        best = int(np.argmax(tokens / seconds))
-        chosen: list[int] = np.bincount(order[:best] // longest, minlength=len(sequences)).tolist()
-        return chosen
+        return [
+            self._rate(source, one) ** np.arange(1, count + 1) for one, count in zip(sequences, max_tokens, strict=True)
+        ]
 
     def on_result(self, source: str, sequence: Sequence, num_accepted: int, num_drafts: int) -> None:
-        self._sources[source].add(num_accepted, num_drafts)
-        self._sequences.setdefault(sequence, _Counts()).add(num_accepted, num_drafts)
+        num_trials = num_accepted + (num_accepted < num_drafts)
+        self._sources[source].add(num_accepted, num_trials)
+        self._sequences.setdefault(sequence, Counts()).add(num_accepted, num_trials)
 
     def _rate(self, source: str, sequence: Sequence) -> float:
         own, prior = self._sequences.get(sequence), self.rate(source)
@@ -110,3 +117,43 @@ class DraftLengths:
             return prior
         own.decay(DECAY)
         return own.rate(prior)
+
+
+@dataclass(slots=True)
+class DraftLengths:
+    cost: StepCost | None = None
+    """None: as many as there are."""
+    lost_overlap_s: float = 0.0
+    """Host time that a step with drafts does not hide: the next one is planned once it is collected."""
+
+    def may_pay(self, gain: float, num_rows: int) -> bool:
+        """Return False if drafts of `gain` expected tokens cannot be worth the first one's row. Cheap."""
+        if self.cost is None:
+            return True
+        plain_s, drafted_s = self.cost.of(num_rows, 1).tolist()
+        needed: float = num_rows * (MIN_SPEED_UP * (drafted_s + self.lost_overlap_s) / plain_s - 1)
+        return gain > needed
+
+    def choose(self, gains: Seq[Seq[float] | np.ndarray], num_rows: int, token_s: float = 0.0) -> list[int]:
+        """Return how many tokens to draft for each sequence of a step that has `num_rows` without.
+
+        `gains`: of each sequence, descending, the chance that all drafts up to each are accepted. The best number of
+        them is the one with the most expected tokens a second. `token_s`: to draft one token for all sequences.
+        """
+        counts = [len(own) for own in gains]
+        longest = max(counts, default=0)
+        if self.cost is None or longest == 0:
+            return counts
+        table = np.zeros((len(gains), longest))
+        for row, own in zip(table, gains, strict=True):
+            row[: len(own)] = own
+        order = np.argsort(-table.ravel(), kind="stable")[: sum(counts)]
+        tokens = num_rows + np.cumsum(table.ravel()[order])
+        drafting_s = np.maximum.accumulate(order % longest + 1) * token_s + self.lost_overlap_s
+        seconds = self.cost.of(num_rows, len(order))
+        rates = tokens / (seconds[1:] + drafting_s)
+        best = int(np.argmax(rates))
+        if rates[best] < MIN_SPEED_UP * num_rows / seconds[0]:
+            return [0] * len(gains)
+        chosen: list[int] = np.bincount(order[: best + 1] // longest, minlength=len(gains)).tolist()
+        return chosen

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+import numpy as np
+
 from service.engine.drafting.drafter import NGRAM
 from service.engine.sequence import Sequence
 
-ID_BYTES = 4
+MAX_LENGTHS = 4
+"""Different lengths looked for."""
+FACTOR = 0x9E3779B97F4A7C15
+"""Factor of the hash of a run of tokens: odd, its bits well mixed."""
+MASK = (1 << 64) - 1
+ARRAY_TOKENS = 32
+"""More new tokens are hashed as an array."""
 
 
 class NgramDrafter:
@@ -15,36 +23,93 @@ class NgramDrafter:
 
     def __init__(self, min_tokens: int, max_tokens: int):
         """Look for the last `max_tokens` tokens, then for fewer, down to `min_tokens`."""
-        self._lengths = range(max_tokens, min_tokens - 1, -1)
+        self._lengths = lookup_lengths(min_tokens, max_tokens)
+        self._indexes: dict[Sequence, TokenIndex] = {}
 
     def draft(self, sequences: Seq[Sequence], max_tokens: Seq[int]) -> list[tuple[int, ...]]:
         return [self._draft(one, count) for one, count in zip(sequences, max_tokens, strict=True)]
 
     def on_end(self, sequence: Sequence) -> None:
-        """Keep nothing."""
+        self._indexes.pop(sequence, None)
 
     def _draft(self, sequence: Sequence, count: int) -> tuple[int, ...]:
-        known = sequence.token_ids.tobytes()
-        for length in self._lengths:
-            start = rfind_tokens(known, length)
-            if start is not None:
-                return repeated(sequence, start + length, count)
-        return ()
+        index = self._indexes.get(sequence)
+        if index is None:
+            index = self._indexes[sequence] = TokenIndex(self._lengths)
+        start = index.find(sequence)
+        return () if start is None else repeated(sequence, start, count)
 
 
-def rfind_tokens(known: bytes, length: int) -> int | None:
-    """Return the position of the last earlier occurrence of the last `length` tokens of uint32 `known`, or None."""
-    pattern, end = known[-length * ID_BYTES :], len(known) - ID_BYTES
-    if len(known) <= len(pattern):
+def lookup_lengths(shortest: int, longest: int) -> tuple[int, ...]:
+    """Return at most MAX_LENGTHS lengths, longest first, in even ratios where there are more."""
+    if longest - shortest < MAX_LENGTHS:
+        return tuple(range(longest, shortest - 1, -1))
+    return tuple(dict.fromkeys(np.geomspace(longest, shortest, MAX_LENGTHS).round().astype(int).tolist()))
+
+
+class TokenIndex:
+    """Ends of the latest runs of tokens in one sequence, by length and hash. A collision is one more wrong draft."""
+
+    def __init__(self, lengths: Seq[int]):
+        """`lengths`: those of runs, longest first."""
+        self._num_tokens = 0
+        self._runs = [_Runs(length) for length in lengths]
+
+    def find(self, sequence: Sequence) -> int | None:
+        """Return where the longest run that the sequence ends with last ended before, or None."""
+        tokens, num_known = sequence.token_ids, self._num_tokens
+        self._num_tokens = len(tokens)
+        if len(tokens) - num_known > ARRAY_TOKENS:
+            known = np.frombuffer(tokens[: len(tokens)], np.uint32).astype(np.uint64)
+            for runs in self._runs:
+                runs.add_array(known)
+        else:
+            for end in range(num_known + 1, len(tokens) + 1):
+                token = tokens[end - 1]
+                for runs in self._runs:
+                    runs.add(token, tokens[end - 1 - runs.length] if end > runs.length else 0, end)
+        for runs in self._runs:
+            if runs.last is not None:
+                return runs.last
         return None
-    at = known.rfind(pattern, 0, end)
-    while at % ID_BYTES and at > 0:  # across two tokens' bytes
-        at = known.rfind(pattern, 0, at + len(pattern) - 1)
-    return None if at < 0 else at // ID_BYTES
+
+
+class _Runs:
+    __slots__ = ("_ends", "_hash", "_oldest_factor", "last", "length")
+
+    def __init__(self, length: int):
+        self.length = length
+        self.last: int | None = None
+        """End of the previous run like the last; None if there is none."""
+        self._ends: dict[int, int] = {}
+        self._hash = 0  # of the last run
+        self._oldest_factor = pow(FACTOR, length, MASK + 1)
+
+    def add(self, token: int, oldest: int, end: int) -> None:
+        """Add a token; `oldest` leaves the run."""
+        self._hash = key = (self._hash * FACTOR + token - oldest * self._oldest_factor) & MASK
+        if end >= self.length:
+            self.last = self._ends.get(key)
+            self._ends[key] = end
+
+    def add_array(self, tokens: np.ndarray) -> None:
+        """Index all tokens uint64[n] anew."""
+        self._hash = 0
+        if len(tokens) < self.length:
+            for end, token in enumerate(tokens.tolist(), 1):
+                self.add(token, 0, end)
+            return
+        num_runs = len(tokens) - self.length + 1
+        hashes = np.zeros(num_runs, np.uint64)
+        for offset in range(self.length):
+            hashes = hashes * np.uint64(FACTOR) + tokens[offset : offset + num_runs]
+        *keys, self._hash = hashes.tolist()
+        self._ends = dict(zip(keys, range(self.length, len(tokens)), strict=True))
+        self.last = self._ends.get(self._hash)
+        self._ends[self._hash] = len(tokens)
 
 
 def repeated(sequence: Sequence, start: int, count: int) -> tuple[int, ...]:
     """Return `count` tokens from `start` on, the sequence's end being followed by that start again."""
-    tokens = sequence.token_ids[start : start + count].tolist()
-    period = len(tokens)
-    return tuple(tokens[index % period] for index in range(count)) if period else ()
+    tokens = tuple(sequence.token_ids[start : start + count])
+    return tokens if len(tokens) == count else (tokens * count)[:count]

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Sequence as Seq
 
 from service.engine.drafting.drafter import SUFFIX
-from service.engine.drafting.ngram import repeated, rfind_tokens
+from service.engine.drafting.ngram import TokenIndex, repeated
 from service.engine.sequence import Sequence
 
 KEY_TOKENS = 3
@@ -31,12 +31,14 @@ class SuffixDrafter:
         self._tenants: dict[str, _PastOutputs] = {}
         self._order: deque[tuple[str, int]] = deque()  # tenant, tokens; oldest first
         self._num_tokens = 0
+        self._indexes: dict[Sequence, TokenIndex] = {}
 
     def draft(self, sequences: Seq[Sequence], max_tokens: Seq[int]) -> list[tuple[int, ...]]:
         return [self._draft(one, count) for one, count in zip(sequences, max_tokens, strict=True)]
 
     def on_end(self, sequence: Sequence) -> None:
         """Add the output to its tenant's, dropping the oldest outputs beyond the limits."""
+        self._indexes.pop(sequence, None)
         output = sequence.token_ids[sequence.num_prompt_tokens :]
         if len(output) <= KEY_TOKENS or self._max_requests == 0:
             return
@@ -54,19 +56,24 @@ class SuffixDrafter:
         recent = sequence.token_ids[-self._max_depth :]
         past = self._tenants.get(sequence.group.tenant)
         depth, drafts = (0, ()) if past is None else past.continuation(recent, count, self._min_token_prob)
-        known = sequence.token_ids.tobytes()
-        start = rfind_tokens(known, KEY_TOKENS)
+        index = self._indexes.get(sequence)
+        if index is None:
+            index = self._indexes[sequence] = TokenIndex((KEY_TOKENS,))
+        start = index.find(sequence)
         if start is not None:
-            own_depth = num_matching(recent, sequence.token_ids, start + KEY_TOKENS)
+            own_depth = num_matching(recent, sequence.token_ids, start)
             if own_depth >= depth:
-                depth, drafts = own_depth, repeated(sequence, start + KEY_TOKENS, count)
+                depth, drafts = own_depth, repeated(sequence, start, count)
         return drafts[: int(depth * self._max_spec_factor)]
 
 
 def num_matching(recent: array[int], tokens: array[int], end: int) -> int:
     """Return how many of the last tokens of `recent` end `tokens[:end]`."""
+    longest = min(len(recent), end)
+    if tokens[end - longest : end] == recent[len(recent) - longest :]:
+        return longest
     count = 0
-    while count < min(len(recent), end) and recent[-1 - count] == tokens[end - 1 - count]:
+    while recent[-1 - count] == tokens[end - 1 - count]:
         count += 1
     return count
 

@@ -142,12 +142,12 @@ class Scheduler:
         )
 
     def _runnable(self, arriving: Set[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        decodes, prefills, waits_for_tokens = [], [], self.speculation is not None
+        decodes, prefills = [], []
         for sequence in self.running:
             num_pending = sequence.num_pending_tokens
             num_tokens = len(sequence.token_ids) + num_pending
             # A pending token is its last one, or needed by the next step.
-            if num_pending and (waits_for_tokens or sequence.cannot_run_ahead or num_tokens >= sequence.max_num_tokens):
+            if num_pending and (sequence.cannot_run_ahead or num_tokens >= sequence.max_num_tokens):
                 continue
             if sequence.is_waiting_for_leader or (arriving and sequence in arriving):
                 continue

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+import time
+from collections.abc import Iterable
 from itertools import takewhile
 
 from service.engine.drafting.drafter import GRAMMAR, MAX_DRAFTS, Drafter
-from service.engine.drafting.lengths import DraftLengths
+from service.engine.drafting.lengths import Acceptance, DraftLengths
+from service.engine.drafting.shadow import ShadowDrafts
 from service.engine.drafting.stats import DraftStats
 from service.engine.kv.kv_manager import KVManager
 from service.engine.sequence import Sequence
 from service.engine.step import Chunk, StepPlan, StepResult
 
+HOST_WEIGHT = 0.05
+"""Weight of the last step in the mean of host time."""
+
 
 class Speculation:
-    """Drafts follow known tokens: no sequence runs ahead. Tokens that a grammar forces are drafts too."""
+    """Drafts follow known tokens, so a step with drafts is collected before the next is planned; others overlap.
+    Tokens that a grammar forces are drafts too.
+
+    Guesses of a drafter without a device are compared for each sequence, drafted or not (ShadowDrafts). Drafts of one
+    that takes the device's time are tried again as the acceptance seen is forgotten.
+    """
 
     def __init__(
         self,
@@ -27,24 +37,49 @@ class Speculation:
         """Without a drafter, only grammars draft."""
         self._kv = kv
         self._vocab_size = vocab_size
-        self._drafter = drafter
         self._max_drafts = max_drafts
+        self._drafter = drafter
+        is_free = drafter is not None and not drafter.writes_cache
+        self._shadows = ShadowDrafts(drafter, max_drafts) if drafter is not None and is_free else None
+        self._acceptance = Acceptance()
+        self._drafting_s = 0.0
         self.lengths = lengths or DraftLengths()
         self.stats = DraftStats()
         self.last_drafts: dict[Sequence, tuple[int, int]] = {}  # (drafted, accepted) in the last step with decodes
+
+    def needs_known_tokens(self, running: Iterable[Sequence]) -> bool:
+        """Return True if the step in flight must be collected before the next is planned: it has drafts, or drafts
+        are likely to pay for the lost overlap."""
+        if self.stats.last_mean_length:
+            return True
+        rooms = {one: room for one in running if one.num_uncomputed_tokens == 1 and (room := self._room(one))}
+        for sequence in rooms:
+            matcher = sequence.matcher
+            if matcher is not None and len(matcher.forced_tokens()) > sequence.num_pending_tokens:
+                return True
+        if self._drafter is None:
+            return False
+        if self._shadows is not None:
+            return bool(self._choose_shadows(self._shadows, rooms, len(rooms)))
+        gains = self._acceptance.gains(self._drafter.source, [*rooms], [*rooms.values()])
+        return any(self.lengths.choose(gains, len(rooms), self._drafter.token_s))
 
     def add_drafts(self, chunks: list[Chunk], max_tokens: int, extended: set[Sequence]) -> list[Chunk]:
         """Add at most `max_tokens` drafts to one-token chunks, as blocks allow; to `extended`, sequences that got
         blocks."""
         self.stats.last_mean_length = 0.0
         self.last_drafts.clear()
-        room = [self._room(chunk.sequence) for chunk in chunks]
-        if not any(room):
+        rooms = {one.sequence: self._room(one.sequence) for one in chunks if not one.sequence.num_pending_tokens}
+        if not any(rooms.values()):
             return chunks
         drafts: dict[Sequence, tuple[int, ...]] = {}
-        self._add_forced(drafts, chunks, room)
-        if self._drafter is not None:
-            self._add_drafted(drafts, self._drafter, [*zip(chunks, room, strict=True)], extended)
+        self._add_forced(drafts, rooms)
+        if self._shadows is not None:
+            self._add_shadows(drafts, self._shadows, rooms, len(chunks))
+        elif self._drafter is not None:
+            self._add_drafted(drafts, self._drafter, rooms, len(chunks), extended)
+        if not drafts:
+            return chunks
         drafted = []
         for chunk in chunks:
             own = drafts.get(chunk.sequence, ())[:max_tokens]
@@ -66,73 +101,103 @@ class Speculation:
                     self._count(chunk, max(0, stop - start - 1))
 
     def on_step(self, plan: StepPlan, seconds: float) -> None:
+        """Learn from a step's seconds, less those of drafting."""
+        seconds, self._drafting_s = seconds - self._drafting_s, 0.0
         if self.lengths.cost is not None and all(chunk.length == 1 + len(chunk.drafts) for chunk in plan.chunks):
-            self.lengths.cost.on_step(plan.num_tokens, seconds)
+            self.lengths.cost.on_step(len(plan.chunks), plan.num_tokens - len(plan.chunks), seconds)
+
+    def on_planned(self, seconds: float) -> None:
+        """Learn the host's seconds that an overlapped step hides."""
+        self.lengths.lost_overlap_s += HOST_WEIGHT * (seconds - self.lengths.lost_overlap_s)
 
     def on_end(self, sequence: Sequence) -> None:
         self.last_drafts.pop(sequence, None)
         if self._drafter is not None:
             self._drafter.on_end(sequence)
+        if self._shadows is not None:
+            self._shadows.on_end(sequence)
 
     def _count(self, chunk: Chunk, num_accepted: int) -> None:
         source = chunk.sequence.draft_source
         self.stats.add(source, num_accepted, len(chunk.drafts))
         self.last_drafts[chunk.sequence] = len(chunk.drafts), num_accepted
-        self.lengths.on_result(source, chunk.sequence, num_accepted, len(chunk.drafts))
+        if self._shadows is None:
+            self._acceptance.on_result(source, chunk.sequence, num_accepted, len(chunk.drafts))
         chunk.sequence.group.num_draft_tokens += len(chunk.drafts)
         chunk.sequence.group.num_accepted_tokens += num_accepted
 
     def _room(self, sequence: Sequence) -> int:
-        """Return the most drafts that can be accepted."""
+        """Return the most drafts that can be accepted once its tokens are known."""
         # Beams and forks have several samplers, or one that needs more than the next token.
         is_alone = sequence.samplers == (sequence,) and not sequence.prefix_followers
-        if sequence.cannot_run_ahead or not is_alone or sequence.num_pending_tokens:
+        if sequence.cannot_run_ahead or not is_alone:
             return 0
         if self._drafter is None and sequence.matcher is None:
             return 0
         return max(0, min(MAX_DRAFTS, sequence.max_num_tokens - sequence.num_tokens - 1))
 
-    def _add_forced(self, drafts: dict[Sequence, tuple[int, ...]], chunks: Seq[Chunk], room: list[int]) -> None:
-        for index, chunk in enumerate(chunks):
-            matcher = chunk.sequence.matcher
-            if matcher is not None and room[index]:
-                forced = self._usable(chunk.sequence, matcher.forced_tokens())[: room[index]]
+    def _add_forced(self, drafts: dict[Sequence, tuple[int, ...]], rooms: dict[Sequence, int]) -> None:
+        for sequence, room in rooms.items():
+            matcher = sequence.matcher
+            if matcher is not None and room:
+                forced = self._usable(sequence, matcher.forced_tokens())[:room]
                 if forced:
-                    drafts[chunk.sequence], room[index] = forced, 0
-                    chunk.sequence.draft_source = GRAMMAR
+                    drafts[sequence], rooms[sequence] = forced, 0
+                    sequence.draft_source = GRAMMAR
+
+    def _add_shadows(
+        self, drafts: dict[Sequence, tuple[int, ...]], shadows: ShadowDrafts, rooms: dict[Sequence, int], num_rows: int
+    ) -> None:
+        for sequence, own in self._choose_shadows(shadows, rooms, num_rows + sum(map(len, drafts.values()))):
+            own = self._usable(sequence, own)
+            if own:
+                drafts[sequence] = own
+                sequence.draft_source = shadows.source
+
+    def _choose_shadows(
+        self, shadows: ShadowDrafts, rooms: dict[Sequence, int], num_rows: int
+    ) -> list[tuple[Sequence, tuple[int, ...]]]:
+        """Return the guesses that are worth their rows. The first ones of a sequence with pending tokens are those."""
+        found, gains = [], []
+        for sequence, shadow in shadows.look(one for one, room in rooms.items() if room):
+            first, room = shadow.num_right + sequence.num_pending_tokens, rooms[sequence]
+            own = shadow.drafts[first : first + room]
+            if own:
+                found.append((sequence, own))
+                gains.append(shadows.gains(shadow.streak)[first - shadow.num_right :][: len(own)])
+        if not found or not self.lengths.may_pay(sum(map(sum, gains)), num_rows):
+            return []
+        chosen = self.lengths.choose(gains, num_rows)
+        return [(sequence, own[:count]) for (sequence, own), count in zip(found, chosen, strict=True) if count]
 
     def _add_drafted(
         self,
         drafts: dict[Sequence, tuple[int, ...]],
         drafter: Drafter,
-        chunks: Seq[tuple[Chunk, int]],
+        rooms: dict[Sequence, int],
+        num_rows: int,
         extended: set[Sequence],
     ) -> None:
-        """Draft for chunks with room. The number is chosen before drafting if that takes a device's time, else of
-        the drafts found."""
-        asked = {chunk.sequence: min(room, self._max_drafts) for chunk, room in chunks if room}
-        num_rows = len(chunks) + sum(map(len, drafts.values()))
-        if drafter.writes_cache:
-            asked = {one: count for one, count in asked.items() if not self._kv.awaits_copy(one)}
-            asked = self._choose(drafter, asked, num_rows, drafter.token_s)
-            asked = {one: count for one, count in asked.items() if count and self._reserve(one, count, extended)}
-        if not asked:
+        """Draft on the device, whose time is part of the choice."""
+        asked = {one: min(room, self._max_drafts) for one, room in rooms.items() if room}
+        asked = {one: count for one, count in asked.items() if not self._kv.awaits_copy(one)}
+        gains = self._acceptance.gains(drafter.source, [*asked], [*asked.values()])
+        chosen = self.lengths.choose(gains, num_rows + sum(map(len, drafts.values())), drafter.token_s)
+        kept = {
+            one: count
+            for one, count in zip(asked, chosen, strict=True)
+            if count and self._reserve(one, count, extended)
+        }
+        if not kept:
             return
-        found = drafter.draft([*asked], [*asked.values()])
-        found = [self._usable(one, own[: asked[one]]) for one, own in zip(asked, found, strict=True)]
-        kept = dict(zip(asked, map(len, found), strict=True))
-        if not drafter.writes_cache:
-            kept = self._choose(drafter, kept, num_rows, 0.0)
-        for (sequence, count), own in zip(kept.items(), found, strict=True):
-            if count:
-                drafts[sequence] = own[:count]
+        start_s = time.perf_counter()
+        found = drafter.draft([*kept], [*kept.values()])
+        self._drafting_s = time.perf_counter() - start_s
+        for sequence, own in zip(kept, found, strict=True):
+            own = self._usable(sequence, own[: kept[sequence]])
+            if own:
+                drafts[sequence] = own
                 sequence.draft_source = drafter.source
-
-    def _choose(
-        self, drafter: Drafter, most: dict[Sequence, int], num_rows: int, token_s: float
-    ) -> dict[Sequence, int]:
-        chosen = self.lengths.choose(drafter.source, [*most], [*most.values()], num_rows, token_s)
-        return dict(zip(most, chosen, strict=True))
 
     def _usable(self, sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
         """Cut drafts before an unknown id, a stop id, or one that the grammar forbids."""

@@ -1,14 +1,18 @@
+import random
 from array import array
-from types import SimpleNamespace
 
 import pytest
 
-from service.engine.drafting.ngram import NgramDrafter, rfind_tokens
+from service.engine.drafting.ngram import ARRAY_TOKENS, NgramDrafter, TokenIndex, lookup_lengths
+
+
+class Tokens:
+    def __init__(self, tokens=()):
+        self.token_ids = array("I", tokens)
 
 
 def drafted(tokens, count=4, least=2, most=3):
-    sequence = SimpleNamespace(token_ids=array("I", tokens))
-    return NgramDrafter(least, most).draft([sequence], [count])[0]
+    return NgramDrafter(least, most).draft([Tokens(tokens)], [count])[0]
 
 
 @pytest.mark.parametrize(
@@ -27,12 +31,36 @@ def test_a_sequence_goes_on_as_it_did_before(tokens, wanted):
     assert drafted(tokens) == wanted
 
 
-def test_bytes_that_match_across_two_tokens_are_none():
-    found = rfind_tokens(array("I", [0x01010101, 0x01010101 << 8 & 0xFFFFFFFF, 5, 0x01010101]).tobytes(), 1)
-    assert found == 0
-    assert rfind_tokens(array("I", [0x01000000, 0x00000001, 0x00000100]).tobytes(), 1) is None
-
-
 def test_each_sequence_gets_its_own_number():
-    sequence = SimpleNamespace(token_ids=array("I", [1, 2, 3, 4, 1, 2]))
-    assert NgramDrafter(2, 2).draft([sequence, sequence], [1, 3]) == [(3,), (3, 4, 1)]
+    one, other = Tokens([1, 2, 3, 4, 1, 2]), Tokens([1, 2, 3, 4, 1, 2])
+    drafter = NgramDrafter(2, 2)
+    assert drafter.draft([one, other], [1, 3]) == [(3,), (3, 4, 1)]
+    drafter.on_end(one)
+    drafter.on_end(other)
+    assert not drafter._indexes
+
+
+def latest(tokens, lengths):
+    for length in lengths:
+        for end in range(len(tokens) - 1, length - 1, -1):
+            if len(tokens) > length and tokens[end - length : end] == tokens[-length:]:
+                return end
+    return None
+
+
+@pytest.mark.parametrize("lengths", [(1,), (3, 2), (40, 7, 2)])
+def test_an_index_grown_by_any_number_of_tokens_finds_the_latest_run(lengths):
+    rng = random.Random(len(lengths))
+    for _ in range(20):
+        sequence, index = Tokens(), TokenIndex(lengths)
+        for _ in range(8):
+            count = rng.choice((0, 1, 2, ARRAY_TOKENS + 1, 90))
+            again = rng.randrange(len(sequence.token_ids) + 1)
+            sequence.token_ids.extend(sequence.token_ids[again : again + count] or rng.choices(range(9), k=count))
+            if sequence.token_ids:
+                assert index.find(sequence) == latest(sequence.token_ids, lengths)
+
+
+def test_a_wide_range_of_lengths_is_looked_for_in_few():
+    assert lookup_lengths(2, 5) == (5, 4, 3, 2)
+    assert lookup_lengths(1, 64) == (64, 16, 4, 1)

@@ -6,21 +6,23 @@ from service.engine.drafting.suffix import SuffixDrafter
 LIMITS = {"max_depth": 24, "max_requests": 3, "max_spec_factor": 1.0, "min_token_prob": 0.5}
 
 
-def sequence(prompt, output, tenant="one"):
-    group = SimpleNamespace(tenant=tenant)
-    tokens = array("I", [*prompt, *output])
-    return SimpleNamespace(token_ids=tokens, num_prompt_tokens=len(prompt), group=group)
+class Output:
+    """Stands for a sequence."""
+
+    def __init__(self, prompt, output, tenant="one"):
+        self.group = SimpleNamespace(tenant=tenant)
+        self.token_ids, self.num_prompt_tokens = array("I", [*prompt, *output]), len(prompt)
 
 
 def drafter_after(*outputs, **limits):
     drafter = SuffixDrafter(**LIMITS | limits)
     for output in outputs:
-        drafter.on_end(sequence([99], output))
+        drafter.on_end(Output([99], output))
     return drafter
 
 
 def drafted(drafter, tokens, tenant="one", count=8):
-    return drafter.draft([sequence([98], tokens, tenant)], [count])[0]
+    return drafter.draft([Output([98], tokens, tenant)], [count])[0]
 
 
 def test_an_output_goes_on_as_the_tenants_former_one():

@@ -1,0 +1,108 @@
+"""Steps overlap while nothing is drafted, and every request still gets the same tokens."""
+
+import pytest
+
+from model.sampling_params import SamplingParams
+from service.engine.drafting.lengths import DraftLengths, StepCost
+from service.engine.engine import Engine
+from service.engine.kv.kv_manager import KVManager
+from service.engine.request import EngineRequest
+from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.speculation import Speculation
+from tests.fakes.drafters import FakeDrafter
+from tests.fakes.scripted_executor import VOCAB_SIZE, ScriptedDrafter, ScriptedExecutor
+
+ROWS = StepCost([1, 101], [1.0, 16.0])
+
+
+class SilentDrafter(FakeDrafter):
+    def of(self, sequence, count):
+        return ()
+
+
+class LateDrafter(ScriptedDrafter):
+    """Guesses wrong until the given number of tokens is known, then right."""
+
+    def __init__(self, num_wrong):
+        super().__init__(8, wrong_every=1)
+        self._num_wrong = num_wrong
+
+    def _draft(self, sequence, max_tokens):
+        self._wrong_every = 1 if len(sequence.token_ids) < self._num_wrong else 1000
+        return super()._draft(sequence, max_tokens)
+
+
+def engine_of(drafter, lost_s=0.0, cost=ROWS):
+    executor = ScriptedExecutor(200, 4, runs_ahead=True)
+    kv = KVManager(200, 4)
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=40, max_prefill_chunk=40, max_model_len=128)
+    lengths = DraftLengths(cost)
+    speculation = None if drafter is None else Speculation(kv, VOCAB_SIZE, drafter, 8, lengths)
+    if speculation is not None:
+        speculation.on_planned = lambda seconds: setattr(lengths, "lost_overlap_s", lost_s)
+        speculation.on_step = lambda plan, seconds: None
+    return Engine(executor, kv, limits, frozenset(), speculation=speculation), executor
+
+
+def run(engine, num_requests=3):
+    """Return the tokens of each request, and how many steps were planned behind one in flight."""
+    for number in range(num_requests):
+        sampling = SamplingParams(max_tokens=40)
+        engine.add_request(EngineRequest(request_id=str(number), prompt=(number, 3, 4), sampling=sampling))
+    tokens, num_overlapped = {}, 0
+    while engine.has_work:
+        num_before, before = engine._num_steps, [*engine._in_flight]
+        engine.step()
+        engine.check_invariants()
+        # The earlier step is collected in `step` only after the new one was launched.
+        num_overlapped += bool(before) and engine._num_steps > num_before and overlapped(engine, before[-1])
+        for output in engine.drain_request_outputs():
+            for part in output.parts:
+                tokens.setdefault(output.request_id, []).extend(part.token_ids)
+    return tokens, num_overlapped
+
+
+def overlapped(engine, earlier):
+    latest = engine._in_flight[-1].plan.chunks if engine._in_flight else ()
+    known = {chunk.sequence: chunk.end for chunk in earlier.plan.chunks}
+    return any(known.get(chunk.sequence) == chunk.start and not chunk.drafts for chunk in latest)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return run(engine_of(None)[0])
+
+
+@pytest.mark.parametrize(
+    ("drafter", "lost_s"), [(SilentDrafter(), 0.0), (ScriptedDrafter(8, 1), 0.0), (ScriptedDrafter(8, 1000), 100.0)]
+)
+def test_steps_overlap_while_drafts_do_not_pay(plain, drafter, lost_s):
+    """It finds nothing, it is wrong, or the lost overlap costs more than all its tokens."""
+    engine, executor = engine_of(drafter, lost_s)
+    tokens, num_overlapped = run(engine)
+    assert tokens == plain[0]
+    assert num_overlapped >= plain[1] - 1
+    assert not any(chunk.drafts for plan in executor.plans for chunk in plan.chunks)
+
+
+def test_a_sequence_stops_running_ahead_once_its_guesses_hold(plain):
+    engine, executor = engine_of(LateDrafter(20))
+    tokens, num_overlapped = run(engine)
+    assert tokens == plain[0]
+    drafted = [chunk for plan in executor.plans for chunk in plan.chunks if chunk.drafts]
+    assert drafted
+    assert min(chunk.start for chunk in drafted) >= 20
+    assert 10 < num_overlapped < plain[1]
+    assert len(executor.plans) < 40
+
+
+def test_a_step_with_drafts_is_collected_before_the_next_is_planned():
+    engine, executor = engine_of(ScriptedDrafter(8, 1000))
+    engine.add_request(EngineRequest(request_id="a", prompt=(1, 2), sampling=SamplingParams(max_tokens=60)))
+    while engine.has_work:
+        engine.step()
+        plans = executor.plans[-2:]
+        if any(chunk.drafts for chunk in plans[0].chunks) and len(plans) == 2:
+            assert plans[1].chunks[0].start > plans[0].chunks[0].start
+        engine.drain_outputs()
+    assert engine.stats().num_accepted_tokens > 40
