@@ -26,6 +26,7 @@ from model.config import ModelConfig
 from model.errors import ModelError
 from model.hub.cache import INDEX_BYTES, CachedRepository
 from model.hub.files import CONFIG, INDEX_FILE, small_files, weight_files
+from model.hub.resume import LIBRARY, WantedBlob, resume_killed
 from model.json_files import read_json_object
 
 log = logging.getLogger("quire.hub")
@@ -56,7 +57,7 @@ def download_model(name: str, revision: str, cache: Path) -> Path:
 
 
 def _download(name: str, revision: str, cache: Path) -> Path:
-    info = HfApi(library_name="quire").model_info(name, revision=revision, files_metadata=True)
+    info = HfApi(library_name=LIBRARY).model_info(name, revision=revision, files_metadata=True)
     sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
     repository = CachedRepository.of(cache, name)
     repository.folder.mkdir(parents=True, exist_ok=True)
@@ -71,6 +72,9 @@ def _download(name: str, revision: str, cache: Path) -> Path:
     if missing > free:
         raise ModelError(f"needs {missing / GIB:.2f} GiB, but {cache} has {free / GIB:.2f} GiB free")
     log.info("downloading %s, %.2f GiB, to %s", name, missing / GIB, cache)
+    hashes = {each.rfilename: each.lfs.sha256 for each in info.siblings or () if each.lfs is not None}
+    large = [WantedBlob(each, sizes[each], hashes[each]) for each in weights if each in hashes]
+    resume_killed(name, revision, repository.folder, large)
     _fetch(name, revision, cache, weights)
     _verify(snapshot / each for each in (*small, *weights))
     repository.unverified.unlink(missing_ok=True)
