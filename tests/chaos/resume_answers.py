@@ -3,8 +3,8 @@
 `python -m tests.chaos.resume_answers --times 1000` asks a real gateway on the demo model, kills workers at the claim,
 in the prefill, behind a token and before the end, and goes on until so many answers were taken over by another worker
 and compared. Every kind takes its turn: greedy, seeded, penalised, several choices, the best of more, beams,
-log-probabilities, stop strings, a form that the answer must have; streamed and not. Texts and ends must be byte for
-byte the same, and log-probabilities as near as batches of other sizes let them be.
+log-probabilities, stop strings, a form that the answer must have, Anthropic's messages; streamed and not. Texts and
+ends must be byte for byte the same, and log-probabilities as near as batches of other sizes let them be.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support.demo_engine import DEMO
 from tests.support.fleet import Fleet
 from tests.support.measuring import flags, tell
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 MODEL = "demo"
 FAULTS = ("token-6", "claim", "token-12", "prefill", "token-3", "settle")
 LOGPROB_TOLERANCE = 2e-4
@@ -103,6 +103,11 @@ def wishes(num_subjects: int) -> list[Wish]:
         }
         for is_streamed in (False, True)[: 1 + (kind in STREAMED)]:
             found.append(Wish(kind, COMPLETIONS, json.dumps({**body, "stream": is_streamed})))
+        talk = {"messages": [{"role": "user", "content": f"Tell me a story about {subject}."}], "temperature": 0}
+        if kind == "greedy":  # Anthropic's API has no seed
+            for is_streamed in (False, True):
+                body = {"model": MODEL, "max_tokens": 32, **talk, "stream": is_streamed}
+                found.append(Wish("messages", MESSAGES, json.dumps(body)))
     return found
 
 
@@ -113,10 +118,12 @@ async def ask(http: aiohttp.ClientSession, url: str, wish: Wish) -> tuple[str, A
         assert response.status == 200, (wish, data)
         if wish.is_streamed:
             frames = re.findall(r"^data: (\{.*\})$", data, re.MULTILINE)
-            assert data.endswith("data: [DONE]\n\n"), (wish, data[-200:])
+            end = '{"type":"message_stop"}' if wish.path == MESSAGES else "[DONE]"
+            assert data.endswith(f"data: {end}\n\n"), (wish, data[-200:])
         else:
             frames = [data]
-        return response.headers["X-Request-Id"], _read(frames)
+        read = _read_message if wish.path == MESSAGES else _read
+        return response.headers["X-Request-Id"], read(frames)
 
 
 def _read(frames: list[str]) -> Answer:
@@ -133,6 +140,19 @@ def _read(frames: list[str]) -> Answer:
             logprobs += [(index, value) for value in told]
     logprobs.sort(key=lambda pair: pair[0])
     return Answer({index: (text, ends[index]) for index, text in texts.items()}, [value for _, value in logprobs])
+
+
+def _read_message(frames: list[str]) -> Answer:
+    """One text block, whole or in events, each of which comes once and in its order."""
+    events = [json.loads(frame) for frame in frames]
+    if events[0]["type"] == "message":
+        (block,) = events[0]["content"]
+        return Answer({0: (block["text"], events[0]["stop_reason"])}, [])
+    types = [event["type"] for event in events if event["type"] != "ping"]
+    first, last = ["message_start", "content_block_start"], ["content_block_stop", "message_delta", "message_stop"]
+    assert types == [*first, *["content_block_delta"] * (len(types) - 5), *last], types
+    text = "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
+    return Answer({0: (text, events[-2]["delta"]["stop_reason"])}, [])
 
 
 @asynccontextmanager
@@ -154,8 +174,10 @@ async def open_house(folder: Path):
         fleet.close()
 
 
-async def run(folder: Path, times: int, num_at_once: int, num_subjects: int = len(SUBJECTS)) -> Tally:
-    """Round after round: `num_at_once` requests, and a kill among them."""
+async def run(
+    folder: Path, times: int, num_at_once: int, num_subjects: int = len(SUBJECTS), needed: frozenset[str] = frozenset()
+) -> Tally:
+    """Round after round, until answers of all `needed` kinds were resumed: `num_at_once` requests, and a kill."""
     tally = Tally()
     async with open_house(folder) as (fleet, http, url):
         await fleet.have(NUM_WORKERS, STEP_S)
@@ -163,7 +185,7 @@ async def run(folder: Path, times: int, num_at_once: int, num_subjects: int = le
         undisturbed = await asyncio.gather(*(ask(http, url, wish) for wish in wanted))
         goldens = {wish: answer for wish, (_, answer) in zip(wanted, undisturbed, strict=True)}
         turns, faults = itertools.cycle(goldens), itertools.cycle(FAULTS)
-        while tally.num_resumed < times:
+        while tally.num_resumed < times or not needed <= tally.resumed_by_kind.keys():
             await fleet.have(NUM_WORKERS, STEP_S)
             some = list(itertools.islice(turns, num_at_once))
             fault = next(faults)
