@@ -10,8 +10,8 @@ from typing import NamedTuple
 from service.config.settings import Settings
 
 WITH_SETTINGS = {
-    "serve": "run everything: embedded Redis, one gateway, one worker",
-    "gateway": "run a gateway, HTTP and queue producers, on an existing Redis",
+    "serve": "run everything: embedded Redis, gateways, workers",
+    "gateway": "run a gateway, or several on one port, on an existing Redis",
     "worker": "run a worker, one model on one device, on an existing Redis",
     "check": "report what fits before loading: weights, blocks, concurrency",
     "bench": "measure the engine, its operations, or a running service",

@@ -1,4 +1,4 @@
-"""Gateways that share one port, each a process: what one of them knows of the others."""
+"""Gateways that share one port, each a process."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ class GatewayGroup:
 
 
 class SharedNumbers:
-    """Float64 numbers of each gateway in a file of its own; a killed gateway's outlive it, and its successor adds to
-    them. For one thread; without a group they are plain memory."""
+    """Float64 numbers, those of each gateway in a file, to which its successor adds. For one thread."""
 
     def __init__(self, name: str, num: int, group: GatewayGroup | None) -> None:
         self._all: list[memoryview[float]] = (
@@ -61,7 +60,7 @@ class SharedNumbers:
 
 
 class OpenCounts:
-    """Open requests by client. In a group two names share a slot with a chance of 1 in 65,536, and count together."""
+    """Open requests by client. A group's two names share a slot once in 65,536."""
 
     FILE = "open_requests"
 
@@ -84,7 +83,7 @@ class OpenCounts:
 
 
 def forget_open_requests(group: GatewayGroup) -> None:
-    """Drop the open requests of the gateway `group.index`, which died. In place: others map the file."""
+    """Drop the dead gateway's open requests, in place: others map the file."""
     path = list(group.paths(OpenCounts.FILE))[group.index]
     if path.exists():
         with path.open("r+b") as file:

@@ -1,7 +1,4 @@
-"""Digests of a prompt's prefixes, by which `claim.lua` finds the worker that computed them before.
-
-A table of NUM_SLOTS places maps digests to workers: a new entry replaces an old one, so it never grows.
-"""
+"""Digests of a prompt's prefixes, by which `claim.lua` finds the worker that has them. New entries replace old ones."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ from hashlib import blake2b
 
 from service.queue.messages import Job
 
-STRIDE_BYTES = 4 * 64
-"""A prefix counts in steps of 64 tokens, uint32 each."""
+STRIDE_BYTES = 4 * 64  # tokens are uint32
 NUM_STEPS = 32
 MAX_PREFIX_BYTES = 4 << 17
 NUM_SLOTS = 1 << 17
@@ -18,15 +14,14 @@ DIGEST_BYTES = 8
 """Three of the slot, five to compare."""
 
 KEEP_S = 0.03
-"""Time for which a waiting job is left to a better worker: the one with its prefix, or a less busy one."""
+"""Time for which a waiting job is left to a better worker."""
 MAX_RATIO = 1.5
 MAX_HELD = 8
-"""The worker with the prefix may hold MAX_HELD branches more than MAX_RATIO times those of the least busy one."""
+"""Branches of a worker with the prefix: up to MAX_HELD + MAX_RATIO * the least busy worker's."""
 
 
 def prefix_digests(job: Job) -> bytes:
-    """Return DIGEST_BYTES for each prefix of 64, 128, ..., 2048, 4096, 8192, ... tokens; of one tenant, salt and
-    adapter."""
+    """Return DIGEST_BYTES for each prefix of 64, 128, ..., 2048, 4096, 8192, ... tokens."""
     adapter = "" if job.adapter is None else f"{job.adapter.digest}\0"
     digest = blake2b(f"{job.tenant}\0{job.cache_salt}\0{adapter}".encode(), digest_size=DIGEST_BYTES)
     found, start, end = [], 0, STRIDE_BYTES

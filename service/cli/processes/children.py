@@ -1,4 +1,4 @@
-"""Child processes of `quire serve` and of a group of gateways: start, readiness, restarts, end."""
+"""Child processes: start, readiness, restarts, end."""
 
 from __future__ import annotations
 
@@ -50,8 +50,7 @@ class ChildProcess:
 
     @classmethod
     async def start(cls, verb: str, settings: Settings, environ: Mapping[str, str] = NO_VARIABLES) -> ChildProcess:
-        """Start `quire <verb>` in its own session, so that Ctrl-C reaches it only through this process. `environ`:
-        its variables beside ours."""
+        """Start `quire <verb>` in its own session, so that Ctrl-C reaches it only through us. `environ` is added."""
         inherited = {name: value for name, value in os.environ.items() if name not in SUPERVISOR_VARIABLES}
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -102,8 +101,6 @@ class ChildProcess:
 
 
 class RestartingChild:
-    """Child that is restarted with the same settings whenever it ends."""
-
     def __init__(
         self,
         verb: str,
@@ -112,7 +109,7 @@ class RestartingChild:
         restarts_s: Sequence[float] = RESTARTS_S,
         on_end: OnEnd | None = None,
     ) -> None:
-        """`restarts_s`: delays of its restarts. `on_end` gets the process id of each child that ended by itself."""
+        """`restarts_s`: delays of restarts. `on_end` gets the process id of a child that ended by itself."""
         self._verb = verb
         self._settings = settings
         self._environ = environ
@@ -124,11 +121,11 @@ class RestartingChild:
         self._child = await ChildProcess.start(self._verb, self._settings, self._environ)
 
     async def wait_ready(self) -> str:
-        """Return the rest of the ready line. Raises StartupError."""
+        """Raises StartupError."""
         return await self._started_child().wait_ready()
 
     async def keep_running(self) -> None:
-        """Restart the child whenever it ends. Return once it has ended too often."""
+        """Return once the child has ended too often."""
         num_ends, ready_at_s = 0, time.monotonic()
         while True:
             child = self._started_child()
@@ -173,11 +170,11 @@ class ChildGroup:
             await child.start()
 
     async def wait_ready(self) -> Sequence[str]:
-        """Return the children's ready lines. Raises StartupError."""
+        """Raises StartupError."""
         return await asyncio.gather(*(child.wait_ready() for child in self._children))
 
     async def keep_running(self) -> None:
-        """Restart children. Return once all of them have ended too often."""
+        """Return once all children have ended too often."""
         await asyncio.gather(*(child.keep_running() for child in self._children))
 
     async def stop(self) -> None:

@@ -26,8 +26,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 def make_workers(
     settings: Settings, name: str, devices: Sequence[Mapping[str, str]], environ: Mapping[str, str]
 ) -> ChildGroup:
-    """Return the workers, not yet started, one for each of `devices`, its variables. `name` is the only one's; several
-    add their number to it."""
+    """Return the workers, not yet started; `devices` are their variables. Several add their number to `name`."""
     threads = _blas_threads(environ, len(devices))
     if len(devices) == 1:
         only = replace(settings, worker_name=name)
@@ -48,8 +47,7 @@ def _member(settings: Settings, number: int, environ: Mapping[str, str]) -> Rest
 
 
 async def hand_over_jobs(settings: Settings) -> None:
-    """Return the jobs of a dead worker to the queue at once: its lease would hold them, and its successor has to
-    load the model first."""
+    """Return a dead worker's jobs to the queue, before its lease ends or its successor is ready."""
     try:
         async with open_queue(settings, partial(open_worker_queue, lease_s=settings.lease)) as queue:
             await queue.take_over()
