@@ -136,7 +136,13 @@ def sampling_arrays(
         num_logprobs=max(0, num_logprobs - 1),
         with_logprobs=num_logprobs > 0,
         adjusts_logprobs=adjusts_logprobs,
+        has_thresholds=_has_thresholds(records, vocab_size),
     )
+
+
+def _has_thresholds(records: np.ndarray, vocab_size: int) -> bool:
+    cut = (records["top_k"] < vocab_size) | (records["top_p"] < 1) | (records["min_p"] > 0)
+    return bool((cut & (records["temperature"] > 0)).any())
 
 
 def _penalties(rows: SampledRows) -> list[np.ndarray]:

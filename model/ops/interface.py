@@ -52,6 +52,7 @@ class SamplingArrays:
     with_logprobs: bool
     mask: TokenMask | None = None
     adjusts_logprobs: bool = False  # log-probabilities include bias, penalties and mask
+    has_thresholds: bool = True  # False: top_k, top_p and min_p of every row are off
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,15 @@ class Sampled:
     logprobs: Array | None  # float32[R], of the chosen token
     top_ids: Array | None  # int32[R, K], best first, ties by lower id
     top_logprobs: Array | None  # float32[R, K]
+
+
+@dataclass(frozen=True)
+class TokenCandidates:
+    """The best token of a part of the vocabulary: that of the highest score, then tie, then of the lowest id."""
+
+    token_ids: Array  # int32[R], or [R, parts]
+    score: Array  # float32, of the same shape; NaN: the part holds NaN or infinity
+    tie: Array  # float32; -inf: no token is allowed
 
 
 @dataclass(frozen=True)
@@ -407,3 +417,16 @@ class AdapterOps(Protocol):
 
         Rows without an adapter do not change.
         """
+
+
+class PartOps(Ops, Protocol):
+    """A backend that samples by parts of the vocabulary, as a rank of a group does."""
+
+    def sample_part(self, logits: Array, how: SamplingArrays, first_token: int) -> TokenCandidates:
+        """Return each row's best token of logits [R, n], those of tokens `first_token` to `first_token + n`.
+
+        The order, noise and ties are those of `sample`, without mask, thresholds and log-probabilities.
+        """
+
+    def best_candidates(self, parts: TokenCandidates, out: Array | None = None) -> Sampled:
+        """Return the best of candidates [R, parts], in the order of their tokens; ids go to `out` int32[R] if given."""

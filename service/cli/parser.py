@@ -19,6 +19,9 @@ from service.config.sources import add_flags
 MODEL_VERBS = tuple(verb for verb in WITH_SETTINGS if verb != BENCH)
 """Verbs that take a model, and vLLM's words."""
 
+SHORT_FLAGS = {"-tp": "--tensor-parallel-size"}
+"""vLLM's words for `bench`, whose other flags are its own."""
+
 
 class OneLineParser(argparse.ArgumentParser):
     """Parser that reports an error in one line, without the usage."""
@@ -70,6 +73,8 @@ def _add_flags(parser: argparse.ArgumentParser, verb: str) -> None:
 
 def translated(words: Sequence[str], parser: argparse.ArgumentParser) -> Translation:
     """Return a command line in Quire's words: one of a verb that takes a model may have vLLM's. Raises StartupError."""
+    if words and words[0] == BENCH:
+        return Translation([SHORT_FLAGS.get(word, word) for word in words])
     if not words or words[0] not in MODEL_VERBS:
         return Translation(list(words))
     (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))

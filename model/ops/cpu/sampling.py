@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from model.ops.cpu.philox import gumbel_noise
-from model.ops.interface import Array, Bias, Penalties, Sampled, SamplingArrays, TokenMask
+from model.ops.interface import Array, Bias, Penalties, Sampled, SamplingArrays, TokenCandidates, TokenMask
 
 
 def sample(logits: Array, how: SamplingArrays, out: Array | None) -> Sampled:
@@ -32,6 +34,43 @@ def sample(logits: Array, how: SamplingArrays, out: Array | None) -> Sampled:
         return Sampled(token_ids, is_nan, None, None, None)
     logprobs = log_softmax(logits) if scores is None else scores
     return Sampled(token_ids, is_nan, *_best_of(logprobs, token_ids, how.num_logprobs))
+
+
+def sample_part(logits: Array, how: SamplingArrays, first_token: int) -> TokenCandidates:
+    """`PartOps.sample_part`."""
+    adjusted = np.array(logits)
+    if how.bias is not None:
+        add_bias(adjusted, replace(how.bias, token_ids=how.bias.token_ids - first_token))
+    if how.penalties is not None:
+        penalise(adjusted, replace(how.penalties, token_ids=how.penalties.token_ids - first_token))
+    best = adjusted.max(axis=1)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        scaled = best / how.temperature
+    is_drawn = np.isfinite(scaled)
+    drawn = np.flatnonzero(is_drawn)
+    if drawn.size:
+        adjusted[drawn] = _perturbed(adjusted[drawn], how, drawn, first_token)
+    token_ids = np.argmax(adjusted, axis=1)
+    score = np.where(how.temperature == 0, np.float32(0), scaled)
+    score[drawn] = adjusted[drawn, token_ids[drawn]]
+    score[best == -np.inf] = -np.inf
+    score[np.isnan(best) | (best == np.inf)] = np.nan
+    tie = np.where(is_drawn, np.float32(0), best)
+    return TokenCandidates((token_ids + first_token).astype(np.int32), score, tie)
+
+
+def best_candidates(parts: TokenCandidates, out: Array | None) -> Sampled:
+    """`PartOps.best_candidates`."""
+    rows, chosen = np.arange(len(parts.score)), np.zeros(len(parts.score), np.int64)
+    for part in range(1, parts.score.shape[1]):
+        score, best = parts.score[:, part], parts.score[rows, chosen]
+        is_better = (score > best) | ((score == best) & (parts.tie[:, part] > parts.tie[rows, chosen]))
+        chosen[is_better] = part
+    is_nan = np.isnan(parts.score).any(axis=1) | (parts.tie[rows, chosen] == -np.inf)
+    token_ids = np.where(is_nan, 0, parts.token_ids[rows, chosen]).astype(np.int32)
+    if out is not None:
+        out[...] = token_ids
+    return Sampled(token_ids, is_nan, None, None, None)
 
 
 def top_logprobs(logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
@@ -74,8 +113,8 @@ def forbid(logits: np.ndarray, mask: TokenMask) -> None:
     logits[masked] = np.where(bits, logits[masked], -np.inf)
 
 
-def _perturbed(logits: np.ndarray, how: SamplingArrays, rows: np.ndarray) -> np.ndarray:
-    """logits [N, V] of `rows` of `how` -> logits / temperature + noise; -inf: left out."""
+def _perturbed(logits: np.ndarray, how: SamplingArrays, rows: np.ndarray, first_token: int = 0) -> np.ndarray:
+    """logits [N, V] of `rows` of `how`, from `first_token` on -> logits / temperature + noise; -inf: left out."""
     with np.errstate(over="ignore"):
         scaled: np.ndarray = logits / how.temperature[rows, None]
     cut = (how.top_k[rows] < logits.shape[1]) | (how.top_p[rows] < 1) | (how.min_p[rows] > 0)
@@ -84,7 +123,7 @@ def _perturbed(logits: np.ndarray, how: SamplingArrays, rows: np.ndarray) -> np.
         scaled[cut] = np.where(scaled[cut] >= thresholds[:, None], scaled[cut], -np.inf)
     kept, token_ids = np.nonzero(scaled > -np.inf)
     at = rows[kept]
-    scaled[kept, token_ids] += gumbel_noise(token_ids, how.seed[at], how.position[at], how.branch[at])
+    scaled[kept, token_ids] += gumbel_noise(token_ids + first_token, how.seed[at], how.position[at], how.branch[at])
     return scaled
 
 

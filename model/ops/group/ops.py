@@ -1,7 +1,8 @@
 """Tensor parallelism: the operations of a model whose matrices are divided among the ranks of a group.
 
 A product with a matrix divided by rows gives a rank its own outputs; one divided by columns gives `PartialSums`, which
-the norm after it sums. Logits are divided by the vocabulary, and sampled as a whole. All else is done on every rank.
+the norm after it sums. Logits are divided by the vocabulary: each rank samples its part, and the best token is taken;
+thresholds, masks and log-probabilities need them gathered. All else is done on every rank.
 """
 
 from __future__ import annotations
@@ -12,17 +13,28 @@ from dataclasses import replace
 import numpy as np
 
 from model.ops.collectives import Collectives
-from model.ops.group.arrays import GroupArray, PartialSums, SplitArray, divided, on_rank
+from model.ops.group.arrays import GroupArray, PartialSums, SplitArray, divided, joined, on_rank
 from model.ops.group.device import GroupDevice
-from model.ops.interface import Array, AttentionBatch, ExpertGroups, Fp8Rows, HeadRotation, Ops, Sampled, SamplingArrays
+from model.ops.interface import (
+    Array,
+    AttentionBatch,
+    ExpertGroups,
+    Fp8Rows,
+    HeadRotation,
+    PartOps,
+    Sampled,
+    SamplingArrays,
+    TokenCandidates,
+)
 from model.ops.weight import Weight
 
 
 class GroupOps(GroupDevice):
     """`Ops` of n ranks, run in lockstep by one thread."""
 
-    def __init__(self, ranks: Sequence[Ops], collectives: Collectives):
+    def __init__(self, ranks: Sequence[PartOps], collectives: Collectives):
         super().__init__(ranks)
+        self._samplers = tuple(ranks)
         self._collectives = collectives
         self.dtype, self.kv_dtype = ranks[0].dtype, ranks[0].kv_dtype
         self.weight_formats, self.has_fp8 = ranks[0].weight_formats, ranks[0].has_fp8
@@ -176,8 +188,24 @@ class GroupOps(GroupDevice):
         return best
 
     def sample(self, logits: Array, how: SamplingArrays, out: Array | None = None) -> Sampled:
+        """Sample from each rank's part and compare the best tokens; gather the logits if that is not enough."""
+        needs_all = how.has_thresholds or how.with_logprobs or how.adjusts_logprobs or how.mask is not None
+        if isinstance(logits, SplitArray) and not needs_all:
+            return self._best_of_parts(logits, how, out)
         arrays = self._gathered(logits), how, out
         sampled: Sampled = self._each(lambda ops, *arrays: ops.sample(*arrays), *arrays)
+        return sampled
+
+    def _best_of_parts(self, logits: SplitArray, how: SamplingArrays, out: Array | None) -> Sampled:
+        candidates = []
+        for rank, (ops, part) in enumerate(zip(self._samplers, logits.parts, strict=True)):
+            [(_, first, stop)] = logits.split.ranges(rank, self.num_ranks)
+            candidates.append(ops.sample_part(part[:, : stop - first], on_rank(how, rank), first))
+        columns = zip(*((one.token_ids, one.score, one.tie) for one in candidates), strict=True)
+        gathered = [self._collectives.gather([each.reshape(-1, 1) for each in column]) for column in columns]
+        parts = TokenCandidates(*(GroupArray(tuple(arrays)) for arrays in gathered))
+        best = [ops.best_candidates(*on_rank((parts, out), rank)) for rank, ops in enumerate(self._samplers)]
+        sampled: Sampled = joined(best)
         return sampled
 
     def _summed(self, x: Array) -> Array:

@@ -109,3 +109,10 @@ def test_a_mask_goes_along():
         assert how.mask.words.tolist() == [[1, 2, 3, 4]]
         assert (how.bias is None, how.penalties is None) == (not wishes, not wishes)
     assert arrays(row()).mask is None
+
+
+def test_thresholds_of_greedy_rows_do_not_count():
+    assert arrays(row(), row(temperature=0.5, min_p=0.1)).has_thresholds
+    assert arrays(row(top_k=7)).has_thresholds
+    assert arrays(row(top_p=0.5)).has_thresholds
+    assert not arrays(row(temperature=0.7, top_k=100), row(temperature=0.0, top_p=0.5, top_k=1)).has_thresholds

@@ -23,6 +23,7 @@ from service.cli.main import main
         (["serve", "a", "--model", "b"], "quire serve: --model: b and the argument a differ (give one)"),
         (["serve", "--port", "abc"], "quire serve: --port: 'abc' is not supported (a whole number)"),
         (["serve", "--port", "70000"], "quire serve: --port: 70000 is out of range (0..65535)"),
+        (["bench", "engine", "-tp", "3"], "quire bench: --tensor-parallel-size: '3' is not supported (1, 2, 4, 8)"),
         (["serve", "-tp", "3"], "quire serve: --tensor-parallel-size: '3' is not supported (1, 2, 4, 8)"),
         (
             ["check", "a/b", "--download-dir", "c"],

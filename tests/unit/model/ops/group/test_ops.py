@@ -100,6 +100,30 @@ def test_tokens_and_logprobs_are_those_of_one_rank(rng, num_ranks: int, vocab: i
         assert ops.download(ours).tobytes() == theirs.tobytes()
 
 
+@pytest.mark.parametrize(("num_ranks", "vocab"), [(2, 1600), (8, 1003)])
+def test_the_best_of_the_parts_is_the_whole_s(rng, monkeypatch, num_ranks: int, vocab: int):
+    ops, logits = group_of(num_ranks), 4 * floats(rng, 64, vocab)
+    monkeypatch.setattr(ops, "_gathered", None)  # no logits are gathered
+    logits[0, 7] = np.nan
+    logits[1] = -np.inf
+    logits[2, vocab - 1] = np.inf
+    logits[3, ::2] = logits[3].max()
+    logits[4, : vocab // 2] = -np.inf
+    logits[5:12] *= np.float32(1e30)  # overflows once divided by a low temperature
+    logits[8:12] -= np.abs(logits[8:12]).max()
+    off = {"top_k": np.full(64, 2**31 - 1, np.int32), "top_p": np.ones(64, np.float32), "has_thresholds": False}
+    off["min_p"] = np.zeros(64, np.float32)
+    temperature = rng.choice(np.array([0, 1e-30, 1e-9, 0.7, 1], np.float32), 64)
+    parts, out = split_on(ops, logits, Split(1, (Section(vocab),))), ops.empty((64,), np.dtype(np.int32))
+    penalties, bias = random_penalties(rng, 64, vocab), random_bias(rng, 64, vocab)
+    for shaped in ({}, {"penalties": penalties, "bias": bias}):
+        wishes = random_wishes(rng, 64, vocab, temperature=temperature, **off, **shaped)
+        sampled, expected = ops.sample(parts, uploaded(wishes, ops.upload), out), ONE.sample(logits, wishes)
+        np.testing.assert_array_equal(ops.download(sampled.is_nan), expected.is_nan)
+        np.testing.assert_array_equal(ops.download(sampled.token_ids), expected.token_ids)
+        np.testing.assert_array_equal(ops.download(out), expected.token_ids)
+
+
 def test_rows_of_logits_stay_divided(rng):
     ops, logits = group_of(2), floats(rng, 4, 10)
     rows = ops.gather_rows(split_on(ops, logits, Split(1, (Section(10),))), ops.upload(np.array([3, 1], np.int32)))
