@@ -3,6 +3,7 @@ import { colour, compact, element, onTheme } from "./page.js";
 
 const FONT = "11px system-ui, sans-serif";
 const HEIGHT = 168;
+const LEAST_S = 20; // shown of a short history
 const clock = (seconds, withSeconds) =>
   new Date(seconds * 1000).toLocaleTimeString("en-GB", withSeconds ? {} : { hour: "2-digit", minute: "2-digit" });
 
@@ -45,7 +46,7 @@ export class Chart {
         legend: { show: false },
         cursor: { sync: { key: "quire" }, y: false, points: { size: 6 }, drag: { x: false, y: false } },
         hooks: { setCursor: [(plot) => this.showValues(plot.cursor.idx)] },
-        scales: { x: { time: !this.options.isSteps, range: (_, low, high) => [this.seconds ? high - this.seconds : low, high] }, y: { range: (_, low, high) => [0, this.options.top?.() || Math.max(high * 1.1, this.options.least ?? 1)] } },
+        scales: { x: { time: !this.options.isSteps, range: (_, low, high) => [this.seconds ? Math.min(low, high - LEAST_S) : low, high] }, y: { range: (_, low, high) => [0, this.options.top?.() || Math.max(high * 1.1, this.options.least ?? 1)] } },
         axes: [
           { ...axis, size: 28, space: 72, values: (_, ticks, __, ___, step) => ticks.map((tick) => (this.options.isSteps ? compact(tick) : clock(tick, step < 60))) },
           { ...axis, size: 44, space: 32, values: (_, ticks) => ticks.map(compact) },

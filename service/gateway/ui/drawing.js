@@ -7,7 +7,12 @@ const SHADES = 5; // of active blocks, so that neighbours of several requests di
 
 export const stateOf = (cell) => NAMES[cell] ?? "active, of one sequence";
 
-export const unpack = (packed) => Uint8Array.from(atob(packed), (char) => char.charCodeAt(0));
+export function unpack(packed) {
+  const text = atob(packed);
+  const cells = new Uint8Array(text.length);
+  for (let index = 0; index < text.length; index++) cells[index] = text.charCodeAt(index);
+  return cells;
+}
 
 /** Squares of `size` CSS pixels with a gap, as many columns as fit: at most `maxHeight` high while they are 2 px. */
 export function layout(width, numCells, maxHeight) {
@@ -16,13 +21,16 @@ export function layout(width, numCells, maxHeight) {
   return { size, columns, rows: Math.ceil(numCells / columns) };
 }
 
+/** A pixel for each value of a cell, as an image stores it. */
 function palette() {
   const active = rgb("--block-active");
   const ground = rgb("--surface");
   const shades = [...Array(SHADES).keys()].map((shade) => active.map((value, index) => value + (ground[index] - value) * 0.1 * shade));
   const known = [];
   for (const [cell, name] of [[FREE, "--block-free"], [CACHED, "--block-cached"], [SHARED, "--block-shared"], [MOVING, "--block-moving"]]) known[cell] = rgb(name);
-  return [...Array(256).keys()].map((cell) => known[cell] ?? shades[cell % SHADES]);
+  const pixels = new Uint8ClampedArray(4 * 256);
+  for (let cell = 0; cell < 256; cell++) pixels.set([...(known[cell] ?? shades[cell % SHADES]), 255], 4 * cell);
+  return new Uint32Array(pixels.buffer);
 }
 
 /** Draw the pool: one pixel per cell off screen, scaled up, then the gaps as lines; `marked` cells get a frame. */
@@ -56,11 +64,9 @@ export class Pool {
     Object.assign(this.small, { width: columns, height: rows });
     const small = this.small.getContext("2d");
     const image = small.createImageData(columns, rows);
+    const pixels = new Uint32Array(image.data.buffer);
     const colours = palette();
-    cells.forEach((cell, index) => {
-      const [red, green, blue] = colours[cell];
-      image.data.set([red, green, blue, 255], 4 * index);
-    });
+    for (let index = 0; index < cells.length; index++) pixels[index] = colours[cells[index]];
     small.putImageData(image, 0, 0);
     const context = canvas.getContext("2d");
     context.scale(scale, scale);

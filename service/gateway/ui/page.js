@@ -43,7 +43,7 @@ export const percent = (share) => `${(100 * share).toFixed(1)} %`;
 export function compact(value) {
   if (value === null || value === undefined) return "–";
   if (value !== 0 && Math.abs(value) < 10) return number(value, Math.abs(value) < 0.1 ? 3 : 2);
-  return value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: Math.abs(value) < 1000 ? 4 : 3 });
+  return value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 });
 }
 
 export const bytes = (value) =>

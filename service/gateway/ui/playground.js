@@ -80,7 +80,7 @@ function fillMessage(part, { message }) {
   const [, reasoning, text, calls, figures] = part.children;
   reasoning.hidden = !message.reasoning;
   if (message.reasoning) reasoning.lastChild.textContent = message.reasoning;
-  if (message.tokens) fillTokens(text, message);
+  if (message.tokens && message.content) fillTokens(text, message);
   else if (text.textContent !== message.content) text.textContent = message.content;
   reconcile(calls, message.tool_calls ?? [], (call) => call.id || "…", (call) => makeCall(call), fillCall);
   figures.textContent = message.error ?? message.figures ?? (message === busyWith ? "…" : "");
@@ -198,13 +198,19 @@ function fail(text) {
 function submit() {
   const content = find("message").value;
   if (stopper || !content.trim()) return;
-  for (const call of openCalls(conversations.current.messages)) conversations.current.messages.push({ role: "tool", content: "", tool_call_id: call.id });
-  conversations.current.messages.push({ role: "user", content });
+  try {
+    requestBody(model, [], fields());
+  } catch (error) {
+    return fail(error.message);
+  }
+  const { messages } = conversations.current;
+  for (const call of openCalls(messages)) messages.push({ role: "tool", content: "", tool_call_id: call.id });
+  messages.push({ role: "user", content });
   find("message").value = "";
+  countTokens();
   conversations.save();
   showConversations();
   ask();
-  countTokens();
 }
 
 /** Show the tokens of what is typed; waits until typing pauses. */
@@ -263,7 +269,7 @@ find("stop").addEventListener("click", () => stopper?.abort());
 find("curl").addEventListener("click", copyCurl);
 find("new").addEventListener("click", () => {
   stopper?.abort();
-  conversations.create();
+  if (conversations.current.messages.length) conversations.create();
   showAll();
   find("message").focus();
 });

@@ -6,7 +6,7 @@ const MAX_SHOWN = 512;
 
 const keyOf = (one) => `${one.request}/${one.branch}`;
 const plural = (count, one) => `${number(count)} ${one}${count === 1 ? "" : "s"}`;
-const short = (id) => (id.length > 14 ? `${id.slice(0, 6)}…${id.slice(-6)}` : id);
+const short = (id) => (id.length > 14 ? `${id.slice(0, 8)}…${id.slice(-2)}` : id);
 
 function stateOf(one) {
   if (one.num_swapped) return "swapped out";

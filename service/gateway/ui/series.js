@@ -1,5 +1,6 @@
 // Rows of numbers for the charts, computed from the gateway's snapshots. No DOM: tests run it alone.
-export const SPAN_S = 10; // of rates of latencies
+export const SPAN_S = 10; // of latencies
+export const RATE_SPAN_S = 3; // of rates: workers report once a second, not in step with the page
 
 export const COLUMNS = [
   "time", "ttft50", "ttft99", "gap50", "gap99", "output", "prompt", "running", "waiting",
@@ -52,11 +53,16 @@ export class History {
     return this.snapshots.at(-1);
   }
 
-  /** The snapshot before the last one, and the one SPAN_S before it. */
-  earlier() {
+  /** The first snapshot of the last `seconds`, if there is one before the last snapshot. */
+  since(seconds) {
     const now = this.last;
-    const window = this.snapshots.find((state) => now.at_s - state.at_s <= SPAN_S + 0.5);
-    return { before: this.snapshots.at(-2), window: window === now ? undefined : window };
+    const first = this.snapshots.find((state) => now.at_s - state.at_s <= seconds + 0.5);
+    return first === now ? undefined : first;
+  }
+
+  /** The snapshots from which rates and latencies are counted. */
+  earlier() {
+    return { before: this.since(RATE_SPAN_S), window: this.since(SPAN_S) };
   }
 
   push(state, time) {
