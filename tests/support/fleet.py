@@ -24,6 +24,10 @@ START_WITHIN_S = 90.0
 IS_FP8 = os.environ.get("CHAOS_FP8", "") != ""
 """Workers with fp8 weights and an fp8 cache; their operations are then RowwiseOps'."""
 
+HAS_ADAPTERS = os.environ.get("CHAOS_LORA", "") != ""
+"""Two of three jobs have an adapter (chaos_adapters.py); workers have one slot."""
+
+LORA_FLAGS = ("--enable-lora", "--max-lora-rank=16") if HAS_ADAPTERS else ()
 FP8_FLAGS = ("--quantization=fp8", "--kv-cache-dtype=fp8") if IS_FP8 else ()
 
 
@@ -46,6 +50,7 @@ class Worker:
                     "--num-gpu-blocks=2048",
                     *flags,
                     *FP8_FLAGS,
+                    *LORA_FLAGS,
                     *fleet.flags,
                 ],
                 cwd=REPOSITORY,

@@ -16,7 +16,8 @@ from service.engine.request import EngineRequest
 from service.errors import EndReason
 from service.queue import keys
 from service.queue.codec import decode, pack_ids, unpack_floats, unpack_ids
-from service.queue.messages import Event, Job
+from service.queue.messages import Event, Job, JobAdapter
+from tests.support.chaos_adapters import adapter_of, source_in
 from tests.support.demo_engine import DemoEngines
 from tests.support.fleet import IS_FP8
 from tests.support.queue_pair import QueuePair
@@ -89,14 +90,16 @@ class Storyteller:
 
     async def tell(self, prompt: tuple[int, ...], deadline_s: float | None = None, **wishes) -> Story:
         now_s = await self._door.now_s()
+        number = next(_NUMBERS)
         job = Job(
-            job_id=f"JOB{next(_NUMBERS)}",
+            job_id=f"JOB{number}",
             tenant="t",
             prompt=pack_ids(prompt),
             sampling=SamplingParams(**wishes),
             submitted_at_s=now_s,
             deadline_s=None if deadline_s is None else now_s + deadline_s,
             feed="chaos",
+            adapter=adapter_of(number),
         )
         story = Story(job)
         events = self._door.follow(job.job_id)
@@ -130,19 +133,19 @@ class Goldens:
     def __init__(self):
         ops, quantization = (RowwiseOps(), "fp8") if IS_FP8 else (open_ops("cpu", "float32", "float32"), "auto")
         self._engines = DemoEngines(ops, quantization)
-        self._known: dict[tuple[bytes, SamplingParams], Answer] = {}
+        self._known: dict[tuple[bytes, SamplingParams, JobAdapter | None], Answer] = {}
 
     def of(self, job: Job) -> Answer:
-        key = (job.prompt, job.sampling)
+        key = (job.prompt, job.sampling, job.adapter)
         if key not in self._known:
             self._known[key] = self._tell(job)
         return self._known[key]
 
     def _tell(self, job: Job) -> Answer:
-        engine = self._engines.make(num_blocks=400, budget=256, max_num_seqs=16)
-        engine.add_request(
-            EngineRequest(request_id="golden", prompt=tuple(unpack_ids(job.prompt)), sampling=job.sampling)
-        )
+        num_slots = int(job.adapter is not None)
+        engine = self._engines.make(num_blocks=400, budget=256, max_num_seqs=16, num_adapter_slots=num_slots)
+        prompt, adapter = tuple(unpack_ids(job.prompt)), source_in(job.adapter)
+        engine.add_request(EngineRequest(request_id="golden", prompt=prompt, sampling=job.sampling, adapter=adapter))
         answer = Answer()
         while engine.has_work:
             engine.step()

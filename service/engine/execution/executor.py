@@ -91,6 +91,8 @@ class ModelExecutor:
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         layout = self._rows.lay_out(plan, self._sampler.other_rows)
+        if self._has_adapters:
+            layout = replace(layout, inputs=replace(layout.inputs, adapter_slots=layout.adapter_slots()))
         batch = self._sampler.batch_for(layout)
         prompt_logprobs, pool_rows = [], []
         if plan.logprob_spans or plan.pool_spans:
@@ -100,9 +102,7 @@ class ModelExecutor:
         calls = [] if batch.needs_previous_tokens else self._sampler.calls(batch, masked=False)
         self._load_adapters(plan)
         inputs = StepInputs(
-            forward=replace(layout.inputs, adapter_slots=layout.adapter_slots())
-            if self._has_adapters
-            else layout.inputs,
+            forward=layout.inputs,
             samples=None if batch.needs_previous_tokens else [call.inputs for call in calls],
             copies=_pairs(plan.copies),
             swap_outs=_pairs(plan.swap_outs),

@@ -152,7 +152,7 @@ class ModelRunner:
             self._ops.copy_blocks(self._blocks, *self._ops.upload_all(pair))
 
     def _forward(self, inputs: ForwardInputs, step: RunningStep) -> None:
-        if self._graphs is not None:
+        if self._graphs is not None and inputs.adapter_slots is None:  # captured without adapters
             step.logits = self._graphs.forward(inputs)
             if step.logits is not None:
                 step.context_lens = self._graphs.context_lens(inputs.num_decodes)

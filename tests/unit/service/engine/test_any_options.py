@@ -1,6 +1,7 @@
 """Requests that combine the options at random, together in a pool that is too small for them, against each alone."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -11,8 +12,9 @@ from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import BeamSearch, ReasoningBudget, SamplingParams, TokenRules
 from model.text.grammar import choice_grammar, regex_grammar
 from model.text.tokenizer import Tokenizer
-from service.engine.request import EngineRequest
+from service.engine.request import AdapterSource, EngineRequest
 from service.engine.step import TokenLogprob
+from tests.support.adapters import source_of, write_adapter
 from tests.support.demo_engine import DEMO, DemoEngines
 from tests.support.rowwise_ops import RowwiseAheadOps, RowwiseOps
 from tests.support.told import Told, run_steps
@@ -20,6 +22,7 @@ from tests.unit.service.engine.execution.test_executor import FLOAT32, AheadOps
 
 SEEDS = range(6)
 FP8_SEEDS = (2, 5)
+LORA_SEEDS = (1,)
 NUM_REQUESTS = 9
 CAT = tuple(Tokenizer.read(DEMO).encode(" cat", add_special_tokens=False))
 OPTIONS = {
@@ -57,6 +60,13 @@ def steady():
 
 
 @pytest.fixture(scope="module")
+def adapters(steady, tmp_path_factory):
+    folder, config = tmp_path_factory.mktemp("adapters"), steady.model.config
+    written = [write_adapter(folder / f"r{rank}", config, rank=rank, seed=rank, strength=2.0) for rank in (8, 64)]
+    return [source_of(one, config, FLOAT32) for one in written]
+
+
+@pytest.fixture(scope="module")
 def ahead():
     return DemoEngines(AheadOps(FLOAT32))
 
@@ -71,8 +81,8 @@ def fp8_ahead():
     return DemoEngines(RowwiseAheadOps(), "fp8")
 
 
-def drawn_requests(seed: int) -> list[EngineRequest]:
-    """Of two tenants; most begin alike."""
+def drawn_requests(seed: int, adapters: Sequence[AdapterSource] = ()) -> list[EngineRequest]:
+    """Of two tenants; most begin alike. With `adapters`, two of three requests have one."""
     rng = random.Random(seed)
     requests = []
     for number in range(NUM_REQUESTS):
@@ -82,7 +92,12 @@ def drawn_requests(seed: int) -> list[EngineRequest]:
         sampling = SamplingParams(max_tokens=rng.randrange(6, 24), seed=rng.getrandbits(63), **params)
         tenant = rng.choice(("one", "other"))
         request = EngineRequest(
-            request_id=str(number), prompt=prompt, sampling=sampling, tenant=tenant, cache_salt=tenant
+            request_id=str(number),
+            prompt=prompt,
+            sampling=sampling,
+            tenant=tenant,
+            cache_salt=tenant,
+            adapter=rng.choice((None, *adapters)) if adapters else None,
         )
         requests.append(request)
     return requests
@@ -113,8 +128,10 @@ def mean_logprobs(told: Told, request: EngineRequest) -> list[float]:
     return [np.mean([one.logprob for one in logprobs]) for logprobs in own]
 
 
-def check_together_in_need_as_alone(engines: DemoEngines, steady: DemoEngines, seed: int, atol: float) -> None:
-    requests, rng = drawn_requests(seed), random.Random(seed)
+def check_together_in_need_as_alone(
+    engines: DemoEngines, steady: DemoEngines, seed: int, atol: float, adapters: Sequence[AdapterSource] = ()
+) -> None:
+    requests, rng = drawn_requests(seed, adapters), random.Random(seed)
     engine = engines.make(
         num_blocks=40 * 8 // (8, 16, 32)[seed % 3],
         block_size=(8, 16, 32)[seed % 3],
@@ -123,12 +140,13 @@ def check_together_in_need_as_alone(engines: DemoEngines, steady: DemoEngines, s
         prefix_caching=seed % 4 != 3,
         num_host_blocks=(0, 12, 60)[seed // 2],
         poisons=True,
+        num_adapter_slots=seed % 2 + 1 if adapters else 0,
     )
     told = told_in_need(engine, requests, rng)
     assert engine.stats().num_preemptions > 0
     assert engine.stats().num_blocks_used == 0
     for request in requests:
-        alone = steady.make(budget=256)
+        alone = steady.make(budget=256, num_adapter_slots=int(bool(adapters)))
         alone.add_request(replace(request, tenant=""))
         wanted, got = run_steps(alone)[request.request_id], told[request.request_id]
         assert got.by_branch() == wanted.by_branch(), request
@@ -150,6 +168,11 @@ def test_together_in_need_as_alone(steady, ahead, seed):
 def test_with_fp8_weights_and_cache(fp8_steady, fp8_ahead, seed):
     """Bit by bit, each row by itself: every block holds what its own sequence wrote."""
     check_together_in_need_as_alone((fp8_steady, fp8_ahead)[seed % 2], fp8_steady, seed, 0)
+
+
+@pytest.mark.parametrize("seed", LORA_SEEDS)
+def test_with_adapters(steady, ahead, adapters, seed):
+    check_together_in_need_as_alone((steady, ahead)[seed % 2], steady, seed, 2e-4, adapters)
 
 
 def test_every_two_options_are_asked_for_together():

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from service.engine.stats import EngineStats
 from service.errors import EndReason
 from service.observability.metrics import GatewayMetrics, LaneStats
-from service.observability.worker_metrics import ENGINE, JOBS, WORKER_METRICS, WorkerFormats
+from service.observability.worker_metrics import ENGINE, JOBS, WORKER_METRICS, AdapterLabels, WorkerFormats
 from service.worker.job_loop import JobCounts
 
 
@@ -189,3 +189,12 @@ def test_what_workers_hold():
     assert find(page, "quire:weight_bytes", **own, format="compressed-tensors float-quantized") == 9.15e9
     page.set_fleet({}, {}, 0)
     assert not any(name == "quire:weight_bytes" for name, *_ in samples(page))
+
+
+def test_adapters_of_each_worker_as_vllm_names_them():
+    page = GatewayMetrics("demo")
+    page.set_fleet({}, {}, 0, None, {"w1": AdapterLabels("4", "sql,talk", "")})
+    labels = {"engine": "w1", "max_lora": "4", "running_lora_adapters": "sql,talk", "waiting_lora_adapters": ""}
+    assert find(page, "vllm:lora_requests_info", model_name="demo", **labels) > 1e9  # the time, as in vLLM
+    page.set_fleet({}, {}, 0)
+    assert b"lora_requests_info" not in page.exposition()
