@@ -10,10 +10,16 @@ from functools import partial
 
 import numpy as np
 
-from model.errors import ModelError
 from model.ops.cpu.quantised import dequantise
 from model.ops.gpu.attention import decode_attention, kv_build, plan_decode_attention, prefill_attention
 from model.ops.gpu.device import DTYPE_CODES, THREADS, CudaDevice, expect
+from model.ops.gpu.experts.launches import (
+    combine_experts,
+    dequantised_stack,
+    experts_linear,
+    group_by_expert,
+    route_experts,
+)
 from model.ops.gpu.fp8 import Fp8Linear, as_weight, expect_fp8, quantised_by
 from model.ops.gpu.int4 import linear as int4
 from model.ops.gpu.linear import Linear
@@ -123,7 +129,8 @@ class CudaOps(CudaDevice):
             return self._linear_w8.prepare(weight)
         if weight.format in (WeightFormat.DENSE, WeightFormat.INT4_TILED):
             return weight
-        if weight.format is WeightFormat.INT4 and can_tile(weight):
+        is_stack = weight.data.ndim == 3
+        if weight.format is WeightFormat.INT4 and not is_stack and can_tile(weight):
             return self._linear_int4.pack(weight)
         _log.info("weights [%d, %d] in %s: no kernel, dequantised to %s", *weight.shape, weight.format, self.dtype.name)
         on_host = replace(
@@ -133,6 +140,8 @@ class CudaOps(CudaDevice):
             zero_point=self._downloaded(weight.zero_point),
             input_order=self._downloaded(weight.input_order),
         )
+        if is_stack:
+            return Weight(self.upload(dequantised_stack(on_host, self.dtype)))
         return Weight(self.upload(dequantise(on_host).astype(self.dtype)))
 
     def tune_linear(
@@ -283,18 +292,18 @@ class CudaOps(CudaDevice):
         return quantised_by(self, "silu_mul_quantised", (gate_up,), rows, width)
 
     def route_experts(self, logits: Array, num_used: int, renormalise: bool) -> tuple[Array, Array]:
-        raise ModelError("route_experts: not on a GPU yet")
+        return route_experts(self, logits, num_used, renormalise)
 
     def group_by_expert(self, ids: Array, num_experts: int) -> ExpertGroups:
-        raise ModelError("group_by_expert: not on a GPU yet")
+        return group_by_expert(self, ids, num_experts)
 
     def experts_linear(
         self, x: Array | Fp8Rows, weight: Weight, groups: ExpertGroups, *, is_sorted: bool = False
     ) -> Array:
-        raise ModelError("experts_linear: not on a GPU yet")
+        return experts_linear(self, x, weight, groups, is_sorted)
 
     def combine_experts(self, x: Array, groups: ExpertGroups, weights: Array) -> Array:
-        raise ModelError("combine_experts: not on a GPU yet")
+        return combine_experts(self, x, groups, weights)
 
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
         expect("kv", kv, self.kv_dtype, *kv.shape)

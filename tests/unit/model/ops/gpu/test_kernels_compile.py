@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from model.ops.gpu.attention import decode_attention, prefill_attention
+from model.ops.gpu.experts import builds as experts
 from model.ops.gpu.int4.builds import GEMV_X_ROWS, Int4Layout, gemv_w4_build, small_m_w4_build
 from model.ops.gpu.linear_builds import GEMV_BUILDS, SMALL_M_SPLITS, small_m_build
 from model.ops.gpu.w8.builds import GEMV_W8_BUILDS, small_m_fp8_build, small_m_w8a16_build
@@ -26,6 +27,7 @@ DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 SHAPE = {"HEAD_DIM": 128, "BLOCK_SIZE": 16}
 ALSO = {
     "dequantise_rows": ({}, {"WEIGHT_INT8": 1, "BLOCK_SCALES": 0}, {"WEIGHT_INT8": 0, "BLOCK_SCALES": 1}),
+    "route_experts": ({"PER_LANE": 1}, {"PER_LANE": 4}),
     "add_bias": ({"OUT_FLOAT": 0}, {"OUT_FLOAT": 1}),
     "rope_kv_write": tuple(
         {"HEAD_DIM": head_dim, **cache} for head_dim in (64, 80, 96, 128, 256) for cache in ({}, {"QUIRE_KV_FP8": 1})
@@ -53,6 +55,8 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
         return small_m_fp8_builds(dtype_code, architecture)
     if name == "small_m_w8a16_sm90":
         return small_m_w8a16_builds(dtype_code, architecture)
+    if name.startswith("experts_"):
+        return expert_builds(name, dtype_code, architecture)
     if name == "gemv_w4a16":
         return gemv_w4_builds(dtype_code)
     if name == "small_m_w4a16_sm90":
@@ -150,6 +154,22 @@ def small_m_w8a16_builds(dtype_code: int, architecture: str) -> list[dict[str, i
         for m, n in asked
         for kind in ({"WEIGHT_INT8": m % 64 // 32, "BLOCK_SCALES": 0}, {"WEIGHT_INT8": 0, "BLOCK_SCALES": 1})
     ]
+
+
+def expert_builds(name: str, dtype_code: int, architecture: str) -> list[dict[str, int]]:
+    """The builds for few and many rows of each kind; there is none for float32, and `experts_sm90` for Hopper only."""
+    if dtype_code == DTYPE_CODES["float32"] or (name == "experts_sm90" and architecture != "90a"):
+        return []
+    common = {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": 0}
+    if name == "experts_sm90":
+        asked = [(16, False), (512, False), (512, True)]
+        found = [(experts.sm90_build(mean, is_fp8, 227 << 10), is_fp8) for mean, is_fp8 in asked]
+        return [{**common, "X_FP8": int(is_fp8), **build.defines} for build, is_fp8 in found if build is not None]
+    sizes = ((1, 1 / 16), (64, 8))
+    if name == "experts_gemv":
+        return [{**common, **experts.gemv_build(*size).defines} for size in sizes]
+    asked = zip(W8_KINDS, (*sizes, sizes[0]), strict=True)
+    return [{**common, **kind, **experts.gemv_w8_build(*size).defines} for kind, size in asked]
 
 
 def gemv_w4_builds(dtype_code: int) -> list[dict[str, int]]:

@@ -1,0 +1,56 @@
+// Work of the grouped products: an item is up to CHUNK_ROWS sorted pairs of one expert times a tile of its weight rows.
+#pragma once
+
+#include "common/types.cuh"
+
+struct ExpertItem {
+    int index;
+    int expert;
+    int first_pair, num_pairs;
+    int tile_row;  // N past the last item
+};
+
+// The items of all experts: tile after tile of a chunk, chunk after chunk of an expert. Who reads `offsets` must have
+// waited for the previous kernel.
+template <int CHUNK_ROWS, int ITEM_TILE_ROWS>
+struct ExpertItems {
+    const int* offsets;  // [E + 1] of the sorted pairs
+    int* ends;           // [E] in shared memory: chunks up to and with each expert
+    int num_experts, n_size, num_tiles, num_items;
+
+    // Every thread of the block calls.
+    __device__ __forceinline__ ExpertItems(const int* offsets, int* ends, int num_experts, int n_size)
+        : offsets(offsets), ends(ends), num_experts(num_experts), n_size(n_size),
+          num_tiles((n_size + ITEM_TILE_ROWS - 1) / ITEM_TILE_ROWS) {
+        int before = 0;
+        for (int first = 0; first < num_experts; first += blockDim.x) {
+            const int e = first + threadIdx.x;
+            const int count = e < num_experts ? offsets[e + 1] - offsets[e] : 0;
+            int total;
+            const int end = before + block_scan((count + CHUNK_ROWS - 1) / CHUNK_ROWS, &total);
+            if (e < num_experts) ends[e] = end;
+            before += total;
+        }
+        __syncthreads();
+        num_items = before * num_tiles;
+    }
+
+    __device__ __forceinline__ ExpertItem at(int index) const {
+        ExpertItem item = {index, 0, 0, 1, n_size};
+        if (index >= num_items) return item;
+        const int chunk = index / num_tiles;
+        int low = 0, high = num_experts - 1;  // the first expert whose end is past the chunk
+        while (low < high) {
+            const int middle = (low + high) / 2;
+            if (ends[middle] > chunk)
+                high = middle;
+            else
+                low = middle + 1;
+        }
+        item.expert = low;
+        item.first_pair = offsets[low] + (chunk - (low > 0 ? ends[low - 1] : 0)) * CHUNK_ROWS;
+        item.num_pairs = min(CHUNK_ROWS, offsets[low + 1] - item.first_pair);
+        item.tile_row = index % num_tiles * ITEM_TILE_ROWS;
+        return item;
+    }
+};
