@@ -167,9 +167,13 @@ class KernelCases:
     def _matrices(self) -> dict[str, tuple[int, int]]:
         config = self._config
         heads = config.num_heads + 2 * config.num_kv_heads
-        return {
+        matrices = {
             "qkv": (heads * config.head_dim, config.hidden_size),
             "output": (config.hidden_size, config.num_heads * config.head_dim),
+        }
+        if config.experts is not None and all(config.experts.layers):
+            return matrices
+        return matrices | {
             "gate_up": (2 * config.intermediate_size, config.hidden_size),
             "down": (config.hidden_size, config.intermediate_size),
         }

@@ -8,8 +8,9 @@ import json
 import math
 import statistics
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from model.errors import ModelError
 from model.ops.backend import open_ops
 from model.ops.interface import Ops
 from model.ops.weight import Weight
+from service.bench.expert_cases import ExpertCases
 from service.bench.kernel_cases import CPU_SIZES, GPU_SIZES, Case, KernelCases, Launch, Sizes
 from service.bench.report import Figure, python_script, script_environment, write_report
 from service.cli.table import print_grid, shown
@@ -64,8 +66,8 @@ def add_kernel_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_kernel_bench(settings: Settings, flags: argparse.Namespace) -> int:
     """Return 0; raises StartupError."""
-    ops, cases = _open(settings, is_model_named=flags.model is not None)
-    chosen = [case for case in cases.all() if flags.only is None or flags.only in case.op]
+    ops, cases, of_experts = _open(settings, is_model_named=flags.model is not None)
+    chosen = [case for case in chain(cases.all(), of_experts) if flags.only is None or flags.only in case.op]
     if not chosen:
         raise StartupError(f"--only: no operation's name contains {flags.only!r}")
     ceilings = measure_ceilings(ops)
@@ -128,7 +130,8 @@ def _round_s(ops: Ops, work: Callable[[], None], repeats: int) -> float:
     return ops.elapsed_s(begin, ops.record_event()) / repeats
 
 
-def _open(settings: Settings, is_model_named: bool) -> tuple[Ops, KernelCases]:
+def _open(settings: Settings, is_model_named: bool) -> tuple[Ops, KernelCases, Iterable[Case]]:
+    """Return a backend, its cases and those of experts, none if the model has none. Raises StartupError."""
     preset = settings.model_config
     try:
         dtype = read_model_config(replace(settings, load_format="dummy")).dtype
@@ -138,7 +141,11 @@ def _open(settings: Settings, is_model_named: bool) -> tuple[Ops, KernelCases]:
     if ops.name == "cuda" and preset is None and not is_model_named:
         preset = GPU_PRESET
     config = read_model_config(replace(settings, model_config=preset, load_format="dummy"))
-    return ops, KernelCases(ops, config, GPU_SIZES if ops.name == "cuda" else CPU_SIZES, settings.block_size)
+    sizes = GPU_SIZES if ops.name == "cuda" else CPU_SIZES
+    of_experts: Iterable[Case] = ()
+    if config.experts is not None:
+        of_experts = ExpertCases(ops, config.experts, config.hidden_size, sizes.rows).all()
+    return ops, KernelCases(ops, config, sizes, settings.block_size), of_experts
 
 
 def _launches(case: Case, sizes: Sizes) -> list[Launch]:

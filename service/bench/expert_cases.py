@@ -1,0 +1,115 @@
+"""Cases of `quire bench kernels` for layers of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from model.families.configs.family import ExpertsConfig
+from model.ops.interface import Array, ExpertGroups, Fp8Rows, Ops
+from model.ops.weight import Weight, WeightFormat
+from service.bench.kernel_cases import FP8_SIZE, Case, Launch
+
+SEED = 0
+
+
+class ExpertCases:
+    """Routing, grouped products and their sum for numbers of rows; a stack of weights is made once."""
+
+    def __init__(self, ops: Ops, experts: ExpertsConfig, hidden_size: int, rows: tuple[int, ...]):
+        self._ops = ops
+        self._experts = experts
+        self._hidden = hidden_size
+        self._rows = rows
+        self._rng = np.random.default_rng(SEED)
+        self._stacks: dict[tuple[WeightFormat, int, int], Weight] = {}
+
+    def all(self) -> Iterator[Case]:
+        """Yield every case, in the order of a layer."""
+        size = self._experts.intermediate_size
+        for rows in self._rows:
+            yield from self._routing(rows)
+            for kind in (WeightFormat.DENSE, WeightFormat.FP8):
+                yield self._product("gate_up", kind, rows, 2 * size, self._hidden)
+                yield self._product("down", kind, rows, self._hidden, size)
+            yield self._sum(rows)
+
+    def _routing(self, rows: int) -> Iterator[Case]:
+        ops, experts = self._ops, self._experts
+        num_experts, used = experts.num_experts, experts.num_used
+
+        def route(_: int) -> Launch:
+            logits = ops.upload(self._rng.standard_normal((rows, num_experts), np.float32))
+            return lambda: ops.route_experts(logits, used, experts.renormalises)
+
+        def group(_: int) -> Launch:
+            ids = ops.upload(self._ids(rows))
+            return lambda: ops.group_by_expert(ids, num_experts)
+
+        yield Case("route_experts", f"{rows} x {num_experts}", rows * (4 * num_experts + 8 * used), 0, route)
+        yield Case("group_by_expert", f"{rows} x {used}", 16 * rows * used, 0, group)
+
+    def _product(self, name: str, kind: WeightFormat, rows: int, width: int, inner: int) -> Case:
+        """Return a case that reads each expert in use once; `down` has sorted rows."""
+        ops, num_pairs, is_sorted = self._ops, rows * self._experts.num_used, name == "down"
+        num_in_use = len(np.unique(self._ids(rows)))
+
+        def make(_: int) -> Launch:
+            groups, stack = self._groups(rows), self._stack(kind, width, inner)
+            x: Array | Fp8Rows = self._random((num_pairs if is_sorted else rows, inner))
+            if kind is WeightFormat.FP8 and ops.has_fp8:
+                x = Fp8Rows(*map(ops.upload, map(ops.download, _parts(ops, x))))
+            return lambda: ops.experts_linear(x, stack, groups, is_sorted=is_sorted)
+
+        item = 1 if kind is WeightFormat.FP8 else ops.dtype.itemsize
+        num_bytes = num_in_use * width * inner * item + num_pairs * (inner + width) * ops.dtype.itemsize
+        size = f"{name} {kind} {rows} x {self._experts.num_used} of {num_in_use} x {width} x {inner}"
+        return Case("experts_linear", size, num_bytes, 2 * num_pairs * width * inner, make)
+
+    def _sum(self, rows: int) -> Case:
+        ops, used, hidden = self._ops, self._experts.num_used, self._hidden
+
+        def make(_: int) -> Launch:
+            groups, x = self._groups(rows), self._random((rows * used, hidden))
+            weights = ops.upload(self._rng.random((rows, used), np.float32))
+            return lambda: ops.combine_experts(x, groups, weights)
+
+        return Case("combine_experts", f"{rows} x {used}", rows * (used + 1) * hidden * ops.dtype.itemsize, 0, make)
+
+    def _ids(self, rows: int) -> np.ndarray:
+        """Return int32[rows, k] different experts a row, the same for the same `rows`."""
+        scores = np.random.default_rng(rows).random((rows, self._experts.num_experts))
+        return np.argsort(scores, axis=1)[:, : self._experts.num_used].astype(np.int32)
+
+    def _groups(self, rows: int) -> ExpertGroups:
+        """Return groups that outlive a scratch."""
+        ops = self._ops
+        with ops.scratch():
+            found = ops.group_by_expert(ops.upload(self._ids(rows)), self._experts.num_experts)
+            arrays = [ops.download(array) for array in (found.rows, found.places, found.offsets)]
+        return ExpertGroups(*map(ops.upload, arrays))
+
+    def _stack(self, kind: WeightFormat, width: int, inner: int) -> Weight:
+        """Return random weights [E, width, inner]."""
+        key = (kind, width, inner)
+        if key not in self._stacks:
+            ops, num_experts = self._ops, self._experts.num_experts
+            shape = (num_experts, width, inner)
+            if kind is WeightFormat.FP8:
+                matrix = self._rng.integers(0, 256, shape[1:], np.uint8) & np.uint8(0xF7)  # no NaN in e4m3
+            else:
+                matrix = (self._rng.standard_normal(shape[1:], np.float32) * np.float32(inner**-0.5)).astype(ops.dtype)
+            data = ops.upload(np.ascontiguousarray(np.broadcast_to(matrix, shape)))
+            scale = ops.upload(np.full(shape[:2], inner**-0.5 / FP8_SIZE, np.float32))
+            weight = Weight.fp8(data, scale) if kind is WeightFormat.FP8 else Weight(data)
+            self._stacks[key] = ops.prepare_weight(weight)
+        return self._stacks[key]
+
+    def _random(self, shape: tuple[int, int]) -> Array:
+        return self._ops.upload(self._rng.standard_normal(shape, np.float32).astype(self._ops.dtype))
+
+
+def _parts(ops: Ops, x: Array) -> tuple[Array, Array]:
+    rows = ops.quantise_rows(x)
+    return rows.data, rows.scale
