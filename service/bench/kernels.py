@@ -18,8 +18,8 @@ from model.errors import ModelError
 from model.ops.backend import open_ops
 from model.ops.interface import Ops
 from model.ops.weight import Weight
-from service.bench.expert_cases import ExpertCases
-from service.bench.kernel_cases import CPU_SIZES, GPU_SIZES, Case, KernelCases, Launch, Sizes
+from service.bench.cases.expert_cases import ExpertCases
+from service.bench.cases.kernel_cases import CPU_SIZES, GPU_SIZES, Case, KernelCases, Launch, Sizes
 from service.bench.report import Figure, python_script, script_environment, write_report
 from service.cli.table import print_grid, shown
 from service.config.settings import Settings

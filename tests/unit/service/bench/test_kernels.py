@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from service.bench.kernel_cases import Case
+from service.bench.cases.kernel_cases import Case
 from service.bench.kernels import Ceilings, figures_of
 from service.cli.main import main
 from tests.support.kernel_table import kernels_of, read_readme

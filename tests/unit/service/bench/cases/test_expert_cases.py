@@ -6,7 +6,7 @@ import numpy as np
 
 from model.families.configs.family import ExpertsConfig
 from model.ops.cpu.ops import NumpyOps
-from service.bench.expert_cases import ExpertCases
+from service.bench.cases.expert_cases import ExpertCases
 
 EXPERTS = ExpertsConfig(num_experts=6, num_used=2, intermediate_size=16, renormalises=True, layers=(True,))
 

@@ -9,7 +9,7 @@ import numpy as np
 from model.families.configs.family import ExpertsConfig
 from model.ops.interface import Array, ExpertGroups, Fp8Rows, Ops
 from model.ops.weight import Weight, WeightFormat
-from service.bench.kernel_cases import FP8_SIZE, Case, Launch
+from service.bench.cases.kernel_cases import FP8_SIZE, Case, Launch
 
 SEED = 0
 
