@@ -18,6 +18,7 @@ from model.weights.checkpoint import LM_HEAD
 from model.weights.formats.stored_matrix import BLOCK, StoredMatrix
 
 FLAG = "--tensor-parallel-size"
+SIZES = (1, 2, 4, 8)
 
 
 class Sharding:
@@ -99,7 +100,7 @@ def _in_units(split: Split, unit: int, num_ranks: int, module: str) -> Split:
         part = section.size * section.copies // num_ranks
         if part % unit:
             what = "rows" if split.axis == 0 else "inputs"
-            allowed = [n for n in (1, 2, 4, 8) if section.size // math.gcd(n, section.size) % unit == 0]
+            allowed = [n for n in SIZES if section.size // math.gcd(n, section.size) % unit == 0]
             raise ModelError(
                 f"{module}: a block or group of {unit} {what} straddles ranks, which have {part} each "
                 f"({FLAG} {', '.join(map(str, allowed))})"
@@ -116,7 +117,8 @@ def _check(config: ModelConfig, num_ranks: int) -> None:
         counts["columns of an expert"] = experts.intermediate_size
     for what, count in counts.items():
         if count % num_ranks:
-            raise ModelError(f"{FLAG}: {num_ranks} does not divide {count} {what} (1, or a divisor)")
+            allowed = ", ".join(str(each) for each in SIZES if count % each == 0)
+            raise ModelError(f"{FLAG}: {num_ranks} does not divide {count} {what} ({allowed})")
     if kv_heads % num_ranks and num_ranks % kv_heads:
         raise ModelError(f"{FLAG}: of {num_ranks} ranks and {kv_heads} KV heads neither divides the other (1)")
     if config.vocab_size < num_ranks:
