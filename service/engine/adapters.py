@@ -93,10 +93,10 @@ def check_adapters(settings: Settings, ops: Ops) -> None:
     """Raises StartupError for adapters where they are not served."""
     if not settings.enable_lora:
         return
-    if adapter_ops(ops) is None:
-        raise StartupError("--enable-lora: not on a GPU yet (--device cpu, or merge the adapter into the weights)")
     if settings.tensor_parallel_size > 1:
         raise StartupError("--enable-lora: not with --tensor-parallel-size yet (1)")
+    if adapter_ops(ops) is None:
+        raise StartupError("--enable-lora: not on a GPU yet (--device cpu, or merge the adapter into the weights)")
     if settings.max_cpu_loras is not None and settings.max_cpu_loras < settings.max_loras:
         raise StartupError(f"--max-cpu-loras: {settings.max_cpu_loras} is below --max-loras ({settings.max_loras})")
 
