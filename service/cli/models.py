@@ -34,13 +34,18 @@ def with_model(settings: Settings) -> Settings:
     if settings.model_config is not None and settings.model is None:
         return replace(settings, model=DEMO_MODEL)
     found = located(settings.model or DEMO_MODEL, settings.revision, settings.download_dir)
-    name = settings.served_model_name or found.name
+    name, drafts = settings.served_model_name or found.name, settings.speculative_config
+    if drafts is not None and drafts.method == "draft_model":
+        folder = located(drafts.model or DEMO_MODEL, None, settings.download_dir, flag="--speculative-config").folder
+        settings = replace(settings, speculative_config=replace(drafts, model=folder))
     return replace(settings, model=found.folder, served_model_name=name, revision=None, download_dir=None)
 
 
-def located(model: Path, revision: str | None = None, download_dir: Path | None = None) -> LocatedModel:
-    """Return the folder of a model, a download included. Raises StartupError."""
+def located(
+    model: Path, revision: str | None = None, download_dir: Path | None = None, *, flag: str = "--model"
+) -> LocatedModel:
+    """Return the folder of a model, a download included. Raises StartupError that names the flag."""
     try:
         return locate_model(str(model), os.environ, revision, download_dir)
     except ModelError as error:
-        raise StartupError(f"--model: {error}") from None
+        raise StartupError(f"{flag}: {error}") from None

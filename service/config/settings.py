@@ -224,8 +224,8 @@ class Settings:
     speculative_config: SpeculativeConfig | None = _setting(
         None,
         "JSON of how decodes draft tokens, in vLLM's keys, on a CPU: "
-        '{"method": "ngram", "num_speculative_tokens": 4} (also suffix, eagle3; default: only tokens that a '
-        "grammar forces)",
+        '{"method": "ngram", "num_speculative_tokens": 4} (also suffix, eagle3, draft_model; default: only tokens '
+        "that a grammar forces)",
         verbs=(SERVE, WORKER, BENCH),
         parse=parse_speculative_config,
     )

@@ -41,6 +41,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
         "suffix_decoding_min_token_prob",
     ),
     "eagle3": ("model", "num_speculative_tokens"),
+    "draft_model": ("model", "num_speculative_tokens"),
 }
 _BOUNDS: Mapping[str, tuple[float, float]] = {
     "num_speculative_tokens": (1, MAX_SPECULATIVE_TOKENS),
@@ -52,7 +53,7 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     "suffix_decoding_min_token_prob": (0.0, 1.0),
 }
 _FLOATS = ("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob")
-_NOT_BUILT = ("draft_model", "eagle", "medusa", "mlp_speculator", "mtp", "dflash")
+_NOT_BUILT = ("eagle", "medusa", "mlp_speculator", "mtp", "dflash")
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig:
@@ -74,6 +75,8 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
         raise ValueError(f"{method} has no key {unknown[0]} ({', '.join(_KEYS[method])})")
     if "num_speculative_tokens" not in given and method != "eagle3":
         raise ValueError(f"{method} needs num_speculative_tokens")
+    if method == "draft_model" and "model" not in given:
+        raise ValueError("draft_model needs model")
     values = {key: _checked(key, value) for key, value in given.items()}
     values = _with_both_lengths(values) if method == "ngram" else values
     return SpeculativeConfig(method=method, **values)

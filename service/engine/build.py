@@ -22,6 +22,7 @@ from service.config.settings import Settings
 from service.engine.adapters import build_adapters, check_adapters, open_slots, slots_bytes
 from service.engine.drafting.build import build_drafter, build_speculation, check_speculation, load_drafter
 from service.engine.drafting.drafter import Drafter
+from service.engine.drafting.eagle3 import Eagle3Drafter
 from service.engine.drafting.models import PlannedDraftModel, plan_draft_model
 from service.engine.engine import Engine
 from service.engine.execution.executor import ModelExecutor
@@ -93,7 +94,7 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     ops = open_devices(settings, config)
     check_speculation(settings, ops)
     check_adapters(settings, ops)
-    draft = plan_draft_model(settings, config)
+    draft = plan_draft_model(settings, config, ops)
     sized = size_engine(settings, config, ops, load_format=settings.load_format, progress=progress, draft=draft)
     executor, memory = sized.executor, sized.memory
     limits = Limits(
@@ -145,7 +146,7 @@ def _attach(
     shape = draft.block_shape(memory.block_size)
     blocks, cache, own = allocate_with_draft(model.ops, model.config, memory.num_blocks, memory.block_size, shape)
     drafter = load_drafter(draft, model, own, memory.max_model_len)
-    attach(cache, blocks=blocks, states=drafter)
+    attach(cache, blocks=blocks, states=drafter if isinstance(drafter, Eagle3Drafter) else None)
     return drafter
 
 

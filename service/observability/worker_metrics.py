@@ -168,7 +168,7 @@ WORKER_METRICS = (
             index,
         )
         for outcome in ("drafted", "accepted")
-        for index, source in enumerate(("grammar", "ngram", "suffix", "eagle3"))
+        for index, source in enumerate(("grammar", "ngram", "suffix", "eagle3", "draft_model"))
     ),
     _gauge(
         "mean_draft_length",

@@ -9,7 +9,7 @@ from model.adapter_slots import AdapterSlots
 from model.config import ModelConfig
 from model.families.eagle3 import Eagle3Head
 from model.families.llama import Llama
-from model.kv_cache import allocate, allocate_with_draft
+from model.kv_cache import allocate, allocate_with_draft, block_shape
 from model.kv_scales import kv_format
 from model.ops.interface import Ops
 from model.sampling_params import SamplingParams
@@ -18,6 +18,7 @@ from model.text.tokenizer import Tokenizer
 from model.weights.loader import load_model
 from model.weights.lora.adapter import LoraAdapter, read_adapter
 from service.engine.adapters import Adapters
+from service.engine.drafting.draft_model import DraftModelDrafter
 from service.engine.drafting.drafter import Drafter
 from service.engine.drafting.eagle3 import Eagle3Drafter
 from service.engine.engine import Engine
@@ -75,10 +76,11 @@ class DemoEngines:
         num_host_blocks: int = 0,
         poisons: bool = False,
         drafter: Drafter | None = None,
-        head: Eagle3Head | None = None,
+        draft: Eagle3Head | Llama | None = None,
         num_adapter_slots: int = 0,
     ) -> Engine:
-        """With `poisons`, blocks hold NaN from when they are freed until they are written. A `head` drafts."""
+        """With `poisons`, blocks hold NaN from when they are freed until they are written. `draft`: a head or a smaller
+        model."""
         kv = KVManager(
             num_blocks,
             block_size,
@@ -87,14 +89,16 @@ class DemoEngines:
             swapping=num_host_blocks > 0,
         )
         poisoned = kv.pool if poisons else None
-        if head is None:
+        if draft is None:
             executor = self.executor(num_blocks, max_num_seqs, block_size, num_host_blocks, poisoned, num_adapter_slots)
         else:
-            shape, executor = head.config.block_shape(block_size), self._executor(max_num_seqs, block_size, poisoned)
+            is_head, executor = isinstance(draft, Eagle3Head), self._executor(max_num_seqs, block_size, poisoned)
+            shape = draft.config.block_shape(block_size) if is_head else block_shape(draft.config, block_size)
             sizes = (num_blocks + poisons, block_size)
             blocks, cache, own = allocate_with_draft(self.model.ops, self._config, *sizes, shape)
-            drafter = Eagle3Drafter(head, own)
-            executor.attach(cache, blocks=blocks, states=drafter, num_host_blocks=num_host_blocks)
+            drafter = Eagle3Drafter(draft, own) if is_head else DraftModelDrafter(draft, own)
+            states = drafter if is_head else None
+            executor.attach(cache, blocks=blocks, states=states, num_host_blocks=num_host_blocks)
         limits = Limits(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_prefill_chunk=budget, max_model_len=MAX_LEN
         )

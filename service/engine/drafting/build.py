@@ -5,12 +5,16 @@ import time
 import numpy as np
 
 from model.batch import Batch
+from model.config import ModelConfig
 from model.errors import ModelError
 from model.families.eagle3 import load_eagle3
 from model.families.llama import Llama
+from model.ops.backend import open_ops
 from model.ops.interface import Array, Ops
+from model.weights.loader import load_model
 from service.config.settings import Settings
 from service.config.speculative import SpeculativeConfig
+from service.engine.drafting.draft_model import DraftModelDrafter
 from service.engine.drafting.drafter import MAX_DRAFTS, Drafter
 from service.engine.drafting.eagle3 import Eagle3Drafter
 from service.engine.drafting.lengths import DraftLengths, StepCost
@@ -57,7 +61,7 @@ def build_speculation(
     if wanted is None or drafter is None or not executor.model.config.has_head:
         return Speculation(kv, vocab_size)
     cost = measure_step_cost(executor.model, executor.kv, max_model_len)
-    proposed = None if draft is None else draft.config.num_speculative_tokens
+    proposed = None if draft is None else draft.num_proposed
     max_drafts = wanted.num_speculative_tokens or proposed or DEFAULT_DRAFTS
     return Speculation(kv, vocab_size, drafter, max_drafts, DraftLengths(cost))
 
@@ -76,13 +80,17 @@ def build_drafter(wanted: SpeculativeConfig | None) -> Drafter | None:
     )
 
 
-def load_drafter(draft: PlannedDraftModel, model: Llama, kv: Array, max_model_len: int) -> Eagle3Drafter:
-    """Load a head for `model`, with its cache `kv`. Raises StartupError."""
+def load_drafter(
+    draft: PlannedDraftModel, model: Llama, kv: Array, max_model_len: int
+) -> Eagle3Drafter | DraftModelDrafter:
+    """Load a head or draft model for `model`, with its cache `kv`. Raises StartupError."""
     try:
-        head = load_eagle3(draft.folder, model.config, model.weights.embedding, max_model_len)
+        if isinstance(draft.config, ModelConfig):
+            ops = open_ops("cpu", model.ops.dtype.name, draft.config.dtype)  # its cache is not rounded
+            return DraftModelDrafter(load_model(draft.folder, draft.config, ops, max_model_len), kv)
+        return Eagle3Drafter(load_eagle3(draft.folder, model.config, model.weights.embedding, max_model_len), kv)
     except ModelError as error:
         raise StartupError(f"--speculative-config: {error}") from None
-    return Eagle3Drafter(head, kv)
 
 
 def measure_step_cost(model: Llama, kv: Array, max_model_len: int) -> StepCost:

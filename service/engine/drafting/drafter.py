@@ -8,7 +8,7 @@ from service.engine.sequence import Sequence
 MAX_DRAFTS = 16
 """Draft tokens of a sequence in a step."""
 
-GRAMMAR, NGRAM, SUFFIX, EAGLE3 = SOURCES = ("grammar", "ngram", "suffix", "eagle3")
+GRAMMAR, NGRAM, SUFFIX, EAGLE3, DRAFT_MODEL = SOURCES = ("grammar", "ngram", "suffix", "eagle3", "draft_model")
 
 
 class Drafter(Protocol):

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.families.eagle3 import Eagle3Config
+from model.kv_cache import block_shape
+from model.ops.interface import Ops
+from model.text.tokenizer import Tokenizer
+from model.weights.loader import plan_weights
 from service.config.settings import Settings
+from service.config.speculative import SpeculativeConfig
 from service.errors import StartupError
 
 EAGLE3_FOLDER = "eagle3"
@@ -18,19 +24,59 @@ EAGLE3_FOLDER = "eagle3"
 @dataclass(frozen=True)
 class PlannedDraftModel:
     folder: Path
-    config: Eagle3Config
+    config: Eagle3Config | ModelConfig
     num_bytes: int  # of the weights
 
     def block_shape(self, block_size: int) -> tuple[int, ...]:
         """Return [L, 2 (keys, values), Hkv, B, D]."""
-        return self.config.block_shape(block_size)
+        if isinstance(self.config, Eagle3Config):
+            return self.config.block_shape(block_size)
+        return block_shape(self.config, block_size)
+
+    @property
+    def num_proposed(self) -> int | None:
+        """Draft tokens that its makers propose."""
+        return self.config.num_speculative_tokens if isinstance(self.config, Eagle3Config) else None
 
 
-def plan_draft_model(settings: Settings, target: ModelConfig) -> PlannedDraftModel | None:
-    """Read the config of the settings' head; None without one. Raises StartupError."""
+def plan_draft_model(settings: Settings, target: ModelConfig, ops: Ops) -> PlannedDraftModel | None:
+    """Read the config of the settings' head or draft model; None without one. Raises StartupError."""
     wanted = settings.speculative_config
-    if wanted is None or wanted.method != "eagle3" or not target.has_head:
+    if wanted is None or not target.has_head:
         return None
+    if wanted.method == "eagle3":
+        return _eagle3(settings, wanted, target)
+    if wanted.method == "draft_model" and wanted.model is not None:
+        return _draft_model(settings, wanted.model, ops)
+    return None
+
+
+def _draft_model(settings: Settings, folder: Path, ops: Ops) -> PlannedDraftModel:
+    if settings.model is None or settings.model_config is not None:
+        raise StartupError("--speculative-config: draft_model needs a model folder, whose vocabulary is compared")
+    try:
+        config = ModelConfig.read(folder)
+        num_bytes = plan_weights(folder, config, ops.dtype).num_bytes
+        ours, theirs = (_vocabulary(each) for each in (Path(settings.model), folder))
+    except ModelError as error:
+        raise StartupError(f"--speculative-config: {error}") from None
+    if not config.has_head:
+        raise StartupError(f"--speculative-config: {folder}: the model generates nothing")
+    differing = sum(a != b for a, b in zip_longest(ours, theirs))
+    if differing:
+        raise StartupError(
+            f"--speculative-config: {folder}: {differing} of {len(ours)} tokens differ from the model's (a draft model "
+            "has the same vocabulary)"
+        )
+    return PlannedDraftModel(folder, config, num_bytes)
+
+
+def _vocabulary(folder: Path) -> list[bytes]:
+    tokenizer = Tokenizer.read(folder)
+    return [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
+
+
+def _eagle3(settings: Settings, wanted: SpeculativeConfig, target: ModelConfig) -> PlannedDraftModel:
     if wanted.model is None and (settings.model is None or settings.model_config is not None):
         raise StartupError("--speculative-config: eagle3 needs a model folder")
     folder = wanted.model or Path(settings.model or "") / EAGLE3_FOLDER

@@ -14,6 +14,7 @@ from service.config.speculative import SpeculativeConfig, parse_speculative_conf
         ({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}, {}),
         ({"method": "suffix", "num_speculative_tokens": 16, "suffix_decoding_max_spec_factor": 2}, {}),
         ({"method": "eagle3"}, {}),
+        ({"model": "x/y", "num_speculative_tokens": 5}, {"method": "draft_model", "model": Path("x/y")}),
         ({"method": "eagle3", "num_speculative_tokens": 2, "model": "x/y"}, {"model": Path("x/y")}),
     ],
 )
@@ -28,8 +29,10 @@ def test_vllms_keys(given, wanted):
     [
         ("ngram", "not JSON"),
         ("[]", "a JSON object"),
-        ({}, "method must be one of ngram, suffix, eagle3"),
-        ({"method": "draft_model"}, r"method draft_model is not supported \(ngram, suffix, eagle3\)"),
+        ({}, "method must be one of ngram, suffix, eagle3, draft_model"),
+        ({"method": "medusa"}, r"method medusa is not supported \(ngram, suffix, eagle3, draft_model\)"),
+        ({"method": "draft_model", "num_speculative_tokens": 3}, "draft_model needs model"),
+        ({"model": "x"}, "draft_model needs num_speculative_tokens"),
         ({"method": 3}, "method must be"),
         ({"method": "ngram"}, "ngram needs num_speculative_tokens"),
         ({"method": "eagle3", "model": 3}, "model must be a folder or org/name"),

@@ -14,7 +14,7 @@ from service.engine.drafting.ngram import NgramDrafter
 from service.engine.drafting.suffix import SuffixDrafter
 from service.engine.request import BranchHistory, EngineRequest
 from tests.fakes.drafters import KnowingDrafter, LyingDrafter, OutOfRangeDrafter, WrongLengthDrafter
-from tests.support.demo_engine import DEMO, MAX_LEN, DemoEngines
+from tests.support.demo_engine import DEMO, MAX_LEN, TWO_LAYERS, DemoEngines
 from tests.support.told import run_steps
 
 KINDS = {
@@ -40,20 +40,20 @@ DRAFTERS = {
 }
 
 
-HEADS = ("eagle3", "lying head")
+HEADS = ("eagle3", "lying head", "two layers", "same model")
 
 
 @pytest.fixture(scope="module")
 def heads(engines):
-    """The demo model's head, and one that says anything."""
+    """The demo model's head, one that says anything, and draft models."""
     model = engines.model
     head = load_eagle3(DEMO / "eagle3", model.config, model.weights.embedding, MAX_LEN)
     rng = np.random.default_rng(0)
     weights = {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in head.config.shapes().items()}
     token_ids = rng.integers(0, model.config.vocab_size, head.config.draft_vocab_size)
-    return dict(
-        zip(HEADS, (head, Eagle3Head(head.config, weights, token_ids, model.weights.embedding, MAX_LEN)), strict=True)
-    )
+    liar = Eagle3Head(head.config, weights, token_ids, model.weights.embedding, MAX_LEN)
+    two_layers = DemoEngines(model.ops, num_layers=TWO_LAYERS).model
+    return dict(zip(HEADS, (head, liar, two_layers, model), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def answers(plain):
 
 @pytest.mark.parametrize("name", [*DRAFTERS, *HEADS])
 def test_drafts_change_no_token(engines, heads, requests, plain, answers, name):
-    how = {"head": heads[name]} if name in HEADS else {"drafter": DRAFTERS[name](answers)}
+    how = {"draft": heads[name]} if name in HEADS else {"drafter": DRAFTERS[name](answers)}
     engine = engines.make(num_blocks=60, block_size=16, num_host_blocks=20, **how)
     told = told_by(engine, requests)
     for one in requests:
@@ -111,6 +111,8 @@ def test_drafts_change_no_token(engines, heads, requests, plain, answers, name):
         assert stats.num_accepted_by_source[1] == stats.num_drafted_by_source[1]
     if name == "eagle3":
         assert stats.num_accepted_by_source[3] > 50
+    if name == "same model":
+        assert stats.num_accepted_by_source[4] > 150
     assert stats.num_output_tokens == sum(map(len, answers.values()))
 
 

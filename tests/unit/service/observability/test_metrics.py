@@ -104,7 +104,7 @@ NUMBERS = {
             {"source": source},
         )
         for outcome in ("drafted", "accepted")
-        for source in ("grammar", "ngram", "suffix", "eagle3")
+        for source in ("grammar", "ngram", "suffix", "eagle3", "draft_model")
     },
 }
 """What a worker says: a value of its own, and where it stands on the page."""

@@ -14,11 +14,12 @@ from tests.support.demo_engine import DEMO
 
 SETTINGS = Settings(model=DEMO, device="cpu", num_gpu_blocks=64, max_model_len=256, max_num_seqs=8)
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=8, prompt_lookup_min=2)
+DRAFT_MODEL = SpeculativeConfig(method="draft_model", model=DEMO, num_speculative_tokens=4)
 EAGLE3 = SpeculativeConfig(method="eagle3")
 SUFFIX = SpeculativeConfig(method="suffix", num_speculative_tokens=8)
 
 
-@pytest.mark.parametrize(("wanted", "source"), [(NGRAM, 1), (SUFFIX, 2), (EAGLE3, 3), (None, 0)])
+@pytest.mark.parametrize(("wanted", "source"), [(NGRAM, 1), (SUFFIX, 2), (EAGLE3, 3), (DRAFT_MODEL, 4), (None, 0)])
 def test_a_built_engine_drafts_as_asked(wanted, source):
     engine = build_engine(replace(SETTINGS, speculative_config=wanted), progress=False).engine
     engine.speculation.lengths.cost = None  # as many as there are, however slow this machine is

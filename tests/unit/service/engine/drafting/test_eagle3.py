@@ -35,7 +35,7 @@ def drafted(engine):
 
 
 def test_a_prompt_found_in_the_cache_is_drafted_for_as_if_computed(engines, head):
-    cold, warm = (engines.make(head=head, prefix_caching=True) for _ in range(2))
+    cold, warm = (engines.make(draft=head, prefix_caching=True) for _ in range(2))
     wanted = run(cold, "a").branches
     run(warm, "first", max_tokens=1)
     before = drafted(warm)
@@ -45,7 +45,7 @@ def test_a_prompt_found_in_the_cache_is_drafted_for_as_if_computed(engines, head
 
 def test_a_short_catch_up_computes_the_keys_of_a_long_one(engines, head):
     """Keys that are written in parts, with rejected drafts between, are those of the tokens in the end."""
-    stepwise, at_once = (engines.make(head=head, prefix_caching=True) for _ in range(2))
+    stepwise, at_once = (engines.make(draft=head, prefix_caching=True) for _ in range(2))
     tokens = run(stepwise, "a").branches[0]
     run(at_once, "a", (*PROMPT, *tokens), max_tokens=1)
     caches = [engine.speculation._drafter._kv for engine in (stepwise, at_once)]
@@ -58,12 +58,12 @@ def test_a_short_catch_up_computes_the_keys_of_a_long_one(engines, head):
 
 def test_poisoned_blocks_change_no_token(engines, head):
     requests = [("a", {}), ("b", {"n": 2, "best_of": 2, "temperature": 0.8, "seed": 1}), ("c", {"temperature": 0.9})]
-    plain, poisoned = engines.make(), engines.make(num_blocks=24, head=head, poisons=True, num_host_blocks=8)
+    plain, poisoned = engines.make(), engines.make(num_blocks=24, draft=head, poisons=True, num_host_blocks=8)
     for name, params in requests:
         assert run(poisoned, name, **params).branches == run(plain, name, **params).branches
 
 
 def test_an_ended_sequence_keeps_no_states(engines, head):
-    engine = engines.make(head=head)
+    engine = engines.make(draft=head)
     run(engine, "a", max_tokens=2)
     assert engine.speculation._drafter._states == {}
