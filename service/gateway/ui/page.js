@@ -16,11 +16,13 @@ export function element(tag, attributes = {}, ...children) {
 /** Make the children of `container` those of `items`, by key; elements that stay keep focus and selection. */
 export function reconcile(container, items, key, make, update) {
   const known = new Map([...container.children].map((child) => [child.dataset.key, child]));
+  const names = items.map((item) => String(key(item)));
+  const wanted = new Set(names);
+  for (const [name, child] of known) if (!wanted.has(name)) child.remove(); // first: what is moved loses focus
   let place = container.firstElementChild;
-  for (const item of items) {
-    const name = String(key(item));
+  for (const [index, item] of items.entries()) {
+    const name = names[index];
     let child = known.get(name);
-    known.delete(name);
     if (!child) {
       child = make(item);
       child.dataset.key = name;
@@ -29,7 +31,6 @@ export function reconcile(container, items, key, make, update) {
     if (child === place) place = place.nextElementSibling;
     else container.insertBefore(child, place);
   }
-  for (const gone of known.values()) gone.remove();
 }
 
 export const number = (value, digits = 0) =>
@@ -39,10 +40,12 @@ export const number = (value, digits = 0) =>
 
 export const percent = (share) => `${(100 * share).toFixed(1)} %`;
 
-/** Number with three digits and a unit letter: 1,234,000 is 1.23M. */
+/** Number with three digits, whole below 10,000, else with a unit letter: 1,234,000 is 1.23M. */
 export function compact(value) {
   if (value === null || value === undefined) return "–";
-  if (value !== 0 && Math.abs(value) < 10) return number(value, Math.abs(value) < 0.1 ? 3 : 2);
+  const size = Math.abs(value);
+  if (size !== 0 && size < 10) return number(value, size < 0.1 ? 3 : 2);
+  if (size >= 1000 && size < 10_000) return number(value);
   return value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 });
 }
 

@@ -110,3 +110,23 @@ def test_the_thread_shows_that_it_moves_and_falls_silent_in_a_step():
     assert harness.thread.silent_s < 1.0
     harness.thread.send(Stop(EndReason.SHUTDOWN))
     assert harness.thread.join(WAIT_S)
+
+
+def test_tables_are_read_while_a_page_is_open():
+    """And no longer: neither a map nor a table is left of an earlier look."""
+    harness = Harness(ScriptedExecutor(64, 4, step_s=0.02))
+    harness.add("long", 250)
+    harness.outputs.get(timeout=WAIT_S)
+    assert harness.thread.tables == ()
+    harness.thread.set_watched(True)
+    while not harness.thread.tables:
+        harness.outputs.get(timeout=WAIT_S)
+    (view,) = harness.thread.tables
+    assert (view.request_id, view.num_prompt_tokens) == ("long", 2)
+    assert len(harness.thread.blocks) == 64
+    harness.thread.set_watched(False)
+    while harness.thread.tables:
+        harness.outputs.get(timeout=WAIT_S)
+    assert harness.thread.blocks == b""
+    harness.thread.send(Stop(EndReason.SHUTDOWN))
+    harness.thread.join(WAIT_S)

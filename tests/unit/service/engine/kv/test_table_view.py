@@ -6,11 +6,14 @@ from model.sampling_params import SamplingParams
 from service.engine.engine import Engine
 from service.engine.kv import table_view
 from service.engine.kv.kv_manager import KVManager
-from service.engine.kv.table_view import CACHED, WRITABLE, view_tables
+from service.engine.kv.table_view import ARRIVING, CACHED, WRITABLE, view_tables
 from service.engine.request import EngineRequest
+from service.engine.scheduling.fair_share import FairShare
 from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.preemption import Preemption
+from service.engine.scheduling.speculation import Speculation
 from service.engine.sequence import SequenceGroup
-from tests.fakes.scripted_executor import ScriptedExecutor
+from tests.fakes.scripted_executor import VOCAB_SIZE, ScriptedDrafter, ScriptedExecutor
 
 SIZE = 4
 
@@ -75,3 +78,40 @@ def test_an_engine_shows_its_sequences_and_no_tokens(num_steps):
     assert (view.request_id, view.num_prompt_tokens) == ("r", 9)
     assert view.num_computed_tokens >= 9
     assert str(secret) not in repr(view)
+
+
+def test_a_swapped_sequence_shows_its_host_blocks():
+    executor = ScriptedExecutor(24, SIZE, runs_ahead=True, num_host_blocks=40, transfer_steps=1)
+    kv = KVManager(24, SIZE, swapping=True)
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_prefill_chunk=64, max_model_len=64)
+    engine = Engine(executor, kv, limits, frozenset(), preemption=Preemption(kv, FairShare(kv, 8), None, "swap"))
+    for name in "abcdef":
+        sampling = SamplingParams(max_tokens=30)
+        engine.add_request(EngineRequest(request_id=name, prompt=(ord(name), *range(9)), sampling=sampling))
+    swapped, arriving = [], 0
+    while engine.has_work:
+        engine.step()
+        for view in engine.view_tables():
+            swapped += [len(view.host_blocks)] if view.host_blocks and not view.num_blocks else []
+            arriving += view.states.count(ARRIVING)
+            assert len(view.blocks) == view.num_blocks == len(view.states)
+        engine.drain_outputs()
+    assert engine.stats().num_swapped > 0
+    assert max(swapped) > 1
+    assert arriving > 0
+    assert engine.view_tables() == ()
+
+
+def test_drafts_of_the_last_step_are_shown():
+    kv = KVManager(200, SIZE)
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=40, max_prefill_chunk=40, max_model_len=128)
+    speculation = Speculation(kv, VOCAB_SIZE, ScriptedDrafter(8, 1000), 8)
+    engine = Engine(ScriptedExecutor(200, SIZE), kv, limits, frozenset(), speculation=speculation)
+    engine.add_request(EngineRequest(request_id="a", prompt=(1, 2), sampling=SamplingParams(max_tokens=60)))
+    shown = set()
+    while engine.has_work:
+        engine.step()
+        shown |= {(view.num_drafted, view.num_accepted) for view in engine.view_tables()}
+        engine.drain_outputs()
+    assert any(0 < num_accepted <= num_drafted for num_drafted, num_accepted in shown)
+    assert speculation.last_drafts == {}
