@@ -45,8 +45,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
-        own = _layer_shapes(config, config.has_experts(layer))
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes(config, layer).items()}
     shapes[FINAL_NORM] = (hidden,)
     if config.has_head and not config.tied_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, hidden)
@@ -229,13 +228,14 @@ def _module_of(name: str, modules: Container[str]) -> tuple[str | None, str]:
     return None, name
 
 
-def _layer_shapes(config: ModelConfig, has_experts: bool) -> dict[str, tuple[int, ...]]:
+def layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of a layer, by its name after the layer's."""
     hidden, tensors = config.hidden_size, config.tensors
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     modules = {
         **_divided(tensors.qkv, (q_size, kv_size, kv_size), hidden, config.qkv_bias),
         tensors.output: (hidden, q_size, config.output_bias),
-        **(_expert_modules(config) if has_experts else _mlp_modules(config)),
+        **(_expert_modules(config) if config.has_experts(layer) else _mlp_modules(config)),
     }
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (num_outputs, num_inputs, has_bias) in modules.items():

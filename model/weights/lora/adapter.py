@@ -13,7 +13,7 @@ import numpy as np
 from model.config import ModelConfig
 from model.dtypes import all_finite
 from model.errors import ModelError
-from model.weights.checkpoint import expected_shapes
+from model.weights.checkpoint import expected_shapes, layer_shapes
 from model.weights.folding import row_orders
 from model.weights.lora.config import AdapterConfig, read_adapter_config
 from model.weights.safetensors_file import FLOAT_DTYPES, StoredTensor, read_safetensors
@@ -59,9 +59,9 @@ class _Place:
 
 def product_shapes(config: ModelConfig, layer: int) -> dict[str, list[tuple[int, int]]]:
     """Return each product's parts of a layer, as (N, K)."""
-    shapes = expected_shapes(config)
+    shapes = layer_shapes(config, layer)
     return {
-        product: [_two(shapes[f"model.layers.{layer}.{module}.weight"]) for module in modules]
+        product: [_two(shapes[f"{module}.weight"]) for module in modules]
         for product, modules in _modules(config, layer).items()
     }
 
@@ -167,8 +167,6 @@ def _places(config: ModelConfig) -> dict[str, _Place]:
         for product, modules in _modules(config, layer).items():
             for part, module in enumerate(modules):
                 name = f"model.layers.{layer}.{module}"
-                if name + ".weight" not in shapes:  # a layer of experts
-                    continue
                 places[name] = _Place(layer, product, part, _two(shapes[f"{name}.weight"]), orders.get(module))
     return places
 

@@ -13,6 +13,7 @@ from model.weights.loader import load_model
 from model.weights.lora.adapter import read_adapter
 from tests.support.adapters import merged_model, write_adapter
 from tests.support.demo_engine import DEMO
+from tests.support.goldens import Golden
 from tests.support.paged import PagedSequences
 
 MAX_LEN = 64
@@ -79,6 +80,20 @@ def test_mixed_ranks_in_one_batch_as_merged(config, base, written, tmp_path):
             np.testing.assert_allclose(logits[sequence], wanted[step][sequence], atol=1e-4)
             differs = np.abs(logits[sequence] - plain[step][sequence]).max() > 1e-2
             assert differs == (slot != NO_SLOT)
+
+
+def test_attention_of_a_model_with_experts_as_merged(tmp_path):
+    golden = Golden.load("qwen3_moe_dense_layer_bf16")
+    config, base = ModelConfig.read(golden.folder), golden.model(NumpyOps())
+    written = write_adapter(tmp_path / "adapter", config, targets=("q_proj", "o_proj"))
+    slots = AdapterSlots(config, base.ops, base.ops, 1, 8)
+    slots.write(0, read_adapter(written.folder, config, FLOAT32, 8))
+    tokens = [(0, golden.token_ids[:20])]
+    merged = merged_model(golden.folder, written, tmp_path / "merged", MAX_LEN)
+    [wanted] = PagedSequences(merged, 1, MAX_LEN, 8).forward(tokens)
+    [logits] = AdaptedSequences(base, slots, [0]).forward(tokens)
+    np.testing.assert_allclose(logits, wanted, atol=1e-4)
+    assert np.abs(logits - golden.logits[:20]).max() > 1e-2
 
 
 def test_a_slot_is_overwritten_whole(config, base, written):
