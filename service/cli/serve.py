@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from service.cli.processes.children import ChildGroup
-from service.cli.processes.gateways import open_gateways, reserved_port
+from service.cli.processes.gateways import open_gateways, require_ports
 from service.cli.processes.workers import devices_of_workers, make_workers, visible_devices
 from service.cli.roles import run_until_signalled, supervised
 from service.config.settings import GATEWAY, WORKER, Settings
@@ -41,8 +41,7 @@ async def _serve(settings: Settings, stop: asyncio.Event) -> int:
     supervisor = Supervisor(os.environ)
     ends: dict[asyncio.Task[Any], str] = {}
     devices = devices_of_workers(settings, os.environ, visible_devices(os.environ))
-    with reserved_port(settings.host, settings.port):
-        pass  # fail before anything has started
+    require_ports(settings)
     async with supervised(supervisor, stop, by_loop=True), AsyncExitStack() as exits:
         if settings.redis_url is None:
             if settings.redis_password_file is not None:

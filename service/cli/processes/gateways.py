@@ -41,6 +41,14 @@ def open_gateways(settings: Settings) -> Iterator[ChildGroup]:
         yield ChildGroup([_member(replace(settings, port=port), group) for group in groups])
 
 
+def require_ports(settings: Settings) -> None:
+    """Raises StartupError if the gateways could not listen."""
+    if settings.api_server_count > 1:
+        share_of(settings, GatewayGroup(Path(), 0, settings.api_server_count))
+    with reserved_port(settings.host, settings.port):
+        pass
+
+
 def _member(settings: Settings, group: GatewayGroup) -> RestartingChild:
     async def on_end(pid: int) -> None:
         forget_open_requests(group)

@@ -17,7 +17,8 @@ _NAMES = (f"memory-{number}" for number in itertools.count(1))
 
 
 class MemoryWorkerQueue:
-    """Implements WorkerQueue, for gateways and workers on one event loop that share `data`."""
+    """Implements WorkerQueue, for gateways and workers on one event loop that share `data`. Leaves no job to a better
+    worker (`ClaimBudget.num_held`)."""
 
     def __init__(self, data: QueueData | None = None, name: str | None = None, lease_s: float = LEASE_S) -> None:
         self.data = QueueData() if data is None else data

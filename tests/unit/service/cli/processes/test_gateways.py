@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from service.cli.processes.gateways import reserved_port, share_of
+from service.cli.processes.gateways import require_ports, reserved_port, share_of
 from service.config.settings import Settings
 from service.errors import StartupError
 from service.observability.gateway_group import GatewayGroup
@@ -62,4 +62,4 @@ def test_each_gateway_has_its_own_probe_port():
     assert [share_of(Settings(probe_port=0), one).probe_port for one in group] == [0, 0, 0]
     for wrong in (7999, 65534):
         with pytest.raises(StartupError, match=rf"^--probe-port: {wrong}: "):
-            share_of(Settings(probe_port=wrong), group[0])
+            require_ports(Settings(probe_port=wrong, api_server_count=3))
