@@ -69,7 +69,6 @@ ALREADY_SO = [
     *_rows("disable-log-requests no-enable-log-requests disable-log-stats disable-uvicorn-access-log", _SWITCH,
            "requests are not logged"),
     *_rows("max-log-len disable-access-log-for-endpoints", _ONE, "requests are not logged"),
-    *_rows("uvicorn-log-level", _ONE, "one level holds for all logs: --log-level"),
     *_rows("enable-prompt-tokens-details", _SWITCH, "usage.prompt_tokens_details is always sent"),
     *_rows("enable-request-id-headers", _SWITCH, "X-Request-Id is always sent"),
     *_rows("enable-ssl-refresh", _SWITCH, "certificates are reloaded when they change"),
@@ -136,7 +135,6 @@ REFUSED = [
     *_rows("rope-scaling rope-theta", _ONE, reason=_EDIT),
     *_rows("disable-sliding-window", _SWITCH, reason=_EDIT),
     *_rows("hf-token", _ONE, reason="set HF_TOKEN: other users of this host can read flags"),
-    *_rows("default-chat-template-kwargs", _ONE, reason="send chat_template_kwargs with each request"),
     *_rows("reasoning-config", _ONE, reason="send the budget with each request"),
     *_rows("exclude-tools-when-tool-choice-none return-tokens-as-token-ids trust-request-chat-template", _SWITCH,
            reason="answers would differ, and that form is not served"),
@@ -148,7 +146,6 @@ REFUSED = [
     *_rows("enable-server-load-tracking", _SWITCH, reason="/metrics has the load"),
     *_rows("enable-tokenizer-info-endpoint tokens-only disable-fastapi-docs enable-offline-docs", _SWITCH,
            reason="the routes are fixed; block paths at the proxy"),
-    *_rows("root-path", _ONE, reason="let the proxy strip the prefix"),
     *_rows("uds", _ONE, reason="use --host and --port"),
     *_rows("ssl-ca-certs", _ONE, reason="clients are known by keys, not certificates"),
     *_rows("ssl-ciphers", _ONE, reason="the ciphers are Python's"),
@@ -185,5 +182,6 @@ RENAMED = {
     "-asc": "--api-server-count",
     "--num-gpu-blocks-override": "--num-gpu-blocks",
     "--kv-offloading-size": "--swap-space",
+    "--uvicorn-log-level": "--log-level",
 }
 """Spellings of vLLM by the flag that means the same."""

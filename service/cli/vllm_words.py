@@ -27,6 +27,7 @@ VALUES: dict[str, dict[str, str]] = {
     "--dtype": {"half": "float16", "float": "float32"},
     "--load-format": {"auto": "safetensors", "gguf": "safetensors", "mistral": "safetensors"},
     "--max-model-len": {"auto": "", "-1": ""},
+    "--log-level": {"critical": "error", "trace": "debug"},
 }
 """vLLM's values by Quire's; "": the flag is left out."""
 

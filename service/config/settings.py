@@ -15,7 +15,16 @@ from typing import Any
 
 from service.config.lora import MAX_SLOTS, RANKS, LoraModules, parse_lora_modules
 from service.config.speculative import SpeculativeConfig, parse_speculative_config
-from service.config.values import parse_hosts, parse_keys, parse_model, parse_name, parse_names, parse_switch
+from service.config.values import (
+    parse_hosts,
+    parse_keys,
+    parse_model,
+    parse_name,
+    parse_names,
+    parse_object,
+    parse_prefix,
+    parse_switch,
+)
 
 SERVE, GATEWAY, WORKER, CHECK, BENCH = VERBS = ("serve", "gateway", "worker", "check", "bench")
 SECTIONS = {"model": "Model", "device": "Engine", "redis_url": "Queue", "host": "HTTP", "log_level": "All"}
@@ -79,6 +88,12 @@ class Settings:
     )
     chat_template: str | None = _setting(
         None, "file of a Jinja chat template, or its text (default: the model's own)", verbs=_GATEWAY_VERBS
+    )
+    default_chat_template_kwargs: str | None = _setting(
+        None,
+        'JSON of chat template variables for requests without them, such as {"enable_thinking": false} (default: {})',
+        verbs=_GATEWAY_VERBS,
+        parse=parse_object,
     )
     generation_config: str = _setting(
         "auto",
@@ -296,6 +311,12 @@ class Settings:
     port: int = _integer(8000, "port to listen on; 0: any free port", verbs=_GATEWAY_VERBS, low=0, high=65535)
     api_server_count: int = _integer(
         1, "gateways, a process each, that share --port", verbs=_GATEWAY_VERBS, low=1, high=64
+    )
+    root_path: str | None = _setting(
+        None,
+        "prefix that a proxy leaves before every path, such as /llm; paths without it are served too (default: none)",
+        verbs=_GATEWAY_VERBS,
+        parse=parse_prefix,
     )
     api_key: tuple[str, ...] = _setting(
         (),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -36,6 +37,25 @@ def parse_keys(text: str) -> tuple[str, ...]:
 def parse_model(text: str) -> Path:
     """Keep "./org/name" apart from the repository org/name, which Path would not."""
     return Path(text).absolute() if text.startswith(".") else Path(text)
+
+
+def parse_object(text: str) -> str:
+    """Return the text of a JSON object unchanged."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("a JSON object")
+    return text
+
+
+def parse_prefix(text: str) -> str:
+    """Return a path's prefix without its last "/"."""
+    prefix = text.rstrip("/")
+    if not re.fullmatch(r"(/[A-Za-z0-9_.~-]{1,64}){0,8}", prefix) or "/." in prefix:
+        raise ValueError("a path such as /llm")
+    return prefix
 
 
 def parse_switch(text: str) -> bool:

@@ -143,4 +143,6 @@ class _Pages:
     async def openapi(self, http: web.Request) -> web.Response:
         settings = self._service.settings
         keys_required = bool(settings.api_key or settings.api_key_file)
-        return json_response(openapi_document(version("quire"), self._service.model.name, keys_required=keys_required))
+        name, prefix = self._service.model.name, settings.root_path or ""
+        document = openapi_document(version("quire"), name, keys_required=keys_required, root_path=prefix)
+        return json_response(document)

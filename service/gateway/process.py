@@ -25,6 +25,7 @@ from service.gateway.core.served_model import ServedModel
 from service.gateway.core.service import InferenceService
 from service.gateway.http.connection import Connections, Protocol
 from service.gateway.http.middleware import with_openai_errors
+from service.gateway.http.root_path import without_prefix
 from service.gateway.http.tls import open_tls
 from service.gateway.ingress.ingress import QueueIngress
 from service.gateway.routes.probes import probed
@@ -79,7 +80,7 @@ async def serving(
     connections = Connections(settings.max_connections, settings.max_connections_per_client)
     queue_ingress = QueueIngress(service)
     batch_runner = BatchRunner(service)
-    runner = await _set_up(make_app(service, batch_runner), settings.write_timeout)
+    runner = await _set_up(make_app(service, batch_runner), settings)
     queue_task = batch_task = None
     try:
         async with (
@@ -111,11 +112,12 @@ async def serving(
         await service.close()
 
 
-async def _set_up(app: web.Application, write_timeout_s: float) -> web.AppRunner:
+async def _set_up(app: web.Application, settings: Settings) -> web.AppRunner:
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
     await runner.setup()
     server = _server_of(runner)
-    server.request_handler = with_openai_errors(server.request_handler, write_timeout_s)
+    server.request_handler = with_openai_errors(server.request_handler, settings.write_timeout)
+    server.request_factory = without_prefix(server.request_factory, settings.root_path or "")
     return runner
 
 

@@ -21,11 +21,11 @@ from service.errors import StartupError
 log = logging.getLogger("quire.offline")
 
 KEYWORDS = (
-    "model", "revision", "download_dir", "served_model_name", "chat_template", "generation_config",
-    "override_generation_config", "dtype", "max_model_len", "load_format", "quantization", "kv_cache_dtype", "device",
-    "block_size", "gpu_memory_utilization", "num_gpu_blocks", "swap_space", "preemption_mode",
-    "enable_prefix_caching", "max_num_seqs", "max_num_batched_tokens", "max_prefill_chunk", "speculative_config",
-    "tensor_parallel_size", "pooling",
+    "model", "revision", "download_dir", "served_model_name", "chat_template", "default_chat_template_kwargs",
+    "generation_config", "override_generation_config", "dtype", "max_model_len", "load_format", "quantization",
+    "kv_cache_dtype", "device", "block_size", "gpu_memory_utilization", "num_gpu_blocks", "swap_space",
+    "preemption_mode", "enable_prefix_caching", "max_num_seqs", "max_num_batched_tokens", "max_prefill_chunk",
+    "speculative_config", "tensor_parallel_size", "pooling",
 )  # fmt: skip
 """Settings of an engine without a service around it."""
 

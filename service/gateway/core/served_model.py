@@ -80,6 +80,7 @@ class ServedModel:
     reasoning_format: ReasoningFormat | None  # None: all text is content
     reasoning_ids: frozenset[int]  # special tokens among its markers
     defaults: Mapping[str, float]  # the checkpoint's recommended sampling
+    template_defaults: Mapping[str, Any] = field(default_factory=dict)  # of requests' chat_template_kwargs
     created_s: int  # Unix seconds
     adapters: Mapping[str, AdapterRecord] = field(default_factory=dict)  # of --lora-modules
     fingerprint: str
@@ -115,6 +116,7 @@ class ServedModel:
             reasoning_ids=frozenset(i for text in markers if (i := tokenizer.special_id(text)) is not None),
             tokens=TokenTable.of(tokenizer, config.vocab_size, config.eos_token_ids),
             defaults=defaults,
+            template_defaults=json.loads(settings.default_chat_template_kwargs or "{}"),
             created_s=int(time.time()),
             adapters=adapters,
             fingerprint="fp_" + hashlib.sha256(f"{name} {config}".encode()).hexdigest()[:10],
@@ -312,7 +314,7 @@ class ServedModel:
             wanted |= dict.fromkeys(THINKING_SWITCHES, wanted["reasoning_effort"] != NO_EFFORT)
         known = frozenset() if self.template is None else self.template.variables
         hints = {name: value for name, value in wanted.items() if name in known}
-        return hints | dict(conversation.template_options)
+        return {**self.template_defaults, **hints, **conversation.template_options}
 
     def _check_bytes(self, num_bytes: int, param: str) -> None:
         if num_bytes > self.max_model_len * self.tokenizer.longest_token_bytes:

@@ -103,7 +103,7 @@ ASKED: Mapping[str, tuple[str, Json]] = {
 """Optional parameters besides path and body."""
 
 
-def openapi_document(version: str, model_name: str, *, keys_required: bool) -> Json:
+def openapi_document(version: str, model_name: str, *, keys_required: bool, root_path: str = "") -> Json:
     """Return the OpenAPI 3.1 document of a gateway that serves this model."""
     _, schemas = msgspec.json.schema_components((*BODIES, *answers.ANSWERS), ref_template=REF)
     for name, schema in schemas.items():
@@ -114,6 +114,7 @@ def openapi_document(version: str, model_name: str, *, keys_required: bool) -> J
     return {
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": version, "description": "OpenAI's API over a paged KV cache."},
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "components": {
             "schemas": schemas,
             "securitySchemes": {

@@ -128,6 +128,7 @@ async def state_json(service: InferenceService, accepted: AcceptedRequest, state
 async def _state_response(
     service: InferenceService, accepted: AcceptedRequest, status: int = 200, *, was_accepted: bool = False
 ) -> web.Response:
-    headers = {REQUEST_ID: accepted.request_id, "Location": REQUEST_ROUTE.replace("{id}", accepted.request_id)}
+    location = (service.settings.root_path or "") + REQUEST_ROUTE.replace("{id}", accepted.request_id)
+    headers = {REQUEST_ID: accepted.request_id, "Location": location}
     state = await service.state(accepted, was_accepted=was_accepted)
     return json_response(await state_json(service, accepted, state), status, headers)

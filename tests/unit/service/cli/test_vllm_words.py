@@ -34,6 +34,8 @@ STARTING = [
     "Qwen/Qwen3Guard-Gen-0.6B --host 0.0.0.0 --max-model-len 32768",
     "mistralai/Mistral-7B-Instruct-v0.3 --tokenizer_mode mistral --config_format mistral --load_format mistral "
     "--enable-auto-tool-choice --tool-call-parser mistral --max-model-len auto",
+    "Qwen/Qwen3-8B --root-path /llm/ --uvicorn-log-level critical "
+    "--default-chat-template-kwargs '{\"enable_thinking\": false}'",
     "Qwen/Qwen2.5-7B-Instruct-AWQ --quantization awq_marlin --trust-remote-code --enforce-eager --swap-space 16 "
     "--served-model-name qwen qwen-awq --api-key a b --enable-chunked-prefill --generation-config vllm",
 ]
@@ -155,7 +157,12 @@ def test_fp8_of_an_fp8_folder_means_as_stored(tmp_path, method, means):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--root-path", "/llm"], "--root-path /llm: let the proxy strip the prefix"),
+        (["--uds", "/llm"], "--uds /llm: use --host and --port"),
+        (["--root-path", "llm"], "--root-path: 'llm' is not supported (a path such as /llm)"),
+        (
+            ["--default-chat-template-kwargs", "[]"],
+            "--default-chat-template-kwargs: '[]' is not supported (a JSON object)",
+        ),
         (["--config", "a.yaml"], "--config: a.yaml: YAML is not read (TOML: name = value, names with '_')"),
         (["--enforce-eagre"], "--enforce-eagre: unknown argument (did you mean --enforce-eager?)"),
         (["--max-modle-len", "8"], "--max-modle-len: unknown argument (did you mean --max-model-len?)"),
