@@ -15,7 +15,7 @@ from service.config.speculative import parse_speculative_config
 from service.engine.build import build_engine
 from service.engine.drafting.build import check_speculation
 from service.engine.drafting.ngram import NgramDrafter
-from service.engine.request import EngineRequest
+from service.engine.request import BranchHistory, EngineRequest
 from service.errors import StartupError
 from tests.support.demo_engine import TWO_LAYERS, DemoEngines
 from tests.support.goldens import Golden
@@ -32,14 +32,18 @@ KINDS = (
 PREFIX = tuple(range(40, 69))
 
 
+def request_of(number: int, params: dict, history: tuple[BranchHistory, ...] = ()) -> EngineRequest:
+    sampling = SamplingParams(max_tokens=18, ignore_eos=True, seed=number, **params)
+    return EngineRequest(request_id=str(number), prompt=(*PREFIX, 100 + number), sampling=sampling, history=history)
+
+
 def told_by(engines: DemoEngines, **options) -> dict[str, Told]:
     """Two rounds of prompts that begin alike, in a pool so small that sequences are preempted."""
     engine = engines.make(num_blocks=16, prefix_caching=True, num_host_blocks=40, **options)
     told: dict[str, Told] = {}
-    for start in (0, 5):
-        for number, params in enumerate(KINDS, start):
-            sampling = SamplingParams(max_tokens=24, ignore_eos=True, seed=number, **params)
-            engine.add_request(EngineRequest(request_id=str(number), prompt=(*PREFIX, 100 + number), sampling=sampling))
+    for start, kinds in ((0, KINDS), (len(KINDS), KINDS[:2])):
+        for number, params in enumerate(kinds, start):
+            engine.add_request(request_of(number, params))
         run_steps(engine, told)
     stats = engine.stats()
     assert min(stats.num_hit_tokens, stats.num_block_copies, stats.num_preemptions, stats.num_blocks_in) > 0
@@ -62,6 +66,20 @@ def test_prefixes_swap_branches_and_grammars(one_rank):
         for branch, logprobs in each.logprobs.items():
             expected = [one.logprob for one in one_rank[name].logprobs[branch]]
             np.testing.assert_allclose([one.logprob for one in logprobs], expected, atol=1e-4)
+
+
+def test_a_request_goes_on_from_one_rank_to_two_and_back(one_rank):
+    whole, divided = DemoEngines(NumpyOps(), num_layers=TWO_LAYERS), DemoEngines(group_of(2), num_layers=TWO_LAYERS)
+    history: tuple[BranchHistory, ...] = ()
+    tokens_of: dict[int, list[int]] = {}
+    for engines, num_steps in ((whole, 5), (divided, 5), (whole, 100)):
+        engine, told = engines.make(), {}
+        engine.add_request(request_of(1, KINDS[1], history))
+        run_steps(engine, told, num_steps)
+        for branch, new in told["1"].branches.items():
+            tokens_of.setdefault(branch, []).extend(new)
+        history = tuple(BranchHistory(token_ids=tuple(tokens_of[branch])) for branch in range(3))
+    assert tokens_of == one_rank["1"].branches
 
 
 def test_drafts_and_copied_heads_change_no_token(one_rank):
