@@ -36,12 +36,3 @@ def combine_experts(x: Array, groups: ExpertGroups, weights: Array) -> np.ndarra
     for column in range(weights.shape[1]):
         total += weights[:, column, None] * x[groups.places[:, column]].astype(np.float32, copy=False)
     return total
-
-
-def columns_of_experts(data: np.ndarray) -> np.ndarray:
-    """Lay each matrix of a stack [E, N, K] out by columns, in place: its memory is used again."""
-    num_experts, num_outputs, num_inputs = data.shape
-    flat = data.reshape(num_experts, -1)
-    for expert in range(num_experts):
-        flat[expert] = data[expert].T.reshape(-1)
-    return flat.reshape(num_experts, num_inputs, num_outputs).transpose(0, 2, 1)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from model.ops.cpu.experts import columns_of_experts
 from model.ops.cpu.ops import NumpyOps
 from model.ops.interface import Array, ExpertGroups, Fp8Rows
 from model.ops.weight import Weight, WeightFormat
@@ -113,9 +112,6 @@ def test_one_row_goes_the_same_way_alone():
     np.testing.assert_array_equal(own_weights[0], weights[5])
 
 
-def test_a_stack_is_laid_out_by_columns_in_its_own_memory():
-    weight, dense = stack(WeightFormat.DENSE)
-    prepared = columns_of_experts(weight.data)
-    np.testing.assert_array_equal(prepared, dense)
-    assert np.shares_memory(prepared, weight.data)
-    assert all(matrix.flags.f_contiguous for matrix in prepared)
+def test_a_prepared_stack_takes_no_more_memory():
+    weight, _ = stack(WeightFormat.DENSE)
+    assert OPS.prepare_weight(weight).data is weight.data
