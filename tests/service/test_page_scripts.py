@@ -255,6 +255,22 @@ def test_conversations_outlive_the_page(scripts):
     assert run(scripts, script) == [True, ["A fox"], ["New conversation"], False]
 
 
+def test_a_full_browser_keeps_the_newest_conversations(scripts):
+    """Without the probabilities of tokens."""
+    script = """
+    let kept = null;
+    const setItem = (_, value) => { if (value.length > 600) throw new Error("full"); kept = value; };
+    const made = new conversations.Conversations({ getItem: () => null, setItem });
+    for (let number = 0; number < 8; number++) {
+      made.create();
+      made.current.messages.push({ role: "user", content: `${number}`.repeat(50), tokens: [{ token: "x" }] });
+      made.save();
+    }
+    answer = [made.list.length, JSON.parse(kept).map((one) => one.title[0]), kept.includes("token")];
+    """
+    assert run(scripts, script) == [9, ["7", "6"], False]
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash on this machine")
 def test_curl_sends_the_body_and_no_key(scripts):
     body = {"messages": [{"role": "user", "content": 'it\'s "so" $HOME `x` \\ \n'}]}

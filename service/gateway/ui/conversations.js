@@ -39,18 +39,23 @@ export class Conversations {
     this.save();
   }
 
-  /** Name the current conversation after its first message and store all; returns whether they could be stored. */
+  /** Name the current conversation after its first message and store what fits, newest first; false if none does. */
   save() {
     const first = this.current.messages.find((message) => message.role === "user");
     if (first) this.current.title = first.content.slice(0, MAX_TITLE).replace(/\s+/g, " ") || this.current.title;
     this.list = this.list.slice(0, MAX_CONVERSATIONS);
     if (!this.list.includes(this.current)) this.list.unshift(this.current);
-    try {
-      this.storage.setItem(KEY, JSON.stringify(this.list));
-      return true;
-    } catch {
-      return false;
+    // Probabilities take a hundred times the room of the text.
+    const stored = (count) => JSON.stringify(this.list.slice(0, count), (name, value) => (name === "tokens" ? undefined : value));
+    for (let count = this.list.length; count; count = Math.floor(count / 2)) {
+      try {
+        this.storage.setItem(KEY, stored(count));
+        return true;
+      } catch {
+        // Full, or forbidden: fewer may fit.
+      }
     }
+    return false;
   }
 }
 

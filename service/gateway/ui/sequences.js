@@ -88,8 +88,9 @@ export class Sequences {
     const { num_tokens, num_computed_tokens: computed, num_prompt_tokens: prompt, num_drafted, num_accepted } = counts;
     const rejected = num_drafted - num_accepted;
     const empty = Math.max(0, counts.num_blocks * size - computed);
+    const hasSeveral = new Set(this.sequences.map((one) => one.worker)).size > 1;
     find("table-summary").textContent =
-      `${plural(num_tokens, "token")} in ${plural(counts.num_blocks, "block")} of ${size}: ${number(counts.num_shared)} shared, ` +
+      `${hasSeveral ? `On ${counts.worker}: ` : ""}${plural(num_tokens, "token")} in ${plural(counts.num_blocks, "block")} of ${size}: ${number(counts.num_shared)} shared, ` +
       `${number(counts.num_copied)} copied on write, ${number(counts.num_swapped)} on the host, ${plural(empty, "empty slot")}.` +
       (num_drafted ? ` Its last step drafted ${plural(num_drafted, "token")}; ${number(num_accepted)} were accepted.` : "");
     const share = (from, to, index) => Math.max(0, Math.min(to, (index + 1) * size) - Math.max(from, index * size)) / size;

@@ -8,7 +8,7 @@ const MAX_ROWS = 600;
 const FIRST_STEPS = 80; // a page that opens has something to show
 const NAMES = {
   naive: ["Naive", "one region of 512 slots a request"],
-  buddy: ["Power of two", "one region of the guessed length, rounded by a buddy allocator"],
+  buddy: ["Power of two", "one region; output, then region rounded up to a power of two"],
   paged: ["Paged", "blocks on demand, anywhere"],
 };
 const SHARES = [
