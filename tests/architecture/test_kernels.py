@@ -66,7 +66,7 @@ def test_every_kernel_has_an_op_a_reference_and_a_test():
     modules = sources("model/ops")
     found = incomplete_kernels(
         kernels_of(read_readme()),
-        methods_of(modules, "model.ops.interface", "Device") | methods_of(modules, "model.ops.interface", "Ops"),
+        set().union(*(methods_of(modules, "model.ops.interface", name) for name in ("Device", "Ops", "AdapterOps"))),
         methods_of(modules, "model.ops.cpu.device", "NumpyDevice")
         | methods_of(modules, "model.ops.cpu.ops", "NumpyOps"),
         {path.stem.removeprefix("test_") for path in (ROOT / "tests/kernel").glob("test_*.py")},
