@@ -7,7 +7,7 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 from service.config.settings import Settings
@@ -30,6 +30,7 @@ log = logging.getLogger("quire.worker")
 
 READY_SILENCE_S = 2.0
 """Longer steps make a worker not ready."""
+MAX_NAMES_BYTES = 4096
 FLUSH_S = 5.0
 """Time to publish the last events and return jobs."""
 
@@ -155,9 +156,15 @@ def _card(worker_id: str, settings: Settings, built: BuiltEngine, engine: Engine
         block_bytes=built.memory.block_bytes,
         tables=tuple(map(_block_table, engine.tables)),
         max_loras=settings.max_loras if settings.enable_lora else 0,
-        running_adapters=",".join(engine.stats.running_adapters),
-        waiting_adapters=",".join(engine.stats.waiting_adapters),
+        running_adapters=_joined(engine.stats.running_adapters),
+        waiting_adapters=_joined(engine.stats.waiting_adapters),
     )
+
+
+def _joined(names: Sequence[str]) -> str:
+    """Return names of up to MAX_NAMES_BYTES, comma-separated: a card has a limit."""
+    sizes = accumulate(len(name.encode()) + 1 for name in names)
+    return ",".join(name for name, size in zip(names, sizes, strict=True) if size <= MAX_NAMES_BYTES)
 
 
 def _block_table(view: TableView) -> BlockTable:

@@ -102,7 +102,7 @@ class Scores:
         head = {
             "id": f"score-{accepted.request_id}",
             "created": int(accepted.created_s),
-            "model": self._service.model.name,
+            "model": self._service.model.answer_name(accepted.request.model),
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
         return head, scores

@@ -87,7 +87,7 @@ def told_in_need(engine, requests):
 
 @pytest.fixture(scope="module")
 def requests(sources):
-    return drawn(sources, 15)
+    return drawn(sources, 10)
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +99,11 @@ def alone(engines, requests):
 @pytest.mark.parametrize(
     "how",
     [
-        {"num_adapter_slots": 4},
         {"num_adapter_slots": 1},
         {"num_adapter_slots": 2, "num_blocks": 40, "num_host_blocks": 20, "poisons": True},
         {"num_adapter_slots": 3, "drafter": NgramDrafter(1, 4)},
     ],
-    ids=["all slots", "one slot", "preempted", "drafts"],
+    ids=["one slot", "preempted", "drafts"],
 )
 def test_each_request_of_a_mixed_batch_gets_its_own_tokens(engines, requests, alone, how):
     engine = engines.make(prefix_caching=True, max_num_seqs=9, **how)
@@ -183,6 +182,12 @@ def test_an_adapter_that_cannot_be_loaded_ends_its_request_alone(engines, source
     told = told_by(engine, [requests[0], bad])
     assert told["bad"].end is EndReason.ADAPTER
     assert told["0"].end is EndReason.LENGTH
+
+
+def test_steps_of_the_base_model_launch_nothing_more(engines, requests, monkeypatch):
+    monkeypatch.setattr(NumpyOps, "lora_shrink", None)
+    engine = engines.make(num_adapter_slots=2)
+    assert told_by(engine, requests[:1])["0"].end is EndReason.LENGTH
 
 
 def test_without_adapters_a_request_that_names_one_ends(engines, requests):
