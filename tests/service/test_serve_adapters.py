@@ -84,7 +84,6 @@ def test_adapters_of_a_mixed_load_say_what_merged_models_say(served, wanted):
     assert told == [wanted[NAMES[number % 3]] for number in range(6)]
 
 
-@pytest.mark.chaos
 def test_a_killed_worker_s_requests_go_on_with_their_adapter(served, wanted):
     with ThreadPoolExecutor(6) as pool:
         running = [pool.submit(tokens_of, served, NAMES[number % 3], max_tokens=NUM_TOKENS) for number in range(6)]
