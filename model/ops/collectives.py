@@ -22,7 +22,7 @@ class Collectives(Protocol):
 
 
 class NumpyCollectives:
-    """The specification; all ranks in the memory of one process."""
+    """The specification, for ranks in one memory."""
 
     def sum(self, parts: Sequence[Array]) -> list[Array]:
         total = parts[0].astype(np.float32)

@@ -1,6 +1,6 @@
-"""Arrays of a group of ranks: one of equal shape on each rank, handled as one.
+"""Arrays of a group: one of equal shape on each rank, handled as one. Shapes are a rank's own.
 
-Shapes are a rank's own. Code over these arrays runs in lockstep: an operation is done on every rank before the next.
+An operation is done on every rank before the next one.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from model.ops.weight import Array
 
 
 class Section(NamedTuple):
-    """A run of an axis that is divided by itself, such as q of a stacked q, k and v."""
+    """A run of an axis that is divided by itself, as q is in a stacked q, k and v."""
 
     size: int
     copies: int = 1  # neighbouring ranks that hold the same part
 
 
 class Range(NamedTuple):
-    """Elements `start` to `stop` of the whole, from `at` on in a rank's part."""
+    """Elements `start` to `stop` of the whole, which a rank holds from `at` on."""
 
     at: int
     start: int
@@ -32,7 +32,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """Division of an axis among ranks: each section by equal parts, the last of which may be padded."""
+    """Division of an axis: each section by equal parts, the last of which may be padded."""
 
     axis: int
     sections: tuple[Section, ...]
@@ -133,7 +133,7 @@ def divided(array: Array, split: Split | None) -> Array:
 
 
 def stacked(splits: Sequence[Split | None]) -> Split | None:
-    """Return the split of arrays stacked along the first axis; a split along another one is alone."""
+    """Return the split of arrays stacked along the first axis, or of the only one."""
     first = splits[0]
     if first is None or first.axis:
         return first
@@ -147,7 +147,7 @@ def own_rows(array: GroupArray, split: Split) -> SplitArray:
 
 
 def each_rank(array: Array) -> Array:
-    """Return an array whose values differ by rank, to be downloaded as [ranks * n, ...]."""
+    """Return an array that differs by rank, to be downloaded as [ranks * n, ...]."""
     if not isinstance(array, GroupArray):
         return array
     return divided(array, Split(0, (Section(len(array.parts) * len(array)),)))
