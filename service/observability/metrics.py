@@ -61,6 +61,7 @@ _CHOICE_BUCKETS = (1, 2, 5, 10, 20)
 E2E_S = "vllm:e2e_request_latency_seconds"
 PROMPT_TOKENS = "vllm:request_prompt_tokens"
 GENERATION_TOKENS = "vllm:request_generation_tokens"
+MOST_GENERATION_TOKENS = "vllm:request_max_num_generation_tokens"
 DECODE_S = "vllm:request_decode_time_seconds"
 TOKEN_S = "vllm:request_time_per_output_token_seconds"
 MAX_TOKENS = "vllm:request_params_max_tokens"
@@ -69,6 +70,7 @@ _REQUEST_HISTOGRAMS = {
     E2E_S: ("Time from admission to the end, seconds.", _REQUEST_BUCKETS_S),
     PROMPT_TOKENS: ("Prompt tokens per request.", _TOKEN_BUCKETS),
     GENERATION_TOKENS: ("Generated tokens per request.", _TOKEN_BUCKETS),
+    MOST_GENERATION_TOKENS: ("Tokens of a request's longest choice.", _TOKEN_BUCKETS),
     DECODE_S: ("Time from the first token to the last, seconds.", _REQUEST_BUCKETS_S),
     TOKEN_S: ("Mean time per token after the first, by request, seconds.", _NEXT_TOKEN_BUCKETS_S),
     MAX_TOKENS: ("Most tokens to generate per choice, by request.", _TOKEN_BUCKETS),
@@ -196,14 +198,17 @@ class GatewayMetrics:
     def observe_tokens(self, first: bool, elapsed_s: float) -> None:
         (self._first_token_s if first else self._next_token_s).observe(elapsed_s)
 
-    def observe_end(self, reason: EndReason, num_tokens: int, elapsed_s: float, decode_s: float) -> None:
-        """`decode_s`: from the first token to the last."""
+    def observe_end(
+        self, reason: EndReason, num_tokens: int, elapsed_s: float, decode_s: float, most_tokens: int
+    ) -> None:
+        """`decode_s`: from the first token to the last; `most_tokens`: of one choice."""
         self._open.dec()
         self._of_requests[E2E_S].observe(elapsed_s)
         self._of_requests[DECODE_S].observe(decode_s)
         if num_tokens > 1:
             self._of_requests[TOKEN_S].observe(decode_s / (num_tokens - 1))
         self._of_requests[GENERATION_TOKENS].observe(num_tokens)
+        self._of_requests[MOST_GENERATION_TOKENS].observe(most_tokens)
         self._ended.labels(reason.value).inc()
         if reason in _SUCCESSES:
             self._success.labels(self._model_name, GATEWAY, _SUCCESSES[reason]).inc()
@@ -233,9 +238,11 @@ class RequestTimer:
         self._num_tokens += num_tokens
         self._last_s = now_s
 
-    def observe_end(self, reason: EndReason) -> None:
+    def observe_end(self, reason: EndReason, most_tokens: int | None = None) -> None:
+        """`most_tokens`: of one choice; None: there is only one."""
+        most = self._num_tokens if most_tokens is None else most_tokens
         decode_s = self._last_s - self._first_s
-        self._metrics.observe_end(reason, self._num_tokens, time.monotonic() - self._started_s, decode_s)
+        self._metrics.observe_end(reason, self._num_tokens, time.monotonic() - self._started_s, decode_s, most)
 
 
 class _Intervals(Collector):

@@ -142,6 +142,11 @@ class ResponseAssembler:
             return None
         return sum(branch.num_reasoning_tokens for branch in self._branches.values())
 
+    @property
+    def most_tokens(self) -> int:
+        """Number of the longest branch."""
+        return max((branch.num_tokens for branch in self._branches.values()), default=0)
+
     def _end(self, event: Event, reason: EndReason) -> None:
         self.reason = reason
         self.embedding = event.embedding or b""
@@ -202,6 +207,7 @@ class _Branch:
         self._unsent_ids: list[int] = []
         self._is_finish_sent = False
         self.num_unsent = 0  # tokens
+        self.num_tokens = 0
         self.finish_reason: str | None = None
         self._stop: str | None = None
 
@@ -212,6 +218,7 @@ class _Branch:
         num_thought, decoded = self._decode(visible)
         num_tokens = decoded.num_tokens if decoded.stopped else len(ids)
         self.num_unsent += num_tokens
+        self.num_tokens += num_tokens
         if self._form.has_token_ids:
             self._unsent_ids += ids[:num_tokens]
         if self._form.has_logprobs:
@@ -382,7 +389,7 @@ class JobStream:
             sent = reason if reason in (EndReason.STOP, EndReason.DEADLINE) else EndReason.CANCELLED
             self._cancel(Cancel(job_id=self.job_id, reason=sent))
         if self._timer is not None:
-            self._timer.observe_end(reason)
+            self._timer.observe_end(reason, self.assembler.most_tokens)
 
     async def close(self) -> None:
         await self._events.aclose()

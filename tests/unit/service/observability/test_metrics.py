@@ -30,8 +30,9 @@ def test_request_that_ends_well():
     assert find(page, "quire:open_requests") == 1
     for num_tokens in (1, 2, 0, 1):
         timer.observe_tokens(num_tokens)
-    timer.observe_end(EndReason.STOP)
+    timer.observe_end(EndReason.STOP, 3)
     assert find(page, "quire:open_requests") == 0
+    assert find(page, "vllm:request_max_num_generation_tokens_sum", **MINE) == 3
     assert find(page, "vllm:time_to_first_token_seconds_count", **MINE) == 1
     assert find(page, "vllm:inter_token_latency_seconds_count", **MINE) == 2
     assert find(page, "vllm:e2e_request_latency_seconds_count", **MINE) == 1

@@ -46,6 +46,14 @@ async def test_streams_name_the_prompt_once_and_every_token(gateway):
             assert "prompt_token_ids" in heads[0]
 
 
+async def test_the_longest_choice_is_measured(gateway):
+    await gateway.post(COMPLETIONS, {**PROMPT, "prompt": "and"})
+    _, answer = await gateway.post(COMPLETIONS, {**PROMPT, "prompt": "and", "n": 2})
+    text = await (await gateway.http.get(gateway.url + "/metrics")).text()
+    (line,) = [line for line in text.split("\n") if line.startswith("vllm:request_max_num_generation_tokens_sum")]
+    assert float(line.split()[1]) == 2 * len(answer["choices"][0]["token_ids"])
+
+
 async def test_an_answer_read_again_has_them(gateway):
     _, first = await gateway.post(COMPLETIONS, {**PROMPT, "n": 1, "resumable": True})
     _, again = await gateway.get(f"/v1/requests/{first['id'].removeprefix('cmpl-')}")
