@@ -160,6 +160,8 @@ def _model_name(header: GgufHeader, tensor: GgufTensor) -> str:
     if stem in FILE_NAMES and kind == "weight":
         return f"{FILE_NAMES[stem]}.weight"
     found = _LAYER.fullmatch(tensor.name)
+    if found is not None and found[2].endswith("_exps"):
+        raise ModelError(f"{header.path}: tensor {tensor.name!r}: experts in GGUF are not supported (safetensors)")
     if found is None or found[2] not in LAYER_NAMES:
         raise ModelError(f"{header.path}: tensor {tensor.name[:200]!r}: no part of this model")
     return f"model.layers.{int(found[1])}.{LAYER_NAMES[found[2]]}.{found[3]}"

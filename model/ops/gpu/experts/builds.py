@@ -30,7 +30,10 @@ def gemv_w8_build(num_rows: int, mean_pairs: float) -> GemvW8Build:
 
 
 def takes_sm90(num_rows: int, mean_pairs: float) -> bool:
-    """Return whether experts have more rows than the GEMV kernels read weights once for."""
+    """Return whether experts have more rows than the GEMV kernels read weights once for.
+
+    The two add in different orders: a row's last bits depend on the number of rows in its step, as `linear`'s do.
+    """
     return num_rows > 2 * GEMV_PAIRS and mean_pairs > GEMV_PAIRS
 
 
