@@ -30,7 +30,7 @@ def expand(shrunk: np.ndarray, matrix: AdapterMatrix, adapters: AdapterRows, out
 
 
 def _runs(matrix: AdapterMatrix, adapters: AdapterRows) -> Iterator[tuple[int, int, slice]]:
-    """Yield (slot, rank, its run of `AdapterRows.rows`) of adapters that change the product."""
+    """Yield (slot, rank, run) of adapters that change the product."""
     for slot, first, count in adapters.runs.tolist():
         rank = int(matrix.ranks[slot])
         if rank:

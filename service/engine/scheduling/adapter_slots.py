@@ -1,8 +1,7 @@
 """The adapters in the device's slots.
 
-A group runs only while its adapter has a slot; a slot is free to be overwritten while no running group uses it. A
-group that finds no slot is passed over, at most MAX_OVERTAKEN times: then one slot takes no younger group of its
-adapter until it is free, and no younger group takes a free slot.
+A group runs only while its adapter has a slot. One that finds none is passed over, at most MAX_OVERTAKEN times: then
+one slot takes no younger group until it is free, and no younger group takes a free one.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class AdapterSlotPool:
             self._drained = ""
 
     def admissible(self, waiting: Iterable[SequenceGroup]) -> Iterator[SequenceGroup]:
-        """Yield the groups whose adapter has, or can get, a slot in this step."""
+        """Yield groups that can have a slot in this step."""
         for group in waiting:
             if not group.is_loaded or self._can_start(group):
                 yield group
@@ -53,7 +52,7 @@ class AdapterSlotPool:
                 self._starving = group
 
     def take(self, group: SequenceGroup) -> None:
-        """Give an admissible group its slot; record the load if its adapter is not there."""
+        """Give an admissible group its slot; record a load if needed."""
         if group.adapter is None:
             return
         digest = group.adapter_key
@@ -103,7 +102,6 @@ class AdapterSlotPool:
         self._starving, self._num_overtaken, self._drained = None, 0, ""
 
     def check_invariants(self, running: Iterable[Sequence]) -> None:
-        """Raise AssertionError for a running group without its slot, or two adapters in one."""
         slots = list(self._slot_of.values())
         if len(set(slots)) < len(slots) or len(slots) > self.num_slots:
             raise AssertionError("two adapters have one slot")
