@@ -41,6 +41,8 @@ ROUTES = (
     ("POST", "/pooling"),
     *(("POST", path) for path in ("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")),
     ("POST", "/invocations"),
+    ("POST", "/v1/load_lora_adapter"),
+    ("POST", "/v1/unload_lora_adapter"),
     ("POST", "/v1/files"),
     ("GET", "/v1/files/{file_id}"),
     ("GET", "/v1/files/{file_id}/content"),
