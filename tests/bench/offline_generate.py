@@ -1,0 +1,54 @@
+"""`LLM.generate` against the engine alone, on the same requests in turns.
+
+`python -m tests.bench.offline_generate --rounds 5` prints the CPU seconds of both: those of all threads, so that other
+programs on the machine count little. The engine alone is what `quire bench engine --trace` runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from service.bench.engine_measures import measure_trace
+from service.bench.trace import TracedRequest
+from service.engine.build import build_engine
+from service.garbage import freeze_heap
+from service.offline.api import LLM, SamplingParams
+from service.offline.settings import read_keywords
+
+KEYWORDS = {"max_model_len": 64, "enable_prefix_caching": False}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--prompt", type=int, default=16, help="tokens")
+    parser.add_argument("--output", type=int, default=24, help="tokens")
+    flags = parser.parse_args()
+    built, llm = build_engine(read_keywords(KEYWORDS), progress=True), LLM(**KEYWORDS)
+    freeze_heap()
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, built.config.vocab_size, flags.prompt).tolist() for _ in range(flags.requests)]
+    params = SamplingParams(max_tokens=flags.output, temperature=0.0, ignore_eos=True)
+    trace = [TracedRequest(flags.prompt, flags.output, 0.0)] * flags.requests
+    works: dict[str, Callable[[], object]] = {
+        "engine alone": lambda: measure_trace(built, trace, engine_start_s=0.0),
+        "LLM.generate": lambda: llm.generate(prompts, params),
+    }
+    times_s: dict[str, list[float]] = {name: [] for name in works}
+    for number in range(flags.rounds):
+        for name in sorted(works, reverse=bool(number % 2)):
+            before_s = time.process_time()
+            works[name]()
+            times_s[name].append(time.process_time() - before_s)
+    for name, own in times_s.items():
+        print(f"{name}: median {statistics.median(own):.2f} s of {[round(each, 2) for each in own]}")
+
+
+if __name__ == "__main__":
+    main()
