@@ -12,6 +12,7 @@ import numpy as np
 from model.batch import Batch
 from model.families.llama import Llama
 from model.ops.interface import Array
+from service.engine.drafting.draft_time import DraftTime
 from service.engine.drafting.drafter import DRAFT_MODEL
 from service.engine.sequence import Sequence
 
@@ -19,8 +20,6 @@ SHORT_CATCH_UP = 32
 """Tokens of a sequence that are read together with other sequences'."""
 MAX_PIECE = 512
 """Tokens of a prompt in one forward pass."""
-TIME_WEIGHT = 0.1
-"""Weight of the last call in the time of a draft token."""
 
 
 @dataclass(slots=True)
@@ -43,7 +42,11 @@ class DraftModelDrafter:
         """`kv` [num_blocks, L, 2, Hkv, B, D]."""
         self._model, self._kv, self._block_size = model, kv, int(kv.shape[4])
         self._read: dict[Sequence, _Read] = {}
-        self.token_s = 0.0
+        self._time = DraftTime()
+
+    @property
+    def token_s(self) -> float:
+        return self._time.token_s
 
     def on_end(self, sequence: Sequence) -> None:
         self._read.pop(sequence, None)
@@ -65,8 +68,7 @@ class DraftModelDrafter:
             if ready:
                 last = [array("I", drafts[sequence][-1:]) for sequence in ready]
                 ids = self._forward(ready, last, [len(sequence.token_ids) + step - 1 for sequence in ready])
-        token_s = (time.perf_counter() - start_s) / max(max_tokens)
-        self.token_s += TIME_WEIGHT * (token_s - self.token_s) if self.token_s else token_s
+        self._time.add((time.perf_counter() - start_s) / max(max_tokens))
         for sequence, found in drafts.items():
             self._note(sequence, len(sequence.token_ids), found[:-1])
         return [tuple(drafts[sequence]) for sequence in sequences]

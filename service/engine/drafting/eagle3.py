@@ -10,6 +10,7 @@ import numpy as np
 
 from model.families.eagle3 import Eagle3Head
 from model.ops.interface import Array
+from service.engine.drafting.draft_time import DraftTime
 from service.engine.drafting.drafter import EAGLE3
 from service.engine.execution.decode_batch import BatchLayout
 from service.engine.sequence import Sequence
@@ -18,8 +19,6 @@ MAX_PENDING_ROWS = 512
 """States of a sequence before the head reads them though nothing is drafted."""
 SHORT_CATCH_UP = 32
 """Rows per sequence of a call that counts as decoding: a prompt's would spoil the time per token."""
-TIME_WEIGHT = 0.1
-"""Weight of the last call in the time of a draft token."""
 
 
 @dataclass(slots=True)
@@ -72,7 +71,11 @@ class Eagle3Drafter:
         """`kv` [num_blocks, 1, 2, Hkv, B, D]."""
         self._head, self._kv, self._block_size = head, kv, kv.shape[4]
         self._states: dict[Sequence, _States] = {}
-        self.token_s = 0.0
+        self._time = DraftTime()
+
+    @property
+    def token_s(self) -> float:
+        return self._time.token_s
 
     @property
     def state_layers(self) -> tuple[int, ...]:
@@ -99,7 +102,7 @@ class Eagle3Drafter:
         """Complete the keys of the blocks, which the prefix cache may keep."""
         kept = self._states.pop(sequence, None)
         if kept is not None and sequence.block_table:
-            kept.cut(min(sequence.num_computed_tokens, len(sequence.token_ids) - 1))
+            kept.cut(sequence.num_computed_tokens)
             self._write_keys(sequence, kept)
 
     def draft(self, sequences: Seq[Sequence], max_tokens: Seq[int]) -> list[tuple[int, ...]]:
@@ -111,8 +114,7 @@ class Eagle3Drafter:
             with np.errstate(over="ignore", invalid="ignore"):
                 num_rows = self._draft(ready, counts, drafts)
             if num_rows <= SHORT_CATCH_UP * len(ready):
-                token_s = (time.perf_counter() - start_s) / max(max_tokens)
-                self.token_s += TIME_WEIGHT * (token_s - self.token_s) if self.token_s else token_s
+                self._time.add((time.perf_counter() - start_s) / max(max_tokens))
         return [tuple(drafts[sequence]) for sequence in sequences]
 
     def _draft(self, ready: list[Sequence], counts: dict[Sequence, int], drafts: dict[Sequence, list[int]]) -> int:
@@ -164,17 +166,17 @@ class Eagle3Drafter:
         return hidden[ends - 1], q[ends - 1], int(ends[-1])
 
     def _write_keys(self, sequence: Sequence, kept: _States) -> None:
-        """Write the keys of all of `kept`, and empty it."""
-        if not kept.rows:
+        """Write the keys of those of `kept` whose next token is known, and drop them."""
+        end = min(kept.end, len(sequence.token_ids) - 1)
+        if end <= kept.start:
             return
-        end = kept.end
-        positions = np.arange(kept.start, end)
+        positions, states = np.arange(kept.start, end), np.concatenate(kept.rows)
         token_ids = np.array(sequence.token_ids[kept.start + 1 : end + 1], np.int64)
-        hidden = self._head.hidden(np.concatenate(kept.rows))
+        hidden = self._head.hidden(states[: len(positions)])
         _, keys, values = self._head.project(hidden, token_ids, positions)
         blocks, offsets = np.divmod(positions, self._block_size)
         self._write(np.array(sequence.block_table)[blocks], offsets, keys, values)
-        kept.start, kept.rows = end, []
+        kept.start, kept.rows = end, [states[len(positions) :]] if len(states) > len(positions) else []
 
     def _write(self, blocks: np.ndarray, offsets: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
         self._kv[blocks, 0, 0, :, offsets] = keys

@@ -1,0 +1,97 @@
+"""Output tokens per second of CPU time with drafts and without, of the demo model.
+
+    python -m tests.bench.drafting --config '{"method": "eagle3"}' --batch 1,8 --temperature 0
+
+Rounds alternate in one process; CPU time, since others may use the machine. Texts are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import replace
+
+from model.sampling_params import SamplingParams
+from model.text.tokenizer import Tokenizer
+from service.config.settings import Settings
+from service.config.speculative import parse_speculative_config
+from service.engine.build import build_engine
+from service.engine.engine import Engine
+from service.engine.request import EngineRequest
+from tests.support.demo_engine import DEMO
+
+QUESTIONS = (
+    "Tell me a story about a fox and a lantern.",
+    "how r u",
+    "Tell me a story about a plumber and a chandelier.",
+    "What is my name?",
+    "Tell me a joke",
+    "Count to ten",
+    "Write a poem about the sea",
+    "Tell me a short story about a bear",
+    "What is the opposite of hot?",
+    "My name is Gustavo. Tell me a story about a robot and a cake.",
+    "List three animals",
+    "What colour is the sky?",
+    "Tell me a story about a wizard and a train.",
+    "Explain how a transformer works",
+    "Tell me a long story about two friends",
+    "What is 7 plus 8?",
+)
+BEGIN, END, USER, ASSISTANT = 0, 1, 3, 4
+MAX_TOKENS = 120
+
+
+def answers(engine: Engine, requests: list[EngineRequest], batch: int) -> tuple[float, dict[str, list[int]]]:
+    """Return tokens per second of CPU time, and each request's tokens."""
+    told: dict[str, list[int]] = {}
+    start_s = time.process_time()
+    for first in range(0, len(requests), batch):
+        for request in requests[first : first + batch]:
+            engine.add_request(request)
+        while engine.has_work:
+            engine.step()
+            for output in engine.drain_request_outputs():
+                for part in output.parts:
+                    told.setdefault(output.request_id, []).extend(part.token_ids)
+    return sum(map(len, told.values())) / (time.process_time() - start_s), told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default='{"method": "eagle3"}', help="--speculative-config (default: eagle3)")
+    parser.add_argument("--batch", default="1,8", help="sequences at once (default: 1,8)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="default: 0")
+    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
+    flags = parser.parse_args()
+    tokenizer = Tokenizer.read(DEMO)
+    requests = []
+    for number, question in enumerate(QUESTIONS):
+        prompt = (BEGIN, USER, *tokenizer.encode(question, add_special_tokens=False), END, ASSISTANT)
+        sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=flags.temperature, seed=number)
+        requests.append(EngineRequest(request_id=str(number), prompt=prompt, sampling=sampling))
+    settings = Settings(model=DEMO, device="cpu", max_model_len=1024, num_gpu_blocks=1500, enable_prefix_caching=False)
+    plain = build_engine(settings, progress=False).engine
+    drafting = build_engine(
+        replace(settings, speculative_config=parse_speculative_config(flags.config)), progress=False
+    ).engine
+    for batch in map(int, flags.batch.split(",")):
+        ratios, before = [], drafting.stats()
+        for _ in range(flags.rounds):
+            (without, wanted), (with_drafts, told) = (answers(one, requests, batch) for one in (plain, drafting))
+            if told != wanted:
+                raise SystemExit("texts differ")
+            ratios.append(with_drafts / without)
+        after = drafting.stats()
+        num_drafted = after.num_draft_tokens - before.num_draft_tokens
+        accepted = (after.num_accepted_tokens - before.num_accepted_tokens) / max(1, num_drafted)
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        print(
+            f"batch {batch}: {statistics.median(ratios):.2f} x ({spread}), {accepted:.0%} of drafts accepted",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
