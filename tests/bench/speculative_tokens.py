@@ -1,0 +1,146 @@
+"""Tokens of the demo model with drafts and without, on the CPU: they must be equal.
+
+    python -m tests.bench.speculative_tokens [--prompts 1000] [--out FILE]
+
+Every prompt is sent in each kind of sampling, to an engine without drafts and to one with as many as are found. Batches
+of prompts take turns with n-gram, suffix, and a drafter that knows the answer and errs at random positions. Exits with
+1 if a token, an end or a log-probability differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from model.ops.cpu.ops import NumpyOps
+from model.sampling_params import SamplingParams
+from model.text.grammar import regex_grammar
+from model.text.tokenizer import Tokenizer
+from service.bench.flag_values import whole_number
+from service.engine.drafting.drafter import Drafter
+from service.engine.drafting.ngram import NgramDrafter
+from service.engine.drafting.suffix import SuffixDrafter
+from service.engine.engine import Engine
+from service.engine.request import EngineRequest
+from tests.fakes.drafters import KnowingDrafter
+from tests.support.demo_engine import DEMO, DemoEngines
+from tests.support.measuring import tell
+from tests.support.told import Told, run_steps
+
+KINDS = {
+    "greedy": {"temperature": 0.0},
+    "temperature 0.8": {"temperature": 0.8},
+    "top-p 0.9": {"temperature": 1.0, "top_p": 0.9},
+    "n = 3": {"temperature": 0.8, "n": 3, "best_of": 3},
+    "grammar": {"temperature": 0.8, "grammar": regex_grammar("[a-z ]{5,40}")},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    "logprobs": {"temperature": 0.8, "logprobs": 3},
+}
+ANIMALS = ("fox", "bear", "dog", "cat", "bird", "mouse", "rabbit", "duck")
+PLACES = ("house", "river", "garden", "forest", "shop", "school", "beach")
+TOKENIZER = Tokenizer.read(DEMO)
+PROMPTS_AT_ONCE = 50
+MAX_TOKENS = 16
+LOGPROB_TOLERANCE = 2e-4
+
+
+@dataclass
+class Figures:
+    kind: str
+    num_answers: int = 0
+    num_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_different: int = 0  # answers
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--prompts", default="1000", help="prompts of each kind (default: 1000)")
+    parser.add_argument("--out", type=Path, help="JSON file for the figures (default: none)")
+    flags = parser.parse_args()
+    num_prompts, start_s = whole_number("--prompts", flags.prompts), time.monotonic()
+    figures = measure(num_prompts)
+    record = {"bench": "speculative_tokens", "num_prompts": num_prompts, "kinds": [asdict(row) for row in figures]}
+    tell({**record, "elapsed_s": round(time.monotonic() - start_s)}, flags.out)
+    return int(any(row.num_different for row in figures))
+
+
+def measure(num_prompts: int) -> list[Figures]:
+    engines, rng = DemoEngines(NumpyOps(np.dtype(np.float32))), random.Random(0)
+    prompts = [drawn_prompt(rng) for _ in range(num_prompts)]
+    figures = []
+    for kind in KINDS:
+        figures.append(_measure_kind(engines, kind, prompts))
+        print(figures[-1], flush=True)
+    return figures
+
+
+def drawn_prompt(rng: random.Random) -> tuple[int, ...]:
+    """Return tokens at random, or of a story, that repeat: drafts are found."""
+    if rng.random() < 0.5:
+        return tuple([rng.randrange(5, 1500) for _ in range(rng.randrange(2, 12))] * 3)
+    story = f"The {rng.choice(ANIMALS)} and the {rng.choice(ANIMALS)} went to the {rng.choice(PLACES)}. " * 3
+    return tuple(TOKENIZER.encode(story, add_special_tokens=False))
+
+
+def _measure_kind(engines: DemoEngines, kind: str, prompts: list[tuple[int, ...]]) -> Figures:
+    figures = Figures(kind)
+    for number, first in enumerate(range(0, len(prompts), PROMPTS_AT_ONCE)):
+        some = prompts[first : first + PROMPTS_AT_ONCE]
+        requests = [
+            EngineRequest(
+                request_id=str(first + index),
+                prompt=prompt,
+                sampling=SamplingParams(max_tokens=MAX_TOKENS, seed=first + index, ignore_eos=True, **KINDS[kind]),
+            )
+            for index, prompt in enumerate(some)
+        ]
+        plain = _told(engines.make(num_blocks=1200, budget=512, max_num_seqs=48), requests)
+        drafting = engines.make(num_blocks=1200, budget=512, max_num_seqs=48, drafter=_drafter(number, plain))
+        drafted = _told(drafting, requests)
+        stats = drafting.stats()
+        figures.num_drafted += stats.num_draft_tokens
+        figures.num_accepted += stats.num_accepted_tokens
+        for name, told in plain.items():
+            figures.num_answers += 1
+            figures.num_tokens += told.num_output_tokens
+            figures.num_different += not _are_equal(told, drafted[name])
+    return figures
+
+
+def _drafter(number: int, plain: dict[str, Told]) -> Drafter:
+    if number % 3 == 0:
+        return NgramDrafter(1, 4)
+    if number % 3 == 1:
+        return SuffixDrafter(max_depth=24, max_requests=1000, max_spec_factor=2.0, min_token_prob=0.1)
+    answers = {(name, branch): tokens for name, told in plain.items() for branch, tokens in told.branches.items()}
+    return KnowingDrafter(answers, errs=True)
+
+
+def _told(engine: Engine, requests: list[EngineRequest]) -> dict[str, Told]:
+    for request in requests:
+        engine.add_request(request)
+    return run_steps(engine)
+
+
+def _are_equal(one: Told, other: Told) -> bool:
+    if (one.by_branch(), one.end, one.choices) != (other.by_branch(), other.end, other.choices):
+        return False
+    pairs = ((one.logprobs[branch], other.logprobs[branch]) for branch in one.branches)
+    return all(np.allclose([*_numbers(a)], [*_numbers(b)], atol=LOGPROB_TOLERANCE) for a, b in pairs)
+
+
+def _numbers(logprobs: list) -> Iterator[float]:
+    return (number for one in logprobs for number in (one.logprob, *one.top_logprobs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
