@@ -3,8 +3,14 @@
 `python -m tests.chaos.resume_answers --times 1000` asks a real gateway on the demo model, kills workers at the claim,
 in the prefill, behind a token and before the end, and goes on until so many answers were taken over by another worker
 and compared. Every kind takes its turn: greedy, seeded, penalised, several choices, the best of more, beams,
-log-probabilities, stop strings, a form that the answer must have, Anthropic's messages; streamed and not. Texts and
-ends must be byte for byte the same, and log-probabilities as near as batches of other sizes let them be.
+    folder: Path,
+    times: int,
+    num_at_once: int,
+    num_subjects: int = len(SUBJECTS),
+    needed: frozenset[str] = frozenset(),
+    drafting: tuple[str, ...] = (),
+) -> Tally:
+    """Round after round, until answers of all `needed` kinds were resumed: `num_at_once` requests, and a kill."""
 """
 
 from __future__ import annotations
@@ -50,6 +56,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "stop strings": {"temperature": 1, "seed": 12, "stop": ["and", ". "], "n": 2, "max_tokens": 60},
     "structured output": {"temperature": 1, "seed": 13, "guided_regex": "[A-Z][a-z ]{60,90}[.]", "ignore_eos": False},
 }
+DRAFTING = (
+    '{"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 1, "prompt_lookup_max": 4}',
+    '{"method": "suffix", "num_speculative_tokens": 8}',
+    '{"method": "eagle3", "num_speculative_tokens": 3}',
+)
 STREAMED = ("greedy", "seeded", "n = 4", "logprobs", "stop strings", "structured output")
 
 
@@ -70,6 +81,7 @@ class Answer:
 
     choices: dict[int, tuple[str, str | None]]
     logprobs: list[float]
+    num_accepted_drafts: int = 0  # as far as usage says
 
     def is_as(self, golden: Answer) -> bool:
         return (
@@ -87,6 +99,7 @@ class Tally:
     num_compared: int = 0
     num_different: int = 0
     num_kills: int = 0
+    num_accepted_drafts: int = 0
     resumed_by_kind: dict[str, int] = field(default_factory=dict)
     different: list[str] = field(default_factory=list)
 
@@ -130,8 +143,11 @@ def _read(frames: list[str]) -> Answer:
     texts: dict[int, str] = {}
     ends: dict[int, str | None] = {}
     logprobs: list[tuple[int, float]] = []
+    num_accepted = 0
     for frame in map(json.loads, frames):
         assert "error" not in frame, frame
+        details = (frame.get("usage") or {}).get("completion_tokens_details") or {}
+        num_accepted += details.get("accepted_prediction_tokens", 0)
         for choice in frame["choices"]:
             index = choice["index"]
             texts[index] = texts.get(index, "") + choice["text"]
@@ -139,7 +155,8 @@ def _read(frames: list[str]) -> Answer:
             told = (choice.get("logprobs") or {}).get("token_logprobs") or []
             logprobs += [(index, value) for value in told]
     logprobs.sort(key=lambda pair: pair[0])
-    return Answer({index: (text, ends[index]) for index, text in texts.items()}, [value for _, value in logprobs])
+    choices = {index: (text, ends[index]) for index, text in texts.items()}
+    return Answer(choices, [value for _, value in logprobs], num_accepted)
 
 
 def _read_message(frames: list[str]) -> Answer:
@@ -175,7 +192,12 @@ async def open_house(folder: Path):
 
 
 async def run(
-    folder: Path, times: int, num_at_once: int, num_subjects: int = len(SUBJECTS), needed: frozenset[str] = frozenset()
+    folder: Path,
+    times: int,
+    num_at_once: int,
+    num_subjects: int = len(SUBJECTS),
+    needed: frozenset[str] = frozenset(),
+    drafting: tuple[str, ...] = (),
 ) -> Tally:
     """Round after round, until answers of all `needed` kinds were resumed: `num_at_once` requests, and a kill."""
     tally = Tally()
@@ -184,6 +206,9 @@ async def run(
         wanted = wishes(num_subjects)
         undisturbed = await asyncio.gather(*(ask(http, url, wish) for wish in wanted))
         goldens = {wish: answer for wish, (_, answer) in zip(wanted, undisturbed, strict=True)}
+        if drafting:
+            fleet.drafting = drafting
+            await asyncio.gather(*(asyncio.to_thread(worker.end) for worker in fleet.living))
         turns, faults = itertools.cycle(goldens), itertools.cycle(FAULTS)
         while tally.num_resumed < times or not needed <= tally.resumed_by_kind.keys():
             await fleet.have(NUM_WORKERS, STEP_S)
@@ -201,6 +226,7 @@ async def run(
 
 def _compare(tally: Tally, wish: Wish, answer: Answer, golden: Answer, is_resumed: bool) -> None:
     tally.num_compared += 1
+    tally.num_accepted_drafts += answer.num_accepted_drafts
     if is_resumed:
         tally.num_resumed += 1
         tally.resumed_by_kind[wish.kind] = tally.resumed_by_kind.get(wish.kind, 0) + 1
@@ -213,10 +239,11 @@ def main() -> int:
     parser = flags(__doc__)
     parser.add_argument("--times", type=int, default=1000)
     parser.add_argument("--at-once", type=int, default=60)
+    parser.add_argument("--drafting", action="store_true", help="let the workers draft (default: no)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
         start_s = time.monotonic()
-        tally = asyncio.run(run(Path(folder), args.times, args.at_once))
+        tally = asyncio.run(run(Path(folder), args.times, args.at_once, drafting=DRAFTING if args.drafting else ()))
     tell({**asdict(tally), "elapsed_s": round(time.monotonic() - start_s, 1)}, args.out)
     return int(tally.num_different != 0)
 

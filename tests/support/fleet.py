@@ -52,6 +52,7 @@ class Worker:
                     *FP8_FLAGS,
                     *LORA_FLAGS,
                     *fleet.flags,
+                    *fleet.next_drafting_flags(),
                 ],
                 cwd=REPOSITORY,
                 env={
@@ -97,6 +98,8 @@ class Fleet:
         self.redis = EmbeddedRedis.start(folder / "redis")
         self.redis_url = self.redis.url
         self.workers: list[Worker] = []
+        self.drafting: tuple[str, ...] = ()
+        """Values of --speculative-config, which new workers take in turn."""
         self._num_started = self._num_before_order = 0
 
     @property
@@ -108,6 +111,11 @@ class Fleet:
 
     async def door(self) -> QueuePair:
         return await open_pair(self.redis_url)
+
+    def next_drafting_flags(self) -> tuple[str, ...]:
+        if not self.drafting:
+            return ()
+        return (f"--speculative-config={self.drafting[self._num_started % len(self.drafting)]}",)
 
     def start(self, step_s: float = 0.01) -> Worker:
         self._num_started += 1
