@@ -3,14 +3,10 @@
 `python -m tests.chaos.resume_answers --times 1000` asks a real gateway on the demo model, kills workers at the claim,
 in the prefill, behind a token and before the end, and goes on until so many answers were taken over by another worker
 and compared. Every kind takes its turn: greedy, seeded, penalised, several choices, the best of more, beams,
-    folder: Path,
-    times: int,
-    num_at_once: int,
-    num_subjects: int = len(SUBJECTS),
-    needed: frozenset[str] = frozenset(),
-    drafting: tuple[str, ...] = (),
-) -> Tally:
-    """Round after round, until answers of all `needed` kinds were resumed: `num_at_once` requests, and a kill."""
+log-probabilities, stop strings, a form that the answer must have, Anthropic's messages; streamed and not. Texts and
+ends must be byte for byte the same, and log-probabilities as near as batches of other sizes let them be. With
+`--drafting` the workers draft by n-gram, suffix and EAGLE-3 in turn, so that another drafter resumes; the answers to
+compare with come without drafts.
 """
 
 from __future__ import annotations

@@ -12,8 +12,11 @@ from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import BeamSearch, ReasoningBudget, SamplingParams, TokenRules
 from model.text.grammar import choice_grammar, regex_grammar
 from model.text.tokenizer import Tokenizer
+from service.engine.drafting.ngram import NgramDrafter
+from service.engine.drafting.suffix import SuffixDrafter
 from service.engine.request import AdapterSource, EngineRequest
 from service.engine.step import TokenLogprob
+from tests.fakes.drafters import LyingDrafter
 from tests.support.adapters import source_of, write_adapter
 from tests.support.demo_engine import DEMO, DemoEngines
 from tests.support.rowwise_ops import RowwiseAheadOps, RowwiseOps
@@ -45,6 +48,13 @@ OPTIONS = {
         TokenRules(reasoning=ReasoningBudget(max_tokens=3, start="<", end="cat", end_ids=CAT, is_open=True)),
     ),
 }
+DRAFTERS = (
+    lambda: None,
+    lambda: NgramDrafter(1, 3),
+    lambda: SuffixDrafter(max_depth=24, max_requests=50, max_spec_factor=2.0, min_token_prob=0.1),
+    LyingDrafter,
+)
+"""An engine's drafter, by seed; odd seeds run ahead."""
 BRANCHES = (
     {},
     {"n": 3, "best_of": 3},
@@ -141,6 +151,7 @@ def check_together_in_need_as_alone(
         num_host_blocks=(0, 12, 60)[seed // 2],
         poisons=True,
         num_adapter_slots=seed % 2 + 1 if adapters else 0,
+        drafter=DRAFTERS[seed % len(DRAFTERS)](),
     )
     told = told_in_need(engine, requests, rng)
     assert engine.stats().num_preemptions > 0
