@@ -32,41 +32,42 @@ class StepCost:
 
     def __init__(self, rows: Seq[int], seconds: Seq[float]):
         """`seconds` of a forward pass with each number of `rows`, ascending."""
-        self._rows = np.array(rows, np.float64)
-        self._seconds = np.maximum.accumulate(np.array(seconds, np.float64))
+        steady = np.maximum.accumulate(np.array(seconds, np.float64))
+        self._forward: list[float] = np.interp(np.arange(rows[-1] + 1), rows, steady).tolist()  # by rows
         self._overhead_s = 0.0
         self._plain_s: dict[int, float] = {}  # of steps without drafts, by rows
         self._factor = 1.0  # of the share that drafts add
 
     def plain_s(self, num_rows: int) -> float:
         seen_s = self._plain_s.get(num_rows)
-        return self._forward_s(np.array([num_rows])).item() + self._overhead_s if seen_s is None else seen_s
+        return self._forward_s(num_rows) + self._overhead_s if seen_s is None else seen_s
 
-    def of(self, num_rows: int, num_drafts: int) -> np.ndarray:
-        """Return float64[num_drafts + 1]: seconds of `num_rows` and 0 to `num_drafts` drafts."""
-        forward_s = self._forward_s(num_rows + np.arange(num_drafts + 1))
-        seconds: np.ndarray = self.plain_s(num_rows) * (1 + self._factor * (forward_s / forward_s[0] - 1))
-        return seconds
+    def drafted_s(self, num_rows: int, num_drafts: int) -> float:
+        """Return seconds of `num_rows` and this number of drafts."""
+        added = self._forward_s(num_rows + num_drafts) / self._forward_s(num_rows) - 1
+        return self.plain_s(num_rows) * (1 + self._factor * added)
 
     def on_step(self, num_rows: int, num_drafts: int, seconds: float) -> None:
         """Learn from a step of decodes, each one row and its drafts."""
-        plain_s, drafted_s = self.of(num_rows, num_drafts)[[0, -1]].tolist()
+        plain_s = self.plain_s(num_rows)
         if num_drafts:
-            if drafted_s > plain_s:
-                seen = min((seconds - plain_s) / (drafted_s - plain_s), MAX_EXCESS)
+            added_s = self.drafted_s(num_rows, num_drafts) - plain_s
+            if added_s > 0:
+                seen = min((seconds - plain_s) / added_s, MAX_EXCESS)
                 self._factor *= max(0.5, 1 + STEP_WEIGHT * (seen - 1))
             return
         if num_rows in self._plain_s:
             seconds = min(seconds, MAX_EXCESS * plain_s)
         self._plain_s[num_rows] = plain_s + STEP_WEIGHT * (seconds - plain_s)
-        excess_s = seconds - self._forward_s(np.array([num_rows])).item() - self._overhead_s
+        excess_s = seconds - self._forward_s(num_rows) - self._overhead_s
         self._overhead_s = max(0.0, self._overhead_s + STEP_WEIGHT * excess_s)
 
-    def _forward_s(self, num_rows: np.ndarray) -> np.ndarray:
-        """Interpolate; as the mean of a row beyond the largest size."""
-        beyond = np.maximum(0, num_rows - self._rows[-1]) * (self._seconds[-1] / self._rows[-1])
-        seconds: np.ndarray = np.interp(num_rows, self._rows, self._seconds) + beyond
-        return seconds
+    def _forward_s(self, num_rows: int) -> float:
+        """Return the measured time; beyond the largest size each row adds the mean of a row."""
+        largest = len(self._forward) - 1
+        if num_rows <= largest:
+            return self._forward[num_rows]
+        return self._forward[largest] * num_rows / largest
 
 
 @dataclass(slots=True)
@@ -130,9 +131,8 @@ class DraftLengths:
         """Return False if drafts of `gain` expected tokens cannot be worth the first one's row. Cheap."""
         if self.cost is None:
             return True
-        plain_s, drafted_s = self.cost.of(num_rows, 1).tolist()
-        needed: float = num_rows * (MIN_SPEED_UP * (drafted_s + self.lost_overlap_s) / plain_s - 1)
-        return gain > needed
+        drafted_s = self.cost.drafted_s(num_rows, 1) + self.lost_overlap_s
+        return gain > num_rows * (MIN_SPEED_UP * drafted_s / self.cost.plain_s(num_rows) - 1)
 
     def choose(self, gains: Seq[Seq[float] | np.ndarray], num_rows: int, token_s: float = 0.0) -> list[int]:
         """Return how many tokens to draft for each sequence of a step that has `num_rows` without.
@@ -150,10 +150,10 @@ class DraftLengths:
         order = np.argsort(-table.ravel(), kind="stable")[: sum(counts)]
         tokens = num_rows + np.cumsum(table.ravel()[order])
         drafting_s = np.maximum.accumulate(order % longest + 1) * token_s + self.lost_overlap_s
-        seconds = self.cost.of(num_rows, len(order))
-        rates = tokens / (seconds[1:] + drafting_s)
+        seconds = [self.cost.drafted_s(num_rows, count) for count in range(1, len(order) + 1)]
+        rates = tokens / (np.array(seconds) + drafting_s)
         best = int(np.argmax(rates))
-        if rates[best] < MIN_SPEED_UP * num_rows / seconds[0]:
+        if rates[best] < MIN_SPEED_UP * num_rows / self.cost.plain_s(num_rows):
             return [0] * len(gains)
         chosen: list[int] = np.bincount(order[: best + 1] // longest, minlength=len(gains)).tolist()
         return chosen

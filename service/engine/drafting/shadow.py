@@ -10,7 +10,7 @@ from service.engine.drafting.drafter import Drafter
 from service.engine.drafting.lengths import Counts
 from service.engine.sequence import Sequence
 
-FIRST_RATES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.9)
+FIRST_RATES = (0.1, 0.3, 0.5, 0.7, 0.85, 0.9)
 """Share of right guesses after 0, 1, 2 to 3, 4 to 7, 8 to 15 and more right ones in a row, until any are seen."""
 LONGEST_STREAK = 1 << (len(FIRST_RATES) - 2)
 RATE_DECAY = 0.998

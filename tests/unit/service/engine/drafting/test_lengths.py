@@ -69,17 +69,17 @@ def test_the_hosts_part_is_seen():
     cost = StepCost([1, 10], [0.1, 0.2])
     for _ in range(200):
         cost.on_step(1, 0, 0.6)
-    assert abs(cost.of(1, 0)[0] - 0.6) < 1e-3
+    assert abs(cost.plain_s(1) - 0.6) < 1e-3
     assert abs(cost.plain_s(10) - 0.7) < 1e-3
     assert cost.plain_s(20) > cost.plain_s(10)
 
 
 def test_what_drafts_add_is_seen():
     cost = StepCost([1, 11], [1.0, 2.0])
-    np.testing.assert_allclose(cost.of(1, 10)[[0, 5, 10]], [1.0, 1.5, 2.0])
+    np.testing.assert_allclose([cost.drafted_s(1, count) for count in (0, 5, 10)], [1.0, 1.5, 2.0])
     for _ in range(300):
         cost.on_step(1, 5, 3.0)
-    np.testing.assert_allclose(cost.of(1, 10)[[0, 5, 10]], [1.0, 3.0, 5.0], rtol=0.01)
+    np.testing.assert_allclose([cost.drafted_s(1, count) for count in (0, 5, 10)], [1.0, 3.0, 5.0], rtol=0.01)
 
 
 def test_a_step_that_waited_for_the_processor_counts_little():
@@ -88,7 +88,7 @@ def test_a_step_that_waited_for_the_processor_counts_little():
     cost.on_step(1, 0, 500.0)
     assert cost.plain_s(1) < 1.2
     cost.on_step(1, 9, 500.0)
-    assert cost.of(1, 9)[9] < 1.5
+    assert cost.drafted_s(1, 9) < 1.5
 
 
 def test_an_ended_sequence_is_forgotten():
