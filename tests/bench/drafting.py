@@ -45,7 +45,7 @@ MAX_TOKENS = 120
 
 def answers(engine: Engine, requests: list[EngineRequest], batch: int) -> tuple[float, dict[str, list[int]]]:
     """Return tokens per second of CPU time, and each request's tokens."""
-    told: dict[str, list[int]] = {}
+    received: dict[str, list[int]] = {}
     start_s = time.process_time()
     for first in range(0, len(requests), batch):
         for request in requests[first : first + batch]:
@@ -54,8 +54,8 @@ def answers(engine: Engine, requests: list[EngineRequest], batch: int) -> tuple[
             engine.step()
             for output in engine.drain_request_outputs():
                 for part in output.parts:
-                    told.setdefault(output.request_id, []).extend(part.token_ids)
-    return sum(map(len, told.values())) / (time.process_time() - start_s), told
+                    received.setdefault(output.request_id, []).extend(part.token_ids)
+    return sum(map(len, received.values())) / (time.process_time() - start_s), received
 
 
 def main() -> None:
@@ -79,8 +79,8 @@ def main() -> None:
     for batch in map(int, flags.batch.split(",")):
         ratios, before = [], drafting.stats()
         for _ in range(flags.rounds):
-            (without, wanted), (with_drafts, told) = (answers(one, requests, batch) for one in (plain, drafting))
-            if told != wanted:
+            (without, wanted), (with_drafts, received) = (answers(one, requests, batch) for one in (plain, drafting))
+            if received != wanted:
                 raise SystemExit("texts differ")
             ratios.append(with_drafts / without)
         after = drafting.stats()

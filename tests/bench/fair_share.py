@@ -35,8 +35,8 @@ from service.worker.job_loop import EngineSizes, JobLoop, OutputInbox
 from tests.bench.fair_share_steps import BLOCK_SIZE, MAX_BATCHED_TOKENS, MAX_MODEL_LEN, MAX_PREFILL_CHUNK, simulate
 from tests.bench.io_thread import PacedDevice
 from tests.fakes.idle_executor import IdleExecutor
-from tests.support.doors import start_gateway
 from tests.support.gateway import MODEL
+from tests.support.gateway_processes import start_gateway
 from tests.support.measuring import flags, fresh_redis, tell
 from tests.support.queue_pair import QueuePair, open_pair
 from tests.support.wire import make_card

@@ -36,7 +36,7 @@ class VirtualWorker:
         self._queue = QueueData()
         self._attempts: dict[str, int] = {}
         self._tenants: dict[str, str] = {}
-        self._told: set[str] = set()
+        self._received: set[str] = set()
         self._number = 0
         kv = KVManager(args.blocks, BLOCK_SIZE)
         limits = Limits(
@@ -77,8 +77,8 @@ class VirtualWorker:
             self.engine.step()
         for output in self.engine.drain_request_outputs():
             job_id = output.request_id
-            if job_id not in self._told:
-                self._told.add(job_id)
+            if job_id not in self._received:
+                self._received.add(job_id)
                 self._slots.mark_started(job_id)
                 yield job_id
             if output.end is not None:

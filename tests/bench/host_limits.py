@@ -20,7 +20,7 @@ from redis import Redis
 
 from service.queue.messages import WorkerCard
 from service.queue.redis.connect import open_worker_queue
-from tests.support.doors import start_gateway
+from tests.support.gateway_processes import start_gateway
 from tests.support.measuring import flags, fresh_redis, tell
 from tests.support.served import REPOSITORY, descendants_of
 

@@ -69,7 +69,7 @@ class HostFigures:
     launch_us: float  # arrays of forward pass and sampling, packed
     settle_us: float  # collect, update sequences, outputs
     step_us: float  # sum
-    tell_us: float  # outputs to encoded events, on the I/O thread
+    report_us: float  # outputs to encoded events, on the I/O thread
 
 
 def main() -> None:
@@ -125,12 +125,12 @@ def measure(batch: int, context: int, num_steps: int, *, prefix_caching: bool, m
             begin_s = time.thread_time()
             for output in iter_request_outputs(outputs):
                 encode(event_of(output.request_id, number + 1, [output]))
-            tell_s = time.thread_time() - begin_s
+            report_s = time.thread_time() - begin_s
             schedule_s, launch_s = spent_s["schedule"], spent_s["launch"]
-            courses.append((schedule_s, launch_s, step_s - schedule_s - launch_s, step_s, tell_s))
+            courses.append((schedule_s, launch_s, step_s - schedule_s - launch_s, step_s, report_s))
     medians = [1e6 * statistics.median(column) for column in zip(*courses, strict=True)]
     case = f"{batch} decodes{' and a prompt' if mixed else ''}, cache {'on' if prefix_caching else 'off'}"
-    names = ("schedule_us", "launch_us", "settle_us", "step_us", "tell_us")
+    names = ("schedule_us", "launch_us", "settle_us", "step_us", "report_us")
     return HostFigures(case=case, **dict(zip(names, medians, strict=True)))
 
 

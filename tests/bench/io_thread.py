@@ -62,7 +62,7 @@ class Steps:
         self._step, self._engine, self._batch = engine.step, engine, batch
         self._began_s: list[float | None] = []  # None: not a full batch
         engine.step = self.step
-        self.are_told = True
+        self.are_reported = True
 
     def step(self) -> None:
         is_whole = len(self._engine.running) == self._batch
@@ -71,7 +71,7 @@ class Steps:
 
     def pass_on(self, inbox: OutputInbox):
         def on_outputs(outputs) -> None:
-            left = outputs if self.are_told else [each for each in outputs if type(each) is not NewTokens]
+            left = outputs if self.are_reported else [each for each in outputs if type(each) is not NewTokens]
             if left:
                 inbox.on_outputs(left)
 
@@ -86,7 +86,7 @@ async def measure(args: argparse.Namespace, redis_url: str) -> dict[str, object]
     engine, executor = make_engine(args.batch, NUM_PROMPT_TOKENS + args.steps + 16, prefix_caching=True)
     PacedDevice(executor, args.step_ms / 1000)
     steps, deaths = Steps(engine, args.batch), []
-    queue, door = [await open_pair(redis_url) for _ in range(2)]
+    queue, gateway = [await open_pair(redis_url) for _ in range(2)]
     inbox = OutputInbox()
     thread = EngineThread(engine, steps.pass_on(inbox), deaths.append)
     sizes = EngineSizes(VOCAB_SIZE, args.batch, 1 << 30)
@@ -94,32 +94,32 @@ async def measure(args: argparse.Namespace, redis_url: str) -> dict[str, object]
     freeze_heap()
     thread.start()
     duties = asyncio.create_task(job_loop.run())
-    found: dict[str, list[float]] = {"told": [], "kept": []}
+    found: dict[str, list[float]] = {"received": [], "kept": []}
     try:
         for number in range(2 * args.rounds):
-            steps.are_told = number % 2 == 0
+            steps.are_reported = number % 2 == 0
             async with asyncio.timeout(PATIENCE_S):
-                await run_jobs(door, job_loop, args, number)
-            found["told" if steps.are_told else "kept"] += steps.take_ms()
+                await run_jobs(gateway, job_loop, args, number)
+            found["received" if steps.are_reported else "kept"] += steps.take_ms()
             if deaths:
                 raise deaths[0]
     finally:
         duties.cancel()
         await asyncio.gather(duties, return_exceptions=True)
-        for each in (queue, door):
+        for each in (queue, gateway):
             await each.close()
-    told, kept = np.array(found["told"]), np.array(found["kept"])
+    received, kept = np.array(found["received"]), np.array(found["kept"])
     return {
         "batch": args.batch,
         "step_ms": args.step_ms,
-        "steps": [len(told), len(kept)],
-        "told_ms_mean_p50_p99": [round(float(ms), 3) for ms in (told.mean(), *np.percentile(told, (50, 99)))],
+        "steps": [len(received), len(kept)],
+        "told_ms_mean_p50_p99": [round(float(ms), 3) for ms in (received.mean(), *np.percentile(received, (50, 99)))],
         "kept_ms_mean_p50_p99": [round(float(ms), 3) for ms in (kept.mean(), *np.percentile(kept, (50, 99)))],
-        "cost_share": round(float(told.mean() / kept.mean() - 1), 4),
+        "cost_share": round(float(received.mean() / kept.mean() - 1), 4),
     }
 
 
-async def run_jobs(door, job_loop: JobLoop, args: argparse.Namespace, number: int) -> None:
+async def run_jobs(gateway, job_loop: JobLoop, args: argparse.Namespace, number: int) -> None:
     params = SamplingParams(max_tokens=args.steps, temperature=0.7, ignore_eos=True)
     for place in range(args.batch):
         job = Job(
@@ -130,8 +130,8 @@ async def run_jobs(door, job_loop: JobLoop, args: argparse.Namespace, number: in
             submitted_at_s=time.time(),
             feed="bench",
         )
-        await door.submit(job)
-    while (await door.queue_state()).num_waiting or job_loop.num_open:
+        await gateway.submit(job)
+    while (await gateway.queue_state()).num_waiting or job_loop.num_open:
         await asyncio.sleep(0.05)
 
 

@@ -27,8 +27,8 @@ from redis import Redis
 from service.errors import EndReason
 from service.queue.codec import pack_ids
 from service.queue.messages import Event, Part, Usage
-from tests.support.doors import start_gateway
 from tests.support.gateway import MODEL
+from tests.support.gateway_processes import start_gateway
 from tests.support.measuring import flags, fresh_redis, tell
 from tests.support.queue_pair import open_pair
 from tests.support.wire import make_card
@@ -132,11 +132,11 @@ def rss_kb(pid: int) -> int:
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
 
 
-class Door:
+class GatewayAndClient:
     """A gateway process, and a client that reads its share of the streams."""
 
     def __init__(self, folder: Path, number: int, num_streams: int):
-        self._folder = folder / f"door{number}"
+        self._folder = folder / f"gateway{number}"
         self._folder.mkdir()
         self._num_streams = num_streams
         self.arrivals = self._folder / "arrivals.npz"
@@ -159,32 +159,34 @@ class Door:
 
 async def measure(args: argparse.Namespace, folder: Path, redis_url: str) -> dict[str, float]:
     queue, redis = await open_pair(redis_url), Redis.from_url(redis_url)
-    doors = [Door(folder, number, args.streams // args.gateways) for number in range(args.gateways)]
+    gateways = [GatewayAndClient(folder, number, args.streams // args.gateways) for number in range(args.gateways)]
     num_streams = args.streams // args.gateways * args.gateways
     stub, started = StubEngine(queue, token=65), []
     duty = asyncio.create_task(stub.announce())
     try:
-        for door in doors:
-            await asyncio.to_thread(door.start, redis_url)
-            started.append(door)
-        for door in doors:
-            door.read()
+        for gateway in gateways:
+            await asyncio.to_thread(gateway.start, redis_url)
+            started.append(gateway)
+        for gateway in gateways:
+            gateway.read()
         # A response starts with its first token: the stub sends one for each new job.
         await _speak_first(stub, asyncio.create_task(stub.claim(num_streams)))
-        for door in doors:
-            await asyncio.to_thread(door.client.stdout.readline)
-        open_kb = sum(rss_kb(door.gateway.pid) - door.idle_kb for door in doors)
+        for gateway in gateways:
+            await asyncio.to_thread(gateway.client.stdout.readline)
+        open_kb = sum(rss_kb(gateway.gateway.pid) - gateway.idle_kb for gateway in gateways)
         num_before = sum(map(len, stub.published_s.values()))
-        before_s, start_s = _cpu_of_all(doors, redis), time.monotonic()
+        before_s, start_s = _cpu_of_all(gateways, redis), time.monotonic()
         await stub.speak(args.rate, args.step_ms / 1000, args.seconds + WARM_UP_S)
         end_s = time.monotonic()
-        gateway_s, redis_s = (now - before for now, before in zip(_cpu_of_all(doors, redis), before_s, strict=True))
+        gateway_s, redis_s = (now - before for now, before in zip(_cpu_of_all(gateways, redis), before_s, strict=True))
         num_tokens = sum(map(len, stub.published_s.values())) - num_before
-        busy_kb = sum(rss_kb(door.gateway.pid) - door.idle_kb for door in doors)
+        busy_kb = sum(rss_kb(gateway.gateway.pid) - gateway.idle_kb for gateway in gateways)
         await stub.end()
-        for door in doors:
-            await asyncio.to_thread(door.client.wait)
-        latencies_ms = np.concatenate([_latencies_ms(stub, door.arrivals, start_s + WARM_UP_S) for door in doors])
+        for gateway in gateways:
+            await asyncio.to_thread(gateway.client.wait)
+        latencies_ms = np.concatenate(
+            [_latencies_ms(stub, gateway.arrivals, start_s + WARM_UP_S) for gateway in gateways]
+        )
         return {
             "gateways": args.gateways,
             "streams": num_streams,
@@ -200,23 +202,23 @@ async def measure(args: argparse.Namespace, folder: Path, redis_url: str) -> dic
         }
     finally:
         duty.cancel()
-        for door in started:
-            door.stop()
+        for gateway in started:
+            gateway.stop()
         redis.close()
         await queue.close()
 
 
-def _cpu_of_all(doors: list[Door], redis: Redis) -> tuple[float, float]:
+def _cpu_of_all(gateways: list[GatewayAndClient], redis: Redis) -> tuple[float, float]:
     """Return CPU seconds of all gateways, and of Redis."""
     used = redis.info("cpu")
-    return sum(_cpu_s(door.gateway.pid) for door in doors), used["used_cpu_user"] + used["used_cpu_sys"]
+    return sum(_cpu_s(gateway.gateway.pid) for gateway in gateways), used["used_cpu_user"] + used["used_cpu_sys"]
 
 
 async def _speak_first(stub: StubEngine, claiming: asyncio.Task) -> None:
-    num_told = 0
-    while not claiming.done() or num_told < len(stub.job_ids):
-        fresh = stub.job_ids[num_told : num_told + 256]
-        num_told += len(fresh)
+    num_received = 0
+    while not claiming.done() or num_received < len(stub.job_ids):
+        fresh = stub.job_ids[num_received : num_received + 256]
+        num_received += len(fresh)
         if fresh:
             await stub._publish(fresh)
         else:

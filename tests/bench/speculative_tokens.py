@@ -32,7 +32,7 @@ from service.engine.request import EngineRequest
 from tests.fakes.drafters import KnowingDrafter
 from tests.support.demo_engine import DEMO, DemoEngines
 from tests.support.measuring import tell
-from tests.support.told import Told, run_steps
+from tests.support.received import Received, run_steps
 
 KINDS = {
     "greedy": {"temperature": 0.0},
@@ -103,35 +103,37 @@ def _measure_kind(engines: DemoEngines, kind: str, prompts: list[tuple[int, ...]
             )
             for index, prompt in enumerate(some)
         ]
-        plain = _told(engines.make(num_blocks=1200, budget=512, max_num_seqs=48), requests)
+        plain = _received(engines.make(num_blocks=1200, budget=512, max_num_seqs=48), requests)
         drafting = engines.make(num_blocks=1200, budget=512, max_num_seqs=48, drafter=_drafter(number, plain))
-        drafted = _told(drafting, requests)
+        drafted = _received(drafting, requests)
         stats = drafting.stats()
         figures.num_drafted += stats.num_draft_tokens
         figures.num_accepted += stats.num_accepted_tokens
-        for name, told in plain.items():
+        for name, received in plain.items():
             figures.num_answers += 1
-            figures.num_tokens += told.num_output_tokens
-            figures.num_different += not _are_equal(told, drafted[name])
+            figures.num_tokens += received.num_output_tokens
+            figures.num_different += not _are_equal(received, drafted[name])
     return figures
 
 
-def _drafter(number: int, plain: dict[str, Told]) -> Drafter:
+def _drafter(number: int, plain: dict[str, Received]) -> Drafter:
     if number % 3 == 0:
         return NgramDrafter(1, 4)
     if number % 3 == 1:
         return SuffixDrafter(max_depth=24, max_requests=1000, max_spec_factor=2.0, min_token_prob=0.1)
-    answers = {(name, branch): tokens for name, told in plain.items() for branch, tokens in told.branches.items()}
+    answers = {
+        (name, branch): tokens for name, received in plain.items() for branch, tokens in received.branches.items()
+    }
     return KnowingDrafter(answers, errs=True)
 
 
-def _told(engine: Engine, requests: list[EngineRequest]) -> dict[str, Told]:
+def _received(engine: Engine, requests: list[EngineRequest]) -> dict[str, Received]:
     for request in requests:
         engine.add_request(request)
     return run_steps(engine)
 
 
-def _are_equal(one: Told, other: Told) -> bool:
+def _are_equal(one: Received, other: Received) -> bool:
     if (one.by_branch(), one.end, one.choices) != (other.by_branch(), other.end, other.choices):
         return False
     pairs = ((one.logprobs[branch], other.logprobs[branch]) for branch in one.branches)

@@ -82,7 +82,7 @@ def _term(op: str) -> str:
     return "attention" if op == ATTENTION else "products" if op.startswith("linear ") else "all else"
 
 
-def tell_growth(rows: Sequence[Growth]) -> None:
+def report_growth(rows: Sequence[Growth]) -> None:
     if not rows:
         return
     print()

@@ -31,7 +31,7 @@ from service.config.settings import Settings
 from service.engine.build import BuiltEngine, build_engine
 from service.errors import StartupError
 from service.garbage import freeze_heap
-from tests.bench.step_growth import growth_of, tell_growth
+from tests.bench.step_growth import growth_of, report_growth
 from tests.bench.step_table import PRODUCTS, KernelEvent, StepTable, table_of
 
 PROFILED_STEPS = 8
@@ -70,7 +70,7 @@ def main() -> None:
             continue
         tell(tables[-1])
     growth = growth_of(tables, built.config, built.ops.dtype.itemsize)
-    tell_growth(growth)
+    report_growth(growth)
     record = {"bench": "step_profile", "device": built.ops.device_name, "model": flags.model_config or flags.model}
     record |= {"weights": built.executor.model.weights.layers[0].qkv.format}
     panel = {"kind": "bars", "title": "", "x": "us a step", "y": "", "series": []}

@@ -134,11 +134,11 @@ async def run(redis_url: str, times: int, num_at_once: int) -> dict[str, object]
     built = watched(await asyncio.to_thread(build_engine, settings, progress=False), notes)
     notes.step_s.clear()
     notes.step_ended_at_s.clear()
-    door = await open_pair(redis_url)
+    gateway = await open_pair(redis_url)
     at_once = asyncio.Semaphore(num_at_once)
     async with (
         working(redis_url, built) as engine,
-        serving(settings, ServedModel.read(settings), door) as url,
+        serving(settings, ServedModel.read(settings), gateway) as url,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
     ):
 
@@ -150,7 +150,7 @@ async def run(redis_url: str, times: int, num_at_once: int) -> dict[str, object]
         await asyncio.gather(*(one() for _ in range(times)))
         elapsed_s = time.monotonic() - start_s
         stats = await _idle(engine, built)
-    await door.close()
+    await gateway.close()
     with Redis.from_url(redis_url) as redis:
         num_left = sum(redis.hlen(key) for key in (keys.JOBS, keys.STATES, keys.CLAIMS))
     left = {"blocks_left": stats.num_blocks_used, "jobs_left": num_left}
@@ -173,7 +173,7 @@ def _figures(notes: Notes) -> dict[str, object]:
     p50, p99 = (float(np.percentile(waits_s, share)) for share in (50, 99))
     return {
         "left": len(notes.left_at_s),
-        "told_whole": notes.num_whole,
+        "received_whole": notes.num_whole,
         "never_in_the_engine": len(notes.left_at_s) - len(waits_s),
         "free_after_ms_p50_p99_max": [round(1e3 * value, 1) for value in (p50, p99, max(waits_s))],
         "step_ms_p50_p99": [round(1e3 * step_s, 1), round(1e3 * long_step_s, 1)],

@@ -83,7 +83,7 @@ class Tally:
         return not (self.lost or self.different or self.doubled or self.cancelled or self.left)
 
 
-def wishes(max_tokens: int) -> list[Wish]:
+def options(max_tokens: int) -> list[Wish]:
     found = []
     for subject, sampling in itertools.product(SUBJECTS, SAMPLING):
         text = {"model": MODEL, "prompt": f"A story about {subject}. Once", "max_tokens": max_tokens, **sampling}
@@ -137,7 +137,7 @@ class Storm:
         self.tally.by_kind[wish.kind] = self.tally.by_kind.get(wish.kind, 0) + 1
         try:
             async with asyncio.timeout(PATIENCE_S):
-                told = await self._asking(wish)(wish, name)
+                received = await self._asking(wish)(wish, name)
         except TimeoutError:
             self.tally.lost.append(name)
         except Cancelled as cancelled:
@@ -145,8 +145,8 @@ class Storm:
         except Doubled as doubled:
             self.tally.doubled.append(f"{name}: {doubled}")
         else:
-            if told != self.goldens[wish.golden_of]:
-                self.tally.different.append(f"{name}: {told!r} is not {self.goldens[wish.golden_of]!r}")
+            if received != self.goldens[wish.golden_of]:
+                self.tally.different.append(f"{name}: {received!r} is not {self.goldens[wish.golden_of]!r}")
 
     def _asking(self, wish: Wish):
         return {
@@ -206,23 +206,23 @@ class Storm:
             return response.status, answer
 
     async def _stream(self, wish: Wish, name: str) -> str:
-        told: dict[int, str] = {}
+        received: dict[int, str] = {}
         while True:
-            status, is_done = await self._read_some(wish, name, told)
+            status, is_done = await self._read_some(wish, name, received)
             if is_done:
-                if sorted(told) != list(range(1, len(told) + 1)):
-                    raise Doubled(f"events {sorted(told)}")
-                return "".join(told[number] for number in sorted(told))
+                if sorted(received) != list(range(1, len(received) + 1)):
+                    raise Doubled(f"events {sorted(received)}")
+                return "".join(received[number] for number in sorted(received))
             self.tally.num_resumed += status == 200
             await asyncio.sleep(RETRY_S)
 
-    async def _read_some(self, wish: Wish, name: str, told: dict[int, str]) -> tuple[int, bool]:
+    async def _read_some(self, wish: Wish, name: str, received: dict[int, str]) -> tuple[int, bool]:
         """Status, and whether the stream was read to its end; it may be dropped before."""
         self.tally.num_tries += 1
         drop_after = self._dice.choice((None, None, None, self._dice.randint(1, 12)))
         headers = {"Content-Type": "application/json", **_key(name)}
-        if told:
-            headers["Last-Event-ID"] = str(max(told))
+        if received:
+            headers["Last-Event-ID"] = str(max(received))
         url = self._dice.choice(self._urls) + wish.path
         async with self._http.post(url, data=wish.body, headers=headers) as response:
             if "X-Request-Id" in response.headers:
@@ -247,14 +247,14 @@ class Storm:
                     if "error" in event and "choices" not in event and "type" not in event:
                         _check_cancelled(event["error"].get("code"), event)
                         return 200, False
-                    if number in told:
+                    if number in received:
                         raise Doubled(f"event {number} twice")
-                    told[number] = delta_of(event)
+                    received[number] = delta_of(event)
                     kind = event.get("type", "")
                     if kind == "response.failed":
                         raise Cancelled(json.dumps(event["response"]["error"]))
                     is_done = kind in ("response.completed", "response.incomplete")
-                if drop_after is not None and len(told) >= drop_after and not is_done:
+                if drop_after is not None and len(received) >= drop_after and not is_done:
                     return 200, False
             return 200, is_done
 
@@ -397,7 +397,7 @@ async def run(
     """`share` of all commands get a fault."""
     dice = random.Random(seed)
     async with open_house(folder) as (fleet, urls, http, producer, proxies):
-        storm, wanted = Storm(urls, http, producer, dice), wishes(max_tokens)
+        storm, wanted = Storm(urls, http, producer, dice), options(max_tokens)
         for wish in wanted:
             if wish.golden_of not in storm.goldens:
                 storm.goldens[wish.golden_of] = await golden(http, urls[0], wish)

@@ -100,7 +100,7 @@ class Tally:
     different: list[str] = field(default_factory=list)
 
 
-def wishes(num_subjects: int) -> list[Wish]:
+def options(num_subjects: int) -> list[Wish]:
     found = []
     for subject, (kind, fields) in itertools.product(SUBJECTS[:num_subjects], KINDS.items()):
         body = {
@@ -148,8 +148,8 @@ def _read(frames: list[str]) -> Answer:
             index = choice["index"]
             texts[index] = texts.get(index, "") + choice["text"]
             ends[index] = choice["finish_reason"] or ends.get(index)
-            told = (choice.get("logprobs") or {}).get("token_logprobs") or []
-            logprobs += [(index, value) for value in told]
+            received = (choice.get("logprobs") or {}).get("token_logprobs") or []
+            logprobs += [(index, value) for value in received]
     logprobs.sort(key=lambda pair: pair[0])
     choices = {index: (text, ends[index]) for index, text in texts.items()}
     return Answer(choices, [value for _, value in logprobs], num_accepted)
@@ -176,7 +176,7 @@ async def open_house(folder: Path):
         settings = Settings(
             model=DEMO, served_model_name=MODEL, port=0, drain_timeout=1.0, max_connections_per_client=4096
         )
-        queue = await fleet.door()
+        queue = await fleet.gateway()
         async with (
             serving(settings, ServedModel.read(settings), queue) as url,
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
@@ -199,7 +199,7 @@ async def run(
     tally = Tally()
     async with open_house(folder) as (fleet, http, url):
         await fleet.have(NUM_WORKERS, STEP_S)
-        wanted = wishes(num_subjects)
+        wanted = options(num_subjects)
         undisturbed = await asyncio.gather(*(ask(http, url, wish) for wish in wanted))
         goldens = {wish: answer for wish, (_, answer) in zip(wanted, undisturbed, strict=True)}
         if drafting:

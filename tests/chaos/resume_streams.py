@@ -18,8 +18,8 @@ from pathlib import Path
 import aiohttp
 
 from tests.fakes.scripted_worker import Script
-from tests.support.doors import GatewayFleet, open_fleet
 from tests.support.gateway import MODEL, speech
+from tests.support.gateway_processes import GatewayFleet, open_fleet
 from tests.support.measuring import flags, fresh_redis, tell
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -79,21 +79,21 @@ async def _compare(fleet: GatewayFleet, http: aiohttp.ClientSession, kind, chanc
     response.raise_for_status()
     request_id = response.headers["X-Request-Id"]
     undropped = asyncio.create_task(_read_all(http, f"{urls[0]}/v1/requests/{request_id}?stream=true"))
-    told = b""
+    received = b""
     while True:
         data, is_whole = await _read_some(response, chance.randrange(1, 4000))
-        told += data
+        received += data
         if is_whole:
             break
         tally.num_drops += 1
-        told, after = _whole_events(told)
+        received, after = _whole_events(received)
         urls.reverse()
         headers = {"Last-Event-ID": str(after)}
         response = await http.get(f"{urls[0]}/v1/requests/{request_id}", headers=headers)
         response.raise_for_status()
     whole = await undropped
     tally.num_bytes += len(whole)
-    if KEEP_ALIVE.sub(b"", told) == KEEP_ALIVE.sub(b"", whole) and whole.endswith(DONE):
+    if KEEP_ALIVE.sub(b"", received) == KEEP_ALIVE.sub(b"", whole) and whole.endswith(DONE):
         tally.num_identical += 1
     else:
         tally.num_different += 1

@@ -79,7 +79,7 @@ class Attack:
     def times(self, count: int) -> int:
         return max(4, int(count * self.scale))
 
-    def told(self, what: str, status: int, answer: dict) -> None:
+    def received(self, what: str, status: int, answer: dict) -> None:
         error = answer.get("error")
         code = error.get("code") if isinstance(error, dict) else None
         self.answers[f"{what} {status}{' ' + code if code else ''}"] += 1
@@ -89,7 +89,7 @@ class Attack:
         headers = {**bearer(ATTACKER), "Content-Type": "application/json"}
         async with self._http.post(self.url + path, data=BytesIO(data), headers=headers) as response:
             answer = await response.json()
-            self.told(path, response.status, answer)
+            self.received(path, response.status, answer)
             return answer
 
     async def get(self, path: str) -> dict:
@@ -116,7 +116,7 @@ class Attack:
         try:
             async with self._http.post(self.url + "/v1/files", data=body(), headers=headers) as response:
                 answer = await response.json()
-                self.told("/v1/files", response.status, answer)
+                self.received("/v1/files", response.status, answer)
                 return answer.get("id")
         except aiohttp.ClientError as error:
             self.answers[f"/v1/files {type(error).__name__}"] += 1
@@ -223,9 +223,9 @@ async def stored_responses(attack: Attack) -> None:
     part = {"type": "output_text", "text": "x", "annotations": note, "logprobs": []}
     items = [{"role": "assistant", "content": [part]}, {"role": "user", "content": "x"}]
     schema = {"type": "object", "description": "d" * 60_000, "properties": {}}
-    told = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
+    received = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
     asked = {"model": attack.model, "max_output_tokens": 1}
-    bodies = [json.dumps({**asked, **how}).encode() for how in ({"input": items}, {"input": "x", "text": told})]
+    bodies = [json.dumps({**asked, **how}).encode() for how in ({"input": items}, {"input": "x", "text": received})]
     numbers = iter(range(int(1_500 * attack.scale)))
 
     async def some() -> None:
@@ -311,7 +311,7 @@ def _second_gateway(folder: Path, redis_url: str, for_s: float = 20.0) -> float:
     with tempfile.TemporaryDirectory(prefix="quire-") as short:
         part = Part(Path(short) / "second", "gateway", "--port", "0", "--redis-url", redis_url, "--drain-timeout", "1")
         try:
-            part.until_told("READY=1")
+            part.until_received("READY=1")
             time.sleep(for_s)
             return peak_mib(part.process.pid)
         finally:
@@ -323,14 +323,14 @@ def chatting(url: str, model: str, figures: Figures) -> Iterator[None]:
     """Meanwhile another tenant chats, one chat after the other: in a process of its own, so that only the service can
     make it wait."""
     spawning = multiprocessing.get_context("spawn")
-    stop, told = spawning.Event(), spawning.SimpleQueue()
-    process = spawning.Process(target=_chat, args=(url, model, stop, told), daemon=True)
+    stop, received = spawning.Event(), spawning.SimpleQueue()
+    process = spawning.Process(target=_chat, args=(url, model, stop, received), daemon=True)
     process.start()
     try:
         yield
     finally:
         stop.set()
-        waits = told.get()
+        waits = received.get()
         process.join()
     if isinstance(waits, str):
         raise AssertionError(waits)
@@ -340,7 +340,7 @@ def chatting(url: str, model: str, figures: Figures) -> Iterator[None]:
     figures.chat_p99_s = round(waits[min(len(waits) - 1, int(len(waits) * 0.99))], 3)
 
 
-def _chat(url: str, model: str, stop: Event, told: SimpleQueue) -> None:
+def _chat(url: str, model: str, stop: Event, received: SimpleQueue) -> None:
     """Tells how long each chat took, or what failed."""
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}).encode()
     headers = {**bearer(OTHER), "Content-Type": "application/json"}
@@ -354,9 +354,9 @@ def _chat(url: str, model: str, stop: Event, told: SimpleQueue) -> None:
             time.sleep(0.05)
     except OSError as error:
         answer = error.read() if isinstance(error, HTTPError) else b""
-        told.put(f"a chat failed after {len(waits)}: {error} {answer}")
+        received.put(f"a chat failed after {len(waits)}: {error} {answer}")
     else:
-        told.put(waits)
+        received.put(waits)
 
 
 def peak_mib(pid: int) -> float:

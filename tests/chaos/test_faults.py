@@ -19,7 +19,7 @@ from service.queue.messages import Cancel
 from tests.support.chaos_worker import POISON
 from tests.support.figures import note, note_percentiles
 from tests.support.fleet import Fleet
-from tests.support.history import Storyteller, check_logs, check_stories, until_told
+from tests.support.history import Storyteller, check_logs, check_stories, until_received
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3000)]
 
@@ -43,17 +43,17 @@ LONG = (
 )
 
 
-async def tell_long(teller: Storyteller, first: int = 0) -> None:
-    for number, wishes in enumerate(LONG):
-        await teller.tell(tuple(range(20 + first + number, 40 + first + 3 * number)), ignore_eos=True, **wishes)
+async def run_long(teller: Storyteller, first: int = 0) -> None:
+    for number, options in enumerate(LONG):
+        await teller.tell(tuple(range(20 + first + number, 40 + first + 3 * number)), ignore_eos=True, **options)
 
 
-async def finish(fleet, door, teller, goldens) -> None:
+async def finish(fleet, gateway, teller, goldens) -> None:
     stories = await teller.over(600)
     check_stories(stories, goldens)
     with fleet.client() as redis:
         check_logs(redis, stories)
-    await door.close()
+    await gateway.close()
 
 
 RECOVERED_S: list[float] = []
@@ -63,12 +63,12 @@ RECOVERED_S: list[float] = []
 @pytest.mark.parametrize("fault", ["claim", "prefill", "token-2", "token-20", "settle"])
 async def test_killed_where_it_hurts(fleet, goldens, fault, round_):
     await fleet.have(2)
-    door = await fleet.door()
-    teller = Storyteller(door)
+    gateway = await fleet.gateway()
+    teller = Storyteller(gateway)
     fleet.order(fault)
-    await tell_long(teller, first=round_)
+    await run_long(teller, first=round_)
     killed_s = await fleet.obeyed(fault)
-    await finish(fleet, door, teller, goldens)
+    await finish(fleet, gateway, teller, goldens)
     silent = [story for story in teller.stories if story.seen_at_s[-1] > killed_s]
     RECOVERED_S.extend(story.first_seen_after(killed_s) for story in silent)
     note_percentiles(f"SIGKILL to the next event, lease {fleet.lease_s:g} s, by job", RECOVERED_S)
@@ -80,14 +80,14 @@ async def test_with_the_lease_of_a_service_the_next_token_comes_in_time(tmp_path
         waits_s = []
         for number in range(3):
             await fleet.have(2)
-            door = await fleet.door()
-            teller = Storyteller(door)
-            await tell_long(teller, first=number)
+            gateway = await fleet.gateway()
+            teller = Storyteller(gateway)
+            await run_long(teller, first=number)
             for story in teller.stories:
-                await until_told(story, 3)
+                await until_received(story, 3)
             fleet.living[0].end(signal.SIGKILL)
             killed_s = time.monotonic()
-            await finish(fleet, door, teller, goldens)
+            await finish(fleet, gateway, teller, goldens)
             waits_s += [max(_gaps_over(story, killed_s)) for story in teller.stories]
         note_percentiles("SIGKILL, lease 10 s: longest wait for an event, by job", waits_s)
         assert max(waits_s) < 12.0
@@ -104,15 +104,15 @@ def _gaps_over(story, moment_s: float) -> list[float]:
 async def test_leaving_under_load_again_and_again(fleet, goldens):
     """A rolling restart: a new worker is there before an old one is told to leave."""
     await fleet.have(2)
-    door = await fleet.door()
+    gateway = await fleet.gateway()
     waits_s, statuses = [], []
     for round_ in range(4):
         await fleet.have(2)
         leaver = fleet.living[0]
-        teller = Storyteller(door)
-        await tell_long(teller, first=round_)
+        teller = Storyteller(gateway)
+        await run_long(teller, first=round_)
         for story in teller.stories:
-            await until_told(story, 3)
+            await until_received(story, 3)
         left_s = time.monotonic()
         leaver.send(signal.SIGTERM)
         stories = await teller.over()
@@ -121,17 +121,17 @@ async def test_leaving_under_load_again_and_again(fleet, goldens):
         waits_s += [max(_gaps_over(story, left_s)) for story in stories]
     note_percentiles("SIGTERM under load: longest wait for an event, by job", waits_s)
     assert statuses == [0] * 4
-    await door.close()
+    await gateway.close()
 
 
 async def test_stopped_past_its_lease_and_woken(fleet, goldens):
     await fleet.have(2)
-    door = await fleet.door()
+    gateway = await fleet.gateway()
     for round_ in range(3):
-        teller = Storyteller(door)
-        await tell_long(teller, first=round_)
+        teller = Storyteller(gateway)
+        await run_long(teller, first=round_)
         for story in teller.stories:
-            await until_told(story, 2)
+            await until_received(story, 2)
         sleeper = fleet.living[round_ % 2]
         sleeper.send(signal.SIGSTOP)
         await asyncio.sleep(fleet.lease_s * (0.5 + 0.75 * round_))
@@ -143,7 +143,7 @@ async def test_stopped_past_its_lease_and_woken(fleet, goldens):
         check_stories(await teller.over(), goldens)
         with fleet.client() as redis:
             check_logs(redis, teller.stories)
-    await door.close()
+    await gateway.close()
 
 
 async def test_a_poison_job_kills_three_engines_and_all_others_complete(tmp_path, goldens):
@@ -154,13 +154,13 @@ async def test_a_poison_job_kills_three_engines_and_all_others_complete(tmp_path
 async def _poison(fleet, goldens):
     async with fleet.kept(2):
         num_dead = fleet.num_dead
-        door = await fleet.door()
-        teller, poisoner = Storyteller(door), Storyteller(door)
-        await tell_long(teller)
+        gateway = await fleet.gateway()
+        teller, poisoner = Storyteller(gateway), Storyteller(gateway)
+        await run_long(teller)
         poisoned = await poisoner.tell((*POISON, 5), temperature=0.0, max_tokens=20)
-        await tell_long(teller, first=9)
+        await run_long(teller, first=9)
         await poisoner.over(600)
-        await finish(fleet, door, teller, goldens)
+        await finish(fleet, gateway, teller, goldens)
         assert poisoned.answer().end is EndReason.POISONED
         num_deaths = fleet.num_dead - num_dead
         note("engine deaths by one poison job", f"{num_deaths}, all {len(teller.stories)} other jobs complete")
@@ -171,13 +171,13 @@ async def _poison(fleet, goldens):
 
 async def test_cancels_at_any_moment_leave_nothing(fleet):
     await fleet.have(2)
-    door = await fleet.door()
-    teller, dice = Storyteller(door), random.Random(5)
+    gateway = await fleet.gateway()
+    teller, dice = Storyteller(gateway), random.Random(5)
     reasons = (EndReason.CANCELLED, EndReason.STOP)
 
     async def leave(story) -> None:
         await asyncio.sleep(dice.expovariate(2.0))
-        await door.cancel(Cancel(job_id=story.job.job_id, reason=dice.choice(reasons)))
+        await gateway.cancel(Cancel(job_id=story.job.job_id, reason=dice.choice(reasons)))
 
     leaving = []
     for number in range(min(NUM_JOBS, 400)):
@@ -191,10 +191,10 @@ async def test_cancels_at_any_moment_leave_nothing(fleet):
     with fleet.client() as redis:
         check_logs(redis, stories)
     async with asyncio.timeout(20):
-        while any(card.stats["num_blocks_used"] or card.stats["num_running"] for card in await door.workers()):
+        while any(card.stats["num_blocks_used"] or card.stats["num_running"] for card in await gateway.workers()):
             await asyncio.sleep(0.2)
     note("random cancels", f"{sum(end is not EndReason.LENGTH for end in ends)} of {len(ends)}, 0 blocks left")
-    await door.close()
+    await gateway.close()
 
 
 async def test_a_storm_of_kills_loses_nothing(tmp_path, goldens):
@@ -202,13 +202,13 @@ async def test_a_storm_of_kills_loses_nothing(tmp_path, goldens):
     fleet, dice = Fleet(tmp_path, flags=("--max-num-seqs=16",)), random.Random(11)
     try:
         async with fleet.kept(3, step_s=0.0):
-            door = await fleet.door()
-            teller = Storyteller(door)
+            gateway = await fleet.gateway()
+            teller = Storyteller(gateway)
             storm = asyncio.create_task(_storm(fleet, dice))
             started_s = time.monotonic()
             for number in range(NUM_JOBS):
-                prompt, wishes = _short(number)
-                await teller.tell(prompt, **wishes)
+                prompt, options = _short(number)
+                await teller.tell(prompt, **options)
                 while sum(1 for story in teller.stories[-400:] if not story.events) > 200:
                     await asyncio.sleep(0.02)
             stories = await teller.over(2400)
@@ -225,7 +225,7 @@ async def test_a_storm_of_kills_loses_nothing(tmp_path, goldens):
             f"{fleet.num_dead} workers killed: 0 lost, 0 duplicated, 0 gaps, {len(poisoned)} given up as poison",
         )
         assert not poisoned
-        await door.close()
+        await gateway.close()
     finally:
         fleet.close()
 
@@ -241,7 +241,7 @@ async def _storm(fleet, dice: random.Random) -> None:
 def _short(number: int) -> tuple[tuple[int, ...], dict]:
     """Prompt and wishes, one of sixty kinds."""
     kind = number % 60
-    wishes = {"temperature": (0.0, 1.0, 0.7)[kind % 3], "seed": kind, "max_tokens": 4 + kind % 13, "ignore_eos": True}
+    options = {"temperature": (0.0, 1.0, 0.7)[kind % 3], "seed": kind, "max_tokens": 4 + kind % 13, "ignore_eos": True}
     if kind % 10 == 9:
-        wishes |= {"n": 2, "best_of": 2, "logprobs": 1}
-    return tuple(range(30 + kind, 50 + 2 * kind)), wishes
+        options |= {"n": 2, "best_of": 2, "logprobs": 1}
+    return tuple(range(30 + kind, 50 + 2 * kind)), options

@@ -12,7 +12,7 @@ from model.text.grammar import regex_grammar
 from service.queue import keys
 from service.queue.embedded.redis import EmbeddedRedis
 from tests.chaos import cancels, lost_answers, resume_answers
-from tests.support.history import Storyteller, check_logs, check_stories, until_told
+from tests.support.history import Storyteller, check_logs, check_stories, until_received
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -33,27 +33,27 @@ WISHES = (
 )
 
 
-async def tell_some(teller: Storyteller) -> None:
-    for number, wishes in enumerate(WISHES):
-        await teller.tell(tuple(range(20 + number, 40 + 3 * number)), **wishes)
+async def run_some(teller: Storyteller) -> None:
+    for number, options in enumerate(WISHES):
+        await teller.tell(tuple(range(20 + number, 40 + 3 * number)), **options)
 
 
-async def finish(fleet, door, teller, goldens) -> None:
+async def finish(fleet, gateway, teller, goldens) -> None:
     stories = await teller.over()
     check_stories(stories, goldens)
     with fleet.client() as redis:
         check_logs(redis, stories)
-    await door.close()
+    await gateway.close()
 
 
 async def test_killed_at_a_token_another_goes_on(fleet, goldens):
     await fleet.have(2)
-    door = await fleet.door()
-    teller = Storyteller(door)
+    gateway = await fleet.gateway()
+    teller = Storyteller(gateway)
     fleet.order("token-5")
-    await tell_some(teller)
+    await run_some(teller)
     killed_s = await fleet.obeyed("token-5")
-    await finish(fleet, door, teller, goldens)
+    await finish(fleet, gateway, teller, goldens)
     resumed = [story for story in teller.stories if story.seen_at_s[-1] > killed_s]
     assert max(story.first_seen_after(killed_s) for story in resumed) < fleet.lease_s + 5.0
 
@@ -82,11 +82,11 @@ async def test_clients_that_leave_hold_no_blocks(tmp_path):
 
 async def test_stopped_past_its_lease_and_woken_it_adds_nothing(fleet, goldens):
     await fleet.have(2)
-    door = await fleet.door()
-    teller = Storyteller(door)
-    await tell_some(teller)
+    gateway = await fleet.gateway()
+    teller = Storyteller(gateway)
+    await run_some(teller)
     for story in teller.stories:
-        await until_told(story, 3)
+        await until_received(story, 3)
     with fleet.client() as redis:
         owners = {claim.decode().partition(" ")[2] for claim in redis.hvals(keys.CLAIMS)}
     sleeper = next(worker for worker in fleet.living if worker.name in owners)
@@ -95,23 +95,23 @@ async def test_stopped_past_its_lease_and_woken_it_adds_nothing(fleet, goldens):
     sleeper.send(signal.SIGCONT)
     await asyncio.sleep(1.0)
     check_stories(stories, goldens)
-    await finish(fleet, door, teller, goldens)
+    await finish(fleet, gateway, teller, goldens)
     assert sleeper.is_alive
     assert "jobs were lost to other workers" in sleeper.output
 
 
-async def test_told_to_leave_it_hands_over_at_once(fleet, goldens):
+async def test_asked_to_stop_it_hands_over_at_once(fleet, goldens):
     first, _ = (await fleet.have(2))[:2]
-    door = await fleet.door()
-    teller = Storyteller(door)
+    gateway = await fleet.gateway()
+    teller = Storyteller(gateway)
     for _ in range(3):
-        await tell_some(teller)
+        await run_some(teller)
     for story in teller.stories:
-        await until_told(story, 3)
+        await until_received(story, 3)
     left_s = time.monotonic()
     assert first.end() == 0, first.output
     took_s = time.monotonic() - left_s
-    await finish(fleet, door, teller, goldens)
+    await finish(fleet, gateway, teller, goldens)
     resumed = [story for story in teller.stories if story.seen_at_s[-1] > left_s]
     assert took_s < 5.0
     assert max(story.first_seen_after(left_s) for story in resumed) < 3.0

@@ -12,7 +12,7 @@ from service.queue import keys
 from service.queue.interface import QueueUnavailable
 from tests.support.figures import note
 from tests.support.fleet import Fleet
-from tests.support.history import Storyteller, check_logs, check_stories, until_told
+from tests.support.history import Storyteller, check_logs, check_stories, until_received
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]
 
@@ -23,24 +23,24 @@ WISHES = (
 )
 
 
-async def tell_some(teller: Storyteller, rounds: int = 2) -> None:
+async def run_some(teller: Storyteller, rounds: int = 2) -> None:
     for round_ in range(rounds):
-        for number, wishes in enumerate(WISHES):
+        for number, options in enumerate(WISHES):
             prompt = tuple(range(20 + number + 5 * round_, 40 + 3 * number + 5 * round_))
-            await teller.tell(prompt, ignore_eos=True, **wishes)
+            await teller.tell(prompt, ignore_eos=True, **options)
 
 
 @pytest.fixture
 async def running(fleet):
-    """Two workers and a door, with jobs that have begun."""
+    """Two workers and a gateway, with jobs that have begun."""
     await fleet.have(2)
-    door = await fleet.door()
-    teller = Storyteller(door)
-    await tell_some(teller)
+    gateway = await fleet.gateway()
+    teller = Storyteller(gateway)
+    await run_some(teller)
     for story in teller.stories:
-        await until_told(story, 3)
+        await until_received(story, 3)
     yield teller
-    await door.close()
+    await gateway.close()
 
 
 async def finish(fleet, teller, goldens) -> None:
@@ -71,10 +71,10 @@ async def test_killed_at_once_again_and_again(fleet, running, goldens):
 
 
 async def test_back_without_its_data(fleet, running, goldens):
-    waiting = Storyteller(running._door)
+    waiting = Storyteller(running._gateway)
     with fleet.client() as redis:
         redis.flushall()
-    await tell_some(waiting, rounds=1)
+    await run_some(waiting, rounds=1)
     check_stories(await waiting.over(), goldens)
     await finish(fleet, running, goldens)
 
@@ -83,7 +83,7 @@ async def test_out_of_memory_for_a_while(fleet, running, goldens):
     with fleet.client() as redis:
         redis.config_set("maxmemory", 1)
         with pytest.raises(QueueUnavailable):
-            await Storyteller(running._door).tell((20, 21), max_tokens=4)
+            await Storyteller(running._gateway).tell((20, 21), max_tokens=4)
         await asyncio.sleep(fleet.lease_s * 1.5)
         redis.config_set("maxmemory", 0)
     await finish(fleet, running, goldens)
@@ -94,7 +94,7 @@ async def test_read_only_for_a_while(fleet, running, goldens):
         redis.execute_command("REPLICAOF", "127.0.0.1", "1")
         await asyncio.sleep(1.0)
         with pytest.raises(QueueUnavailable):
-            await Storyteller(running._door).tell((20, 21), max_tokens=4)
+            await Storyteller(running._gateway).tell((20, 21), max_tokens=4)
         redis.execute_command("REPLICAOF", "NO", "ONE")
     await finish(fleet, running, goldens)
 
@@ -125,19 +125,19 @@ async def test_emptied_while_no_worker_is_there(tmp_path, goldens, monkeypatch):
     fleet = Fleet(tmp_path)
     try:
         (worker,) = await fleet.have(1, step_s=0.05)
-        door = await fleet.door()
-        begun, queued = Storyteller(door), Storyteller(door)
+        gateway = await fleet.gateway()
+        begun, queued = Storyteller(gateway), Storyteller(gateway)
         story = await begun.tell((20, 21, 22), max_tokens=500, ignore_eos=True)
-        await until_told(story, 3)
+        await until_received(story, 3)
         worker.end(9)
-        await tell_some(queued, rounds=1)
+        await run_some(queued, rounds=1)
         with fleet.client() as redis:
             redis.flushall()
         await begun.over(60)
         assert story.answer().end is EndReason.LOST
         await fleet.have(1)
         check_stories(await queued.over(), goldens)
-        await door.close()
+        await gateway.close()
     finally:
         fleet.close()
 

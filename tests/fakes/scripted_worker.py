@@ -133,7 +133,7 @@ class ScriptedWorker:
                 await asyncio.sleep(0.005)
         # The worst of its branches' ends: the reasons stand in that order.
         end = max((branch.end for branch in branches), key=list(EndReason).index)
-        num_tokens = sum(branch.num_told for branch in branches)
+        num_tokens = sum(branch.num_received for branch in branches)
         await self._end(job.job_id, end, num_tokens, len(job.prompt) // 4, script)
 
     def _scored_prompt(self, job: Job) -> Part:
@@ -189,15 +189,15 @@ class _Branch:
         self._steps = list(steps)
         self._max_tokens = max_tokens
         self._last = end
-        self.num_told = 0
+        self.num_received = 0
         self.end: EndReason | None = None if steps else end
 
     def step(self) -> Sequence[int]:
         if not self._steps:
             return ()
-        tokens = self._steps.pop(0)[: self._max_tokens - self.num_told]
-        self.num_told += len(tokens)
-        if self.num_told == self._max_tokens:
+        tokens = self._steps.pop(0)[: self._max_tokens - self.num_received]
+        self.num_received += len(tokens)
+        if self.num_received == self._max_tokens:
             self.end = EndReason.LENGTH
         elif not self._steps:
             self.end = self._last

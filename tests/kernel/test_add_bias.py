@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, assert_close, normal, seconds_of, tell_bandwidth
+from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, assert_close, normal, report_bandwidth, seconds_of
 
 pytestmark = pytest.mark.gpu
 
@@ -32,4 +32,4 @@ def test_speed(open_ops, rng):
     bias = ops.upload(normal(rng, (width,), "bfloat16"))
     outs = [ops.empty((rows, width), np.float32) for _ in range(2)]
     seconds = seconds_of(ops, [lambda out=out: launch(ops, out, bias) for out in outs])
-    tell_bandwidth("add_bias [8192, 4096] float32", 2 * rows * width * 4, seconds)
+    report_bandwidth("add_bias [8192, 4096] float32", 2 * rows * width * 4, seconds)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
-from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, assert_close, normal, seconds_of, tell_bandwidth
+from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, assert_close, normal, report_bandwidth, seconds_of
 
 pytestmark = pytest.mark.gpu
 
@@ -38,4 +38,4 @@ def test_speed(open_ops, rng):
     weight = ops.upload(normal(rng, (width,), "bfloat16"))
     inputs = [[ops.empty((rows, width), ops.dtype) for _ in range(3)] for _ in range(3)]
     launches = [lambda x=x, r=r, out=out: ops.add_rms_norm(x, r, weight, 1e-5, out=out) for x, r, out in inputs]
-    tell_bandwidth("add_rms_norm [8192, 4096] bf16", 4 * rows * width * 2, seconds_of(ops, launches))
+    report_bandwidth("add_rms_norm [8192, 4096] bf16", 4 * rows * width * 2, seconds_of(ops, launches))

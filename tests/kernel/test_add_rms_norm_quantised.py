@@ -3,7 +3,7 @@ import pytest
 
 from model.ops.cpu.ops import NumpyOps
 from tests.support.fp8_checks import assert_near_rows, assert_same_rows, download
-from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, normal, seconds_of, tell_bandwidth
+from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, normal, report_bandwidth, seconds_of
 
 pytestmark = pytest.mark.gpu
 
@@ -39,4 +39,4 @@ def test_speed(open_ops, rng):
     weight = ops.upload(normal(rng, (width,), "bfloat16"))
     inputs = [[ops.empty((rows, width), ops.dtype) for _ in range(2)] for _ in range(3)]
     seconds = seconds_of(ops, [lambda x=x, r=r: ops.add_rms_norm_quantised(x, r, weight, 1e-5) for x, r in inputs])
-    tell_bandwidth("add_rms_norm_quantised [8192, 4096] bf16", 7 * rows * width, seconds)
+    report_bandwidth("add_rms_norm_quantised [8192, 4096] bf16", 7 * rows * width, seconds)

@@ -5,7 +5,7 @@ import pytest
 
 from model.ops.cpu.sampling import add_bias, penalise
 from model.ops.interface import Bias, Penalties
-from tests.support.kernel_checks import seconds_of, tell_bandwidth
+from tests.support.kernel_checks import report_bandwidth, seconds_of
 from tests.support.sampling_cases import random_bias, random_penalties
 
 pytestmark = pytest.mark.gpu
@@ -53,4 +53,4 @@ def test_speed(open_ops, rng):
     seen = on_device(ops, random_penalties(rng, rows, vocab))
     logits, adjusted = ops.empty((rows, vocab), np.float32), ops.empty((rows, vocab), np.float32)
     seconds = seconds_of(ops, [lambda: launch(ops, logits, adjusted, None, seen)])
-    tell_bandwidth("apply_penalties [256, 151936]", 2 * logits.nbytes, seconds)
+    report_bandwidth("apply_penalties [256, 151936]", 2 * logits.nbytes, seconds)

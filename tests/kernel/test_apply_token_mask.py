@@ -8,8 +8,8 @@ import pytest
 from model.ops.cpu.ops import NumpyOps
 from model.ops.cpu.sampling import forbid
 from model.ops.interface import TokenMask
-from tests.support.kernel_checks import seconds_of, tell_bandwidth
-from tests.support.sampling_cases import random_mask, random_wishes, uploaded
+from tests.support.kernel_checks import report_bandwidth, seconds_of
+from tests.support.sampling_cases import random_mask, random_options, uploaded
 
 pytestmark = pytest.mark.gpu
 
@@ -47,14 +47,14 @@ def test_sampling_under_a_mask(open_ops, rng, vocab):
     """All of `sample`: only what is allowed is drawn, however narrow, whatever else is asked for."""
     ops, rows = open_ops("float32"), 48
     logits = (rng.standard_normal((rows, vocab)) * 5).astype(np.float32)
-    wishes = random_wishes(rng, rows, vocab, mask=random_mask(rng, rows, vocab))
+    options = random_options(rng, rows, vocab, mask=random_mask(rng, rows, vocab))
     with ops.scratch():
-        sampled = ops.sample(ops.upload(logits), uploaded(wishes, ops.upload))
+        sampled = ops.sample(ops.upload(logits), uploaded(options, ops.upload))
         got, is_nan = ops.download(sampled.token_ids), ops.download(sampled.is_nan)
-    expected = NumpyOps().sample(logits, wishes)
+    expected = NumpyOps().sample(logits, options)
     np.testing.assert_array_equal(is_nan, expected.is_nan)
     allowed = logits.copy()
-    forbid(allowed, wishes.mask)
+    forbid(allowed, options.mask)
     assert np.isfinite(allowed[np.arange(rows), got])[~is_nan].all()
     assert np.count_nonzero(got != expected.token_ids) <= 1  # a draw within a rounding of its rival
 
@@ -65,4 +65,4 @@ def test_speed(open_ops, rng):
     mask = TokenMask(ops.upload(np.arange(rows, dtype=np.int32)), words)
     logits, adjusted = ops.empty((rows, vocab), np.float32), ops.empty((rows, vocab), np.float32)
     seconds = seconds_of(ops, [lambda: launch(ops, logits, adjusted, mask)])
-    tell_bandwidth("apply_token_mask [256, 151936]", 2 * logits.nbytes, seconds)
+    report_bandwidth("apply_token_mask [256, 151936]", 2 * logits.nbytes, seconds)

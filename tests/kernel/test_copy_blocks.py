@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
-from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, normal, seconds_of, tell_bandwidth
+from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, normal, report_bandwidth, seconds_of
 
 pytestmark = pytest.mark.gpu
 
@@ -35,4 +35,4 @@ def test_speed(open_ops, rng):
     half = num_blocks // 2
     sources, targets = ops.upload(order[:half]), ops.upload(order[half:])
     seconds = seconds_of(ops, [lambda: ops.copy_blocks(kv, sources, targets)])
-    tell_bandwidth("copy_blocks 128 x 2 MiB", 2 * half * (kv.nbytes // num_blocks), seconds)
+    report_bandwidth("copy_blocks 128 x 2 MiB", 2 * half * (kv.nbytes // num_blocks), seconds)

@@ -40,7 +40,7 @@ def test_rows_go_to_their_places(ops, rng, rows, columns):
     np.testing.assert_array_equal(ops.download(beside), other)
 
 
-def test_nobody_waits_behind_blocks_on_their_way(ops):
+def test_none_waits_behind_blocks_on_their_way(ops):
     kv = ops.empty((512, 32, 2, 8, 16, 128), ops.dtype)
     host = ops.host_blocks(kv, 512)
     while host.num_ready < 512:

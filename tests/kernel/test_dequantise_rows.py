@@ -6,7 +6,7 @@ from model.ops.cpu.quantised import dequantise
 from model.ops.fp8 import widen
 from model.ops.interface import Fp8Rows
 from tests.support.fp8_checks import random_rows, upload
-from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, seconds_of, tell_bandwidth
+from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, report_bandwidth, seconds_of
 from tests.support.w8_checks import KINDS, random_w8, upload_w8
 
 pytestmark = pytest.mark.gpu
@@ -46,4 +46,4 @@ def test_speed(open_ops):
     ops, rows, width = open_ops("bfloat16"), 8192, 4096
     inputs = [Fp8Rows(ops.upload(np.zeros((rows, width), np.uint8)), ops.empty((rows,), np.float32)) for _ in range(3)]
     seconds = seconds_of(ops, [lambda x=x: ops.dequantise_rows(x) for x in inputs])
-    tell_bandwidth("dequantise_rows [8192, 4096] bf16", 3 * rows * width, seconds)
+    report_bandwidth("dequantise_rows [8192, 4096] bf16", 3 * rows * width, seconds)

@@ -7,8 +7,8 @@ from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import BeamSearch, SamplingParams
 from model.text.grammar import json_grammar, regex_grammar
 from service.engine.request import EngineRequest
-from tests.support.demo_engine import DemoEngines, tell_all
-from tests.support.told import run_steps
+from tests.support.demo_engine import DemoEngines, run_all
+from tests.support.received import run_steps
 
 pytestmark = pytest.mark.gpu
 
@@ -26,20 +26,20 @@ def on_numpy():
 @pytest.mark.parametrize("sizes", [{}, {"budget": 16}, {"num_blocks": 22}], ids=str)
 def test_every_request_gets_the_same_tokens(engines, on_numpy, sizes):
     engine = engines.make(**sizes)
-    told = tell_all(engine)
-    assert {name: tokens for name, (tokens, _) in told.items()} == on_numpy.each_alone()
+    received = run_all(engine)
+    assert {name: tokens for name, (tokens, _) in received.items()} == on_numpy.each_alone()
     assert (engine.stats().num_preemptions > 0) == ("num_blocks" in sizes)
 
 
 def test_logprobs_agree(engines, on_numpy):
-    ours, theirs = (tell_all(made.make())["3"][1] for made in (engines, on_numpy))
+    ours, theirs = (run_all(made.make())["3"][1] for made in (engines, on_numpy))
     np.testing.assert_allclose([one.logprob for one in ours], [one.logprob for one in theirs], atol=1e-4)
     assert [one.top_ids for one in ours] == [one.top_ids for one in theirs]
 
 
 def test_penalties_wait_for_the_tokens_they_count(engines, on_numpy):
-    wishes = [{"temperature": 0.0, "frequency_penalty": 2.0, "repetition_penalty": 1.2, "ignore_eos": True}] * 3
-    assert tell_all(engines.make(), wishes) == tell_all(on_numpy.make(), wishes)
+    options = [{"temperature": 0.0, "frequency_penalty": 2.0, "repetition_penalty": 1.2, "ignore_eos": True}] * 3
+    assert run_all(engines.make(), options) == run_all(on_numpy.make(), options)
 
 
 BRANCHES = {
@@ -55,17 +55,17 @@ BRANCHES = {
 )
 def test_branches_and_beams_are_the_same(engines, on_numpy, sizes):
     """Forked in captured steps and by themselves, copied, preempted."""
-    told = {}
+    received = {}
     for made, own in ((engines, sizes), (on_numpy, {})):
         engine = made.make(max_num_seqs=14, **own)
-        for name, wishes in BRANCHES.items():
+        for name, options in BRANCHES.items():
             engine.add_request(
-                EngineRequest(request_id=name, prompt=tuple(range(40, 51)), sampling=SamplingParams(**wishes))
+                EngineRequest(request_id=name, prompt=tuple(range(40, 51)), sampling=SamplingParams(**options))
             )
-        told[made] = {name: (one.by_branch(), one.choices) for name, one in run_steps(engine).items()}
+        received[made] = {name: (one.by_branch(), one.choices) for name, one in run_steps(engine).items()}
         assert engine.stats().num_block_copies > 0
         assert (engine.stats().num_preemptions > 0) == ("num_blocks" in own)
-    assert told[engines] == told[on_numpy]
+    assert received[engines] == received[on_numpy]
 
 
 COUNTS = json_grammar({"type": "object", "additionalProperties": {"type": "integer"}})
@@ -85,13 +85,15 @@ GRAMMARS = [
 
 def test_grammars_allow_the_same(engines, on_numpy):
     """Masks are built beside captured steps that run ahead; those beside them have none."""
-    ours, theirs = (tell_all(made.make(), GRAMMARS) for made in (engines, on_numpy))
-    assert {name: told[0] for name, told in ours.items()} == {name: told[0] for name, told in theirs.items()}
+    ours, theirs = (run_all(made.make(), GRAMMARS) for made in (engines, on_numpy))
+    assert {name: received[0] for name, received in ours.items()} == {
+        name: received[0] for name, received in theirs.items()
+    }
 
 
 def test_prompts_are_scored_alike(engines, on_numpy):
-    wishes = [{"prompt_logprobs": 3, "logprobs": 3, "max_tokens": 4, "temperature": 0.0}] * 4
-    ours, theirs = (tell_all(made.make(budget=24), wishes) for made in (engines, on_numpy))
+    options = [{"prompt_logprobs": 3, "logprobs": 3, "max_tokens": 4, "temperature": 0.0}] * 4
+    ours, theirs = (run_all(made.make(budget=24), options) for made in (engines, on_numpy))
     for name, (tokens, logprobs) in theirs.items():
         assert ours[name][0] == tokens
         np.testing.assert_allclose(
@@ -103,21 +105,21 @@ def test_prompts_are_scored_alike(engines, on_numpy):
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_prompts_are_pooled_alike(engines, on_numpy, pooling):
     """Chunk by chunk, beside others that decode."""
-    wishes = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, pooling=pooling)
+    options = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, pooling=pooling)
     vectors = []
     for made in (engines, on_numpy):
         engine = made.make(budget=24)
         engine.add_request(EngineRequest(request_id="other", prompt=(5, 6, 7), sampling=SamplingParams(max_tokens=30)))
         for length in (1, 16, 25, 100):
             prompt = tuple(range(40, 40 + length))
-            engine.add_request(EngineRequest(request_id=str(length), prompt=prompt, sampling=wishes))
-        told = {}
+            engine.add_request(EngineRequest(request_id=str(length), prompt=prompt, sampling=options))
+        received = {}
         while engine.has_work:
             engine.step()
-            told |= {
+            received |= {
                 output.request_id: output.embedding for output in engine.drain_request_outputs() if output.embedding
             }
-        vectors.append({name: np.frombuffer(data, np.float32) for name, data in sorted(told.items())})
+        vectors.append({name: np.frombuffer(data, np.float32) for name, data in sorted(received.items())})
     ours, theirs = vectors
     assert list(ours) == list(theirs) == ["1", "100", "16", "25"]
     for name, vector in theirs.items():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
-from tests.support.demo_engine import DemoEngines, tell_all
+from tests.support.demo_engine import DemoEngines, run_all
 
 pytestmark = pytest.mark.gpu
 
@@ -29,8 +29,8 @@ def test_poisoned_blocks_are_never_read(engines, by_themselves, prefix_caching, 
         assert engine._executor.host.failure is None
         time.sleep(0.001)  # pinned in the background
     for _ in range(2):
-        told = tell_all(engine)
-        assert {name: tokens for name, (tokens, _) in told.items()} == by_themselves
+        received = run_all(engine)
+        assert {name: tokens for name, (tokens, _) in received.items()} == by_themselves
     stats = engine.stats()
     assert stats.num_preemptions > 0
     assert (stats.num_swapped > 0) == (num_host_blocks > 0)

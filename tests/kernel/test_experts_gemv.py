@@ -12,7 +12,7 @@ from tests.support.expert_checks import (
     upload_groups,
     upload_stack,
 )
-from tests.support.kernel_checks import NUMPY_DTYPES, assert_close, normal, seconds_of, tell_bandwidth
+from tests.support.kernel_checks import NUMPY_DTYPES, assert_close, normal, report_bandwidth, seconds_of
 
 pytestmark = pytest.mark.gpu
 
@@ -64,4 +64,4 @@ def test_speed(open_ops, rng, rows):
     x = ops.upload(normal(rng, (rows, k), "bfloat16"))
     seconds = seconds_of(ops, [lambda: ops.experts_linear(x, stack, groups)])
     in_use = len(np.unique(ids))
-    tell_bandwidth(f"experts_gemv {rows} rows, {in_use} experts of [{n}, {k}]", 2 * in_use * n * k, seconds)
+    report_bandwidth(f"experts_gemv {rows} rows, {in_use} experts of [{n}, {k}]", 2 * in_use * n * k, seconds)

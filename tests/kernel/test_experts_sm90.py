@@ -13,7 +13,7 @@ from tests.support.expert_checks import (
     upload_stack,
 )
 from tests.support.fp8_checks import random_rows, upload
-from tests.support.kernel_checks import NUMPY_DTYPES, assert_close, normal, seconds_of, tell_flops
+from tests.support.kernel_checks import NUMPY_DTYPES, assert_close, normal, report_flops, seconds_of
 
 pytestmark = pytest.mark.gpu
 
@@ -56,4 +56,4 @@ def test_speed(open_hopper_ops, rng):
     stack = upload_stack(ops, random_stack(rng, (experts, n, k), WeightFormat.DENSE, ops.dtype))
     x = ops.upload(normal(rng, (rows * used, k), "bfloat16"))
     seconds = seconds_of(ops, [lambda: ops.experts_linear(x, stack, groups, is_sorted=True)])
-    tell_flops(f"experts_sm90 {rows} rows of {experts} x [{n}, {k}]", 2 * rows * used * n * k, seconds)
+    report_flops(f"experts_sm90 {rows} rows of {experts} x [{n}, {k}]", 2 * rows * used * n * k, seconds)

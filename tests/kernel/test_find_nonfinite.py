@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
-from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, normal, seconds_of, tell_bandwidth
+from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, normal, report_bandwidth, seconds_of
 
 pytestmark = pytest.mark.gpu
 
@@ -30,4 +30,4 @@ def test_speed(open_ops, rng):
     ops = open_ops("bfloat16")
     host, found = normal(rng, (28672, 4096), "bfloat16"), ops.upload(np.zeros(1, np.int32))
     seconds = seconds_of(ops, [lambda x=x: ops.find_nonfinite(x, found) for x in (ops.upload(host), ops.upload(host))])
-    tell_bandwidth("find_nonfinite 28672 x 4096", host.nbytes, seconds)
+    report_bandwidth("find_nonfinite 28672 x 4096", host.nbytes, seconds)

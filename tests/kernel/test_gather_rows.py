@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
-from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, normal, seconds_of, tell_bandwidth
+from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, normal, report_bandwidth, seconds_of
 
 pytestmark = pytest.mark.gpu
 
@@ -34,4 +34,4 @@ def test_speed(open_ops, rng):
     table = ops.empty((128256, width), ops.dtype)
     chosen = [ops.upload(rng.integers(0, len(table), rows).astype(np.int32)) for _ in range(4)]
     seconds = seconds_of(ops, [lambda ids=ids: ops.gather_rows(table, ids) for ids in chosen])
-    tell_bandwidth("gather_rows [16384, 4096] bf16", 2 * rows * width * 2, seconds)
+    report_bandwidth("gather_rows [16384, 4096] bf16", 2 * rows * width * 2, seconds)

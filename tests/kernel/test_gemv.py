@@ -5,7 +5,7 @@ import pytest
 
 from model.ops.cpu.ops import NumpyOps
 from model.ops.weight import Weight
-from tests.support.kernel_checks import NUMPY_DTYPES, assert_close, normal, seconds_of, tell_bandwidth
+from tests.support.kernel_checks import NUMPY_DTYPES, assert_close, normal, report_bandwidth, seconds_of
 
 pytestmark = pytest.mark.gpu
 
@@ -110,4 +110,4 @@ def test_speed(only_gemv, m, n, k):
     x = ops.empty((m, k), ops.dtype)
     weights = [Weight(ops.empty((n, k), ops.dtype)) for _ in range(4)]
     seconds = seconds_of(ops, [lambda weight=weight: ops.linear(x, weight) for weight in weights])
-    tell_bandwidth(f"gemv [{m}, {k}] @ [{n}, {k}].T bf16", n * k * 2, seconds)
+    report_bandwidth(f"gemv [{m}, {k}] @ [{n}, {k}].T bf16", n * k * 2, seconds)

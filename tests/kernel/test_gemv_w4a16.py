@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.support.int4_checks import assert_product, in_float64, random_int4, upload_int4
-from tests.support.kernel_checks import normal, seconds_of, tell_bandwidth
+from tests.support.kernel_checks import normal, report_bandwidth, seconds_of
 
 pytestmark = pytest.mark.gpu
 
@@ -73,4 +73,4 @@ def test_speed(open_ops, launch, rng, m, n, k):
     weights = [ops.prepare_weight(upload_int4(ops, weight)) for _ in range(8)]
     out = ops.empty((m, n), ops.dtype)
     seconds = seconds_of(ops, [lambda weight=weight: launch(ops, x, weight, None, out) for weight in weights])
-    tell_bandwidth(f"gemv_w4a16 [{m}, {k}] @ [{n}, {k}].T", weights[0].nbytes, seconds)
+    report_bandwidth(f"gemv_w4a16 [{m}, {k}] @ [{n}, {k}].T", weights[0].nbytes, seconds)

@@ -6,7 +6,7 @@ import pytest
 from model.ops.weight import Weight, WeightFormat
 from tests.support.fp8_checks import as_weight, assert_product, random_rows, upload
 from tests.support.int4_checks import assert_product as assert_near
-from tests.support.kernel_checks import normal, seconds_of, tell_bandwidth
+from tests.support.kernel_checks import normal, report_bandwidth, seconds_of
 from tests.support.w8_checks import KINDS, random_w8, upload_w8, w8_in_float64
 
 pytestmark = pytest.mark.gpu
@@ -130,4 +130,4 @@ def test_speed(open_ops, launch, rng, m, n, k, kind):
     x, weight, _ = inputs(rng, m, n, k, "bfloat16", kind, with_bias=False)
     x, weights, out = upload(ops, x), [upload(ops, weight) for _ in range(8)], ops.empty((m, n), ops.dtype)
     seconds = seconds_of(ops, [lambda weight=weight: launch(ops, x, weight, None, out) for weight in weights])
-    tell_bandwidth(f"gemv_w8 [{m}, {k}] of {kind} @ [{n}, {k}].T", n * k, seconds)
+    report_bandwidth(f"gemv_w8 [{m}, {k}] of {kind} @ [{n}, {k}].T", n * k, seconds)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
-from tests.support.kernel_checks import tell_bandwidth
+from tests.support.kernel_checks import report_bandwidth
 
 pytestmark = pytest.mark.gpu
 
@@ -71,14 +71,14 @@ def test_bandwidth_both_ways(ops):
         for _ in range(2):  # the first one warms up
             transfer = copy(out, out)
             transfer.wait()
-        tell_bandwidth(f"copy_{name} {num_blocks} x 2 MiB", num_bytes, transfer.seconds())
+        report_bandwidth(f"copy_{name} {num_blocks} x 2 MiB", num_bytes, transfer.seconds())
     begin_s = time.perf_counter()
     transfers = [host.copy_out(out, out), host.copy_in(back, back)]
     submitted_s = time.perf_counter() - begin_s
     for transfer in transfers:
         transfer.wait()
     both_s = time.perf_counter() - begin_s
-    tell_bandwidth("both at once", 2 * num_bytes, both_s)
+    report_bandwidth("both at once", 2 * num_bytes, both_s)
     print(f"{1e6 * submitted_s / (2 * num_blocks):.2f} us a block to ask for")
     assert both_s < sum(transfer.seconds() for transfer in transfers), "the two directions wait for one another"
     host.close()

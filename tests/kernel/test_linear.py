@@ -7,7 +7,7 @@ import pytest
 
 from model.ops.cpu.ops import NumpyOps
 from model.ops.weight import Weight
-from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, assert_close, normal, seconds_of, tell_flops
+from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, assert_close, normal, report_flops, seconds_of
 
 pytestmark = pytest.mark.gpu
 
@@ -104,4 +104,4 @@ def test_speed(open_ops, m):
     weights = [Weight(ops.empty((n, k), ops.dtype)) for _ in range(3)]
     seconds = seconds_of(ops, [lambda weight=weight: ops.linear(x, weight) for weight in weights])
     reading = f"weights at {n * k * 2 / seconds / 1e9:.0f} GB/s"
-    tell_flops(f"linear [{m}, {k}] @ [{n}, {k}].T bf16, {reading}", 2 * m * n * k, seconds)
+    report_flops(f"linear [{m}, {k}] @ [{n}, {k}].T bf16, {reading}", 2 * m * n * k, seconds)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from model.ops.cpu.sampling import log_softmax
-from tests.support.kernel_checks import assert_close, seconds_of, tell_bandwidth
+from tests.support.kernel_checks import assert_close, report_bandwidth, seconds_of
 
 pytestmark = pytest.mark.gpu
 
@@ -50,4 +50,4 @@ def test_speed(open_ops, rng, rows):
         logits = ops.upload(rng.standard_normal((rows, vocab)).astype(np.float32))
         logprobs = ops.temporary(logits.shape, np.float32)
         seconds = seconds_of(ops, [lambda: launch(ops, logits, logprobs)])
-    tell_bandwidth(f"log_softmax {rows} x {vocab}", 2 * logits.nbytes, seconds)
+    report_bandwidth(f"log_softmax {rows} x {vocab}", 2 * logits.nbytes, seconds)

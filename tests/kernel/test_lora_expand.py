@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
-from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, assert_close, normal, seconds_of, tell_bandwidth
+from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, assert_close, normal, report_bandwidth, seconds_of
 from tests.support.lora_cases import PARTS, lora_case
 
 pytestmark = pytest.mark.gpu
@@ -46,4 +46,4 @@ def test_speed(open_ops, rng):
     runs = ops.upload(np.array([(slot, 4 * slot, 4) for slot in range(num_slots)], np.int32))
     ranks = ops.upload(np.full(num_slots, rank, np.int32))
     seconds = seconds_of(ops, [lambda: launch(ops, out, shrunk, b, rows, runs, ranks, ends, 4)])
-    tell_bandwidth(f"lora_expand {num_slots} adapters of rank {rank}", b.nbytes + 2 * out.nbytes, seconds)
+    report_bandwidth(f"lora_expand {num_slots} adapters of rank {rank}", b.nbytes + 2 * out.nbytes, seconds)

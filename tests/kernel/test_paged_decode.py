@@ -9,7 +9,7 @@ import pytest
 
 from model.ops.cpu.ops import NumpyOps
 from model.ops.interface import NO_WINDOW, AttentionBatch
-from tests.support.kernel_checks import NUMPY_DTYPES, assert_close, normal, seconds_of, tell_bandwidth
+from tests.support.kernel_checks import NUMPY_DTYPES, assert_close, normal, report_bandwidth, seconds_of
 from tests.support.paged_cache import LAYER, Heads, PagedCache, captured, large_cache, paged_cache, poisoned
 
 pytestmark = pytest.mark.gpu
@@ -233,7 +233,7 @@ def test_speed_of_what_is_common(open_ops, rng, num_sequences, group):
         seconds = seconds_of(ops, [captured(ops, launches)] * 8) / num_layers
     num_bytes = num_blocks * (kv.nbytes // len(kv)) // num_layers
     what = f"paged_decode {num_sequences} x 2,144, 2,048 in common by {group}"
-    tell_bandwidth(what, num_bytes, seconds)
+    report_bandwidth(what, num_bytes, seconds)
     assert np.isfinite(ops.download(out).astype(np.float32)).all()
 
 
@@ -261,5 +261,5 @@ def test_speed(open_ops, rng, lengths, num_layers, in_fp8):
     launches = [lambda batch=batch: ops.paged_decode_attention(q, batch, out) for batch in batches]
     seconds = seconds_of(ops, [captured(ops, launches)] * 8) / num_layers  # eight, to hide the first one's launch
     what = f"paged_decode {heads.kv_dtype} {len(lengths)} x up to {max(lengths)}"
-    tell_bandwidth(what, kv.nbytes // num_layers, seconds)
+    report_bandwidth(what, kv.nbytes // num_layers, seconds)
     assert np.isfinite(ops.download(out).astype(np.float32)).all()

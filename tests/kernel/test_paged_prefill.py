@@ -8,7 +8,7 @@ import pytest
 from model.ops.interface import NO_WINDOW
 from tests.support.kernel_checks import assert_close
 from tests.support.paged_cache import LAYER, Heads
-from tests.support.prefill_chunks import CHUNKS, FRESH, backend, cached, expected, prefilled, tell_speed
+from tests.support.prefill_chunks import CHUNKS, FRESH, backend, cached, expected, prefilled, report_speed
 
 pytestmark = pytest.mark.gpu
 
@@ -100,4 +100,4 @@ def test_speed(open_ops, rng, monkeypatch, num_sequences, in_fp8):
     open_ops("bfloat16")  # skips without a GPU
     ops = backend(in_fp8)
     monkeypatch.setattr(ops, "arch", "80")
-    tell_speed(ops, rng, num_sequences, 4096, "paged_prefill")
+    report_speed(ops, rng, num_sequences, 4096, "paged_prefill")

@@ -8,7 +8,7 @@ import pytest
 from model.ops.interface import NO_WINDOW
 from tests.support.kernel_checks import assert_close
 from tests.support.paged_cache import LAYER, Heads
-from tests.support.prefill_chunks import CHUNKS, FRESH, SHORT, backend, cached, expected, tell_speed
+from tests.support.prefill_chunks import CHUNKS, FRESH, SHORT, backend, cached, expected, report_speed
 from tests.support.prefill_chunks import prefilled as prefilled_in_step
 
 pytestmark = pytest.mark.gpu
@@ -125,4 +125,4 @@ def test_a_nan_in_one_part_reaches_every_row_that_sees_it(open_hopper_ops, rng):
 @pytest.mark.parametrize(("num_sequences", "length"), [(16, 1024), (1, 4096), (4, 4096), (1, 16384)])
 def test_speed(open_hopper_ops, rng, num_sequences, length, in_fp8):
     open_hopper_ops("bfloat16")  # skips without a GPU
-    tell_speed(backend(in_fp8), rng, num_sequences, length, "paged_prefill_sm90")
+    report_speed(backend(in_fp8), rng, num_sequences, length, "paged_prefill_sm90")

@@ -3,7 +3,7 @@ import pytest
 
 from model.ops.cpu.ops import NumpyOps
 from tests.support.fp8_checks import assert_same_rows, download
-from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, normal, seconds_of, tell_bandwidth
+from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, normal, report_bandwidth, seconds_of
 
 pytestmark = pytest.mark.gpu
 
@@ -37,4 +37,4 @@ def test_speed(open_ops):
     ops, rows, width = open_ops("bfloat16"), 8192, 4096
     inputs = [ops.empty((rows, width), ops.dtype) for _ in range(3)]
     seconds = seconds_of(ops, [lambda x=x: ops.quantise_rows(x) for x in inputs])
-    tell_bandwidth("quantise_rows [8192, 4096] bf16", 3 * rows * width, seconds)
+    report_bandwidth("quantise_rows [8192, 4096] bf16", 3 * rows * width, seconds)

@@ -1,7 +1,7 @@
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
-from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, assert_close, normal, seconds_of, tell_bandwidth
+from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, assert_close, normal, report_bandwidth, seconds_of
 
 pytestmark = pytest.mark.gpu
 
@@ -34,4 +34,4 @@ def test_speed(open_ops, rng):
     weight = ops.upload(normal(rng, (width,), "bfloat16"))
     inputs = [ops.empty((rows, width), ops.dtype) for _ in range(4)]
     seconds = seconds_of(ops, [lambda x=x: ops.rms_norm(x, weight, 1e-5) for x in inputs])
-    tell_bandwidth("rms_norm [8192, 4096] bf16", 2 * rows * width * 2, seconds)
+    report_bandwidth("rms_norm [8192, 4096] bf16", 2 * rows * width * 2, seconds)

@@ -2,7 +2,7 @@ import pytest
 
 from model.ops.cpu.ops import NumpyOps
 from tests.support.fp8_checks import assert_near_rows, assert_same_rows, download
-from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, normal, seconds_of, tell_bandwidth
+from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, normal, report_bandwidth, seconds_of
 
 pytestmark = pytest.mark.gpu
 
@@ -32,4 +32,4 @@ def test_speed(open_ops, rng):
     weight = ops.upload(normal(rng, (width,), "bfloat16"))
     inputs = [ops.empty((rows, width), ops.dtype) for _ in range(3)]
     seconds = seconds_of(ops, [lambda x=x: ops.rms_norm_quantised(x, weight, 1e-5) for x in inputs])
-    tell_bandwidth("rms_norm_quantised [8192, 4096] bf16", 3 * rows * width, seconds)
+    report_bandwidth("rms_norm_quantised [8192, 4096] bf16", 3 * rows * width, seconds)

@@ -7,7 +7,7 @@ import pytest
 from model.ops.cpu.ops import NumpyOps
 from model.ops.fp8 import narrow
 from model.ops.interface import HeadRotation
-from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, assert_close, normal, seconds_of, tell_bandwidth
+from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, assert_close, normal, report_bandwidth, seconds_of
 from tests.support.paged_cache import in_e4m3
 
 pytestmark = pytest.mark.gpu
@@ -128,4 +128,4 @@ def test_speed(open_ops, rng):
     width = (heads[0] + 2 * heads[1]) * head_dim
     inputs = [ops.empty((rows, width), ops.dtype) for _ in range(3)]
     launches = [lambda qkv=qkv: ops.rope_kv_write(qkv, rotation, positions, slots, kv, 1) for qkv in inputs]
-    tell_bandwidth("rope_kv_write [8192, 48 x 128] bf16", 2 * rows * width * 2, seconds_of(ops, launches))
+    report_bandwidth("rope_kv_write [8192, 48 x 128] bf16", 2 * rows * width * 2, seconds_of(ops, launches))

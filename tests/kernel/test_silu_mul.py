@@ -1,7 +1,7 @@
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
-from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, assert_close, normal, seconds_of, tell_bandwidth
+from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, assert_close, normal, report_bandwidth, seconds_of
 
 pytestmark = pytest.mark.gpu
 
@@ -31,4 +31,4 @@ def test_speed(open_ops):
     ops, rows, width = open_ops("bfloat16"), 4096, 14336
     inputs = [ops.empty((rows, 2 * width), ops.dtype) for _ in range(3)]
     seconds = seconds_of(ops, [lambda x=x: ops.silu_mul(x) for x in inputs])
-    tell_bandwidth("silu_mul [4096, 2 x 14336] bf16", 3 * rows * width * 2, seconds)
+    report_bandwidth("silu_mul [4096, 2 x 14336] bf16", 3 * rows * width * 2, seconds)

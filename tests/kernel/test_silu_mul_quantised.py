@@ -2,7 +2,7 @@ import pytest
 
 from model.ops.cpu.ops import NumpyOps
 from tests.support.fp8_checks import assert_near_rows, assert_same_rows, download
-from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, normal, seconds_of, tell_bandwidth
+from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, normal, report_bandwidth, seconds_of
 
 pytestmark = pytest.mark.gpu
 
@@ -33,4 +33,4 @@ def test_speed(open_ops):
     ops, rows, width = open_ops("bfloat16"), 4096, 14336
     inputs = [ops.empty((rows, 2 * width), ops.dtype) for _ in range(3)]
     seconds = seconds_of(ops, [lambda x=x: ops.silu_mul_quantised(x) for x in inputs])
-    tell_bandwidth("silu_mul_quantised [4096, 2 x 14336] bf16", 5 * rows * width, seconds)
+    report_bandwidth("silu_mul_quantised [4096, 2 x 14336] bf16", 5 * rows * width, seconds)

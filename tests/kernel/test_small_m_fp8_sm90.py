@@ -6,7 +6,7 @@ import pytest
 from model.ops.gpu.w8.builds import small_m_fp8_build
 from model.ops.interface import Fp8Rows
 from tests.support.fp8_checks import as_weight, assert_product, random_rows, upload
-from tests.support.kernel_checks import normal, seconds_of, tell_bandwidth
+from tests.support.kernel_checks import normal, report_bandwidth, seconds_of
 
 pytestmark = pytest.mark.gpu
 
@@ -120,4 +120,4 @@ def test_speed(open_hopper_ops, launch, rng, m, n, k):
     x, weight = upload(ops, random_rows(rng, m, k)), random_rows(rng, n, k)
     weights, out = [upload(ops, weight) for _ in range(8)], ops.empty((m, n), ops.dtype)
     seconds = seconds_of(ops, [lambda weight=weight: launch(ops, x, weight, None, out) for weight in weights])
-    tell_bandwidth(f"small_m_fp8_sm90 [{m}, {k}] @ [{n}, {k}].T", n * k, seconds)
+    report_bandwidth(f"small_m_fp8_sm90 [{m}, {k}] @ [{n}, {k}].T", n * k, seconds)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.support.int4_checks import assert_product
-from tests.support.kernel_checks import normal, seconds_of, tell_bandwidth
+from tests.support.kernel_checks import normal, report_bandwidth, seconds_of
 from tests.support.w8_checks import KINDS, random_w8, upload_w8, w8_in_float64
 
 pytestmark = pytest.mark.gpu
@@ -79,4 +79,4 @@ def test_speed(open_hopper_ops, launch, rng, m, n, k, kind):
     x, weight = ops.upload(normal(rng, (m, k), "bfloat16")), random_w8(rng, n, k, kind)
     weights, out = [upload_w8(ops, weight) for _ in range(8)], ops.empty((m, n), ops.dtype)
     seconds = seconds_of(ops, [lambda weight=weight: launch(ops, x, weight, None, out) for weight in weights])
-    tell_bandwidth(f"small_m_w8a16_sm90 {kind} [{m}, {k}] @ [{n}, {k}].T", n * k, seconds)
+    report_bandwidth(f"small_m_w8a16_sm90 {kind} [{m}, {k}] @ [{n}, {k}].T", n * k, seconds)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
-from tests.support.kernel_checks import assert_close, seconds_of, tell_bandwidth
-from tests.support.sampling_cases import random_bias, random_penalties, random_wishes, uploaded
+from tests.support.kernel_checks import assert_close, report_bandwidth, seconds_of
+from tests.support.sampling_cases import random_bias, random_options, random_penalties, uploaded
 
 pytestmark = pytest.mark.gpu
 
@@ -19,10 +19,10 @@ def test_best_tokens_and_the_chosen_one(open_ops, rng, vocab, num_logprobs, spre
     logits = (np.round(rng.standard_normal((rows, vocab)) * spread * 64) / 64).astype(np.float32)
     logits[0] = 2.0
     logits[1, vocab // 2 + 1 :] = -np.inf
-    wishes = random_wishes(rng, rows, vocab, num_logprobs=num_logprobs, with_logprobs=True)
-    expected = NumpyOps().sample(logits, wishes)
+    options = random_options(rng, rows, vocab, num_logprobs=num_logprobs, with_logprobs=True)
+    expected = NumpyOps().sample(logits, options)
     with ops.scratch():
-        sampled = ops.sample(ops.upload(logits), uploaded(wishes, ops.upload))
+        sampled = ops.sample(ops.upload(logits), uploaded(options, ops.upload))
         chosen, top_ids, top = map(ops.download, (sampled.logprobs, sampled.top_ids, sampled.top_logprobs))
     assert_close(chosen, expected.logprobs, "float32")
     np.testing.assert_array_equal(top_ids, expected.top_ids)
@@ -34,12 +34,12 @@ def test_of_adjusted_logits_where_they_are_asked_for(open_ops, rng):
     ops, rows, vocab = open_ops("float32"), 6, 4096
     logits = (np.round(rng.standard_normal((rows, vocab)) * 64) / 64).astype(np.float32)
     shape = {"bias": random_bias(rng, rows, vocab), "penalties": random_penalties(rng, rows, vocab)}
-    wishes = random_wishes(rng, rows, vocab, num_logprobs=8, with_logprobs=True, adjusts_logprobs=True, **shape)
-    expected = NumpyOps().sample(logits, wishes)
-    raw = NumpyOps().sample(logits, random_wishes(rng, rows, vocab, num_logprobs=8, with_logprobs=True))
+    options = random_options(rng, rows, vocab, num_logprobs=8, with_logprobs=True, adjusts_logprobs=True, **shape)
+    expected = NumpyOps().sample(logits, options)
+    raw = NumpyOps().sample(logits, random_options(rng, rows, vocab, num_logprobs=8, with_logprobs=True))
     assert not np.allclose(expected.top_logprobs, raw.top_logprobs, atol=1e-2)
     with ops.scratch():
-        sampled = ops.sample(ops.upload(logits), uploaded(wishes, ops.upload))
+        sampled = ops.sample(ops.upload(logits), uploaded(options, ops.upload))
         chosen, top = map(ops.download, (sampled.logprobs, sampled.top_logprobs))
     assert_close(chosen, expected.logprobs, "float32")
     np.testing.assert_allclose(top, expected.top_logprobs, rtol=1e-5, atol=1e-5)
@@ -49,10 +49,10 @@ def test_a_nan_stays_in_its_row(open_ops, rng):
     ops, rows, vocab = open_ops("float32"), 3, 5000
     logits = rng.standard_normal((rows, vocab)).astype(np.float32)
     logits[1, 4321] = np.nan
-    wishes = random_wishes(rng, rows, vocab, num_logprobs=4, with_logprobs=True)
-    expected = NumpyOps().sample(logits, wishes)
+    options = random_options(rng, rows, vocab, num_logprobs=4, with_logprobs=True)
+    expected = NumpyOps().sample(logits, options)
     with ops.scratch():
-        sampled = ops.sample(ops.upload(logits), uploaded(wishes, ops.upload))
+        sampled = ops.sample(ops.upload(logits), uploaded(options, ops.upload))
         chosen, top = ops.download(sampled.logprobs), ops.download(sampled.top_logprobs)
     assert np.isnan(chosen[1])
     assert np.isnan(top[1]).all()
@@ -78,8 +78,8 @@ def test_speed(open_ops, rng, rows):
     ops, vocab = open_ops("float32"), 151936
     logits = ops.upload(rng.standard_normal((rows, vocab)).astype(np.float32))
     greedy = np.zeros(rows, np.float32)
-    wishes = uploaded(
-        random_wishes(rng, rows, vocab, temperature=greedy, num_logprobs=20, with_logprobs=True), ops.upload
+    options = uploaded(
+        random_options(rng, rows, vocab, temperature=greedy, num_logprobs=20, with_logprobs=True), ops.upload
     )
-    seconds = seconds_of(ops, [lambda: ops.sample(logits, wishes)])
-    tell_bandwidth(f"greedy sample_tokens + top_logprobs [{rows}, 151936], K = 20", 2 * logits.nbytes, seconds)
+    seconds = seconds_of(ops, [lambda: ops.sample(logits, options)])
+    report_bandwidth(f"greedy sample_tokens + top_logprobs [{rows}, 151936], K = 20", 2 * logits.nbytes, seconds)

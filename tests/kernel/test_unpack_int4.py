@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.support.int4_checks import in_float64, random_int4, upload_int4
-from tests.support.kernel_checks import DTYPES, seconds_of, tell_bandwidth
+from tests.support.kernel_checks import DTYPES, report_bandwidth, seconds_of
 
 pytestmark = pytest.mark.gpu
 
@@ -35,4 +35,4 @@ def test_speed(open_ops, launch, rng):
     weight = random_int4(rng, (n, k), 128)
     weights = [ops.prepare_weight(upload_int4(ops, weight)) for _ in range(4)]
     seconds = seconds_of(ops, [lambda weight=weight: launch(ops, weight) for weight in weights])
-    tell_bandwidth(f"unpack_int4 [{n}, {k}]", weights[0].nbytes + 2 * n * k, seconds)
+    report_bandwidth(f"unpack_int4 [{n}, {k}]", weights[0].nbytes + 2 * n * k, seconds)

@@ -23,10 +23,10 @@ def test_ctrl_c_among_the_imports_ends_it_without_a_word(last_import):
     command = [sys.executable, "-X", "importtime", "-c", BEGIN, "completion", "bash"]
     process = subprocess.Popen(command, cwd=REPOSITORY, stderr=writing, stdout=subprocess.PIPE, text=True)
     os.close(writing)
-    with process, open(reading, encoding="utf-8") as told:
-        assert next(line for line in told if line.rpartition("|")[2].strip() == last_import)
+    with process, open(reading, encoding="utf-8") as received:
+        assert next(line for line in received if line.rpartition("|")[2].strip() == last_import)
         process.send_signal(signal.SIGINT)
-        assert "KeyboardInterrupt" not in told.read()
+        assert "KeyboardInterrupt" not in received.read()
         assert process.stdout.read() == ""
     assert process.returncode == -signal.SIGINT
 
@@ -38,12 +38,12 @@ def test_behind_them_it_is_a_keyboard_interrupt_again():
     assert "default_int_handler" in done.stdout
 
 
-@pytest.mark.parametrize(("redirection", "told"), [("", "caf?\n"), (">&-", "")])
-def test_a_terminal_that_does_not_know_a_character_and_none_at_all_end_nothing(redirection, told):
+@pytest.mark.parametrize(("redirection", "received"), [("", "caf?\n"), (">&-", "")])
+def test_a_terminal_that_does_not_know_a_character_and_none_at_all_end_nothing(redirection, received):
     printing = "import service.cli.main as m; m.main = lambda: print('café'); "
     done = subprocess.run(
         ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-c", printing + BEGIN],
         cwd=REPOSITORY, env={**os.environ, "PYTHONIOENCODING": "ascii"},
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
-    assert (done.stdout, done.stderr) == (told, "")
+    assert (done.stdout, done.stderr) == (received, "")

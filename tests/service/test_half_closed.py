@@ -52,10 +52,10 @@ def until(is_so: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_they_get_their_answer_and_the_end_of_the_connection(served, stream):
     with ask(served, max_tokens=60, stream=stream) as client:
-        told = b""
+        received = b""
         while data := client.recv(1 << 16):
-            told += data
-    head, _, body = told.rpartition(b"HTTP/1.1 ")[2].partition(b"\r\n\r\n")
+            received += data
+    head, _, body = received.rpartition(b"HTTP/1.1 ")[2].partition(b"\r\n\r\n")
     assert head.startswith(b"200 ")
     if stream:
         assert b"data: [DONE]" in body

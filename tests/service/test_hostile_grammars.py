@@ -163,7 +163,7 @@ def chat_s(served: Served, **fields: Any) -> float:
     return time.monotonic() - begin_s
 
 
-def test_others_notice_nothing_and_the_service_ends_when_told(served):
+def test_others_notice_nothing_and_the_service_ends_when_asked(served):
     gateway = gateway_of(served)
     chats_s: list[float] = []
     probes: list[int] = []

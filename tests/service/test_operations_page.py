@@ -68,13 +68,13 @@ async def test_a_gateway_that_is_gone_is_said_to_be(tmp_path):
         http.transport.abort()
         return web.Response()
 
-    async def told(http: web.Request) -> web.Response:
+    async def received(http: web.Request) -> web.Response:
         return web.FileResponse(files("service.gateway") / "ui" / http.match_info.get("name", "index.html"))
 
     app = web.Application()
     app.router.add_get("/ui/state", cut)
-    app.router.add_get("/ui", told)
-    app.router.add_get("/ui/{name:.+}", told)
+    app.router.add_get("/ui", received)
+    app.router.add_get("/ui/{name:.+}", received)
     async with TestServer(app) as server:
         page = await asyncio.to_thread(opened, str(server.make_url("/ui")), str(tmp_path / "profile"))
     assert '<p id="status" role="status" class="bad">The gateway does not answer.</p>' in page

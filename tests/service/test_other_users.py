@@ -101,7 +101,7 @@ def test_every_verb_hides_what_is_secret_and_nothing_else(arguments, secret, mas
         "print(len(main.hide_secrets(parsed)), open('/proc/self/cmdline').read())"
     )
     command = [sys.executable, "-c", script, *arguments]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert told.startswith("1 " if masked else "0 ")
-    assert (secret not in told) == masked
-    assert told.count("\0") == len(command), "as many arguments as before"
+    received = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert received.startswith("1 " if masked else "0 ")
+    assert (secret not in received) == masked
+    assert received.count("\0") == len(command), "as many arguments as before"

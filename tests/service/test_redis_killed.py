@@ -36,7 +36,7 @@ def redis_pid(served):
     raise AssertionError(served.output)
 
 
-def test_a_killed_redis_costs_nobody_a_token(tmp_path):
+def test_a_killed_redis_costs_none_a_token(tmp_path):
     served = Served(tmp_path)
     try:
         undisturbed = complete(served.url)

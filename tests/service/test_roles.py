@@ -36,7 +36,7 @@ def start(folder: Path, verb: str, url: str, *flags: str) -> Part:
     password.write_text(password_of(GATEWAY if verb == "gateway" else WORKER) + "\n")
     part = Part(folder, verb, f"--redis-url={url}", f"--redis-password-file={password}", *flags)
     try:
-        part.until_told("READY=1")
+        part.until_received("READY=1")
     except BaseException:
         part.close()
         raise

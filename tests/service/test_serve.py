@@ -66,11 +66,11 @@ def test_a_stream_is_the_same_text_in_pieces(client):
     pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     assert "".join(pieces) == whole.choices[0].message.content
     assert len(pieces) > 2  # what a busy machine publishes late comes in one piece
-    told, expected = chunks[-1].usage, whole.usage
-    assert (told.prompt_tokens, told.completion_tokens) == (expected.prompt_tokens, expected.completion_tokens)
+    received, expected = chunks[-1].usage, whole.usage
+    assert (received.prompt_tokens, received.completion_tokens) == (expected.prompt_tokens, expected.completion_tokens)
 
 
-def test_what_was_asked_before_is_told_as_cached(client):
+def test_what_was_asked_before_counts_as_cached(client):
     prompt = "A turtle and a heron met by the quiet pond where nobody had ever counted to ninety-nine. " * 4
     first, again = (
         client.completions.create(model="demo", prompt=prompt, max_tokens=4, temperature=0).usage for _ in range(2)

@@ -80,8 +80,8 @@ def test_adapters_of_a_mixed_load_say_what_merged_models_say(served, wanted):
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
         assert [model.id for model in client.models.list()] == list(NAMES)
     with ThreadPoolExecutor(12) as pool:
-        told = list(pool.map(lambda number: tokens_of(served, NAMES[number % 3]), range(6)))
-    assert told == [wanted[NAMES[number % 3]] for number in range(6)]
+        received = list(pool.map(lambda number: tokens_of(served, NAMES[number % 3]), range(6)))
+    assert received == [wanted[NAMES[number % 3]] for number in range(6)]
 
 
 def test_a_killed_worker_s_requests_go_on_with_their_adapter(served, wanted):

@@ -97,8 +97,8 @@ def test_echo_scores_what_was_generated_as_it_was(client):
     logprobs = said.choices[0].logprobs
     body = {"return_tokens_as_token_ids": True, "ignore_eos": True}
     named = client.completions.create(**common, prompt=ids, max_tokens=30, extra_body=body).choices[0].logprobs.tokens
-    told = [int(name.removeprefix("token_id:")) for name in named]
-    answers = client.completions.create(**common, prompt=[ids + told, told], max_tokens=1, echo=True).choices
+    received = [int(name.removeprefix("token_id:")) for name in named]
+    answers = client.completions.create(**common, prompt=[ids + received, received], max_tokens=1, echo=True).choices
     assert answers[0].logprobs.token_logprobs[4:34] == pytest.approx(logprobs.token_logprobs, abs=1e-3)
     assert answers[0].logprobs.top_logprobs[4] == pytest.approx(logprobs.top_logprobs[0], abs=1e-3)
     assert answers[1].logprobs.token_logprobs[0] is None

@@ -30,7 +30,7 @@ async def test_a_gateway_keeps_within_its_memory(tmp_path, case, scale, max_mib)
 async def test_redis_keeps_within_what_a_tenant_may_store(tmp_path, case, what):
     flags = ("--max-stored-bytes-per-tenant", str(4 << 20))
     figures = await storage_attack.run(tmp_path, case, 0.15, flags=flags)
-    refused = [told for told in figures.answers if told.endswith("429 storage_quota_exceeded")]
-    assert [told.startswith(what) for told in refused] == [True], figures
+    refused = [received for received in figures.answers if received.endswith("429 storage_quota_exceeded")]
+    assert [received.startswith(what) for received in refused] == [True], figures
     assert figures.redis_mib < 40, figures
     assert figures.num_chats > 0

@@ -33,12 +33,12 @@ def gateway(redis, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gateway")
     flags = (f"--redis-url={redis.url}", "--port=0", "--probe-port=0", "--drain-timeout=5")
     part = Part(folder, "gateway", *flags, **WATCHDOG)
-    part.until_told("READY=1")
+    part.until_received("READY=1")
     part.url = part.found(r"ready (http://\S+)")
     part.probe_url = f"http://127.0.0.1:{part.found(r'probes ready port=([0-9]+)')}"
     yield part
     assert part.end() == 0, part.output
-    assert part.told["STOPPING=1"] == 1
+    assert part.received["STOPPING=1"] == 1
     part.close()
 
 
@@ -87,20 +87,20 @@ def test_a_worker_is_ready_once_it_has_generated_and_moves_while_it_idles(gatewa
     for url in readiness_urls(gateway):
         until_status(url, 503, 15)  # the cards of workers of other tests go stale
     worker = start_worker()
-    worker.until_told("READY=1")
+    worker.until_received("READY=1")
     assert worker.output.index("engine ready") < worker.output.index("worker ready")
     for url in readiness_urls(gateway):
         until_status(url, 200, 5)
-    fed = worker.told["WATCHDOG=1"]
-    worker.until_told("WATCHDOG=1", fed + 3, within_s=10)
+    fed = worker.received["WATCHDOG=1"]
+    worker.until_received("WATCHDOG=1", fed + 3, within_s=10)
     assert asked(f"{gateway.url}/v1/completions", BODY)[0] == 200
     assert worker.end() == 0, worker.output
-    assert worker.told["STOPPING=1"] == 1
+    assert worker.received["STOPPING=1"] == 1
 
 
 def test_the_gateway_moves(gateway):
-    fed = gateway.told["WATCHDOG=1"]
-    gateway.until_told("WATCHDOG=1", fed + 3, within_s=10)
+    fed = gateway.received["WATCHDOG=1"]
+    gateway.until_received("WATCHDOG=1", fed + 3, within_s=10)
     assert asked(f"{gateway.probe_url}/livez")[0] == 200
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(f"{gateway.probe_url}/metrics", timeout=5)
@@ -108,7 +108,7 @@ def test_the_gateway_moves(gateway):
 
 def test_a_stopped_worker_makes_the_gateway_not_ready_and_awake_it_serves_again(gateway, start_worker):
     worker = start_worker()
-    worker.until_told("READY=1")
+    worker.until_received("READY=1")
     for url in readiness_urls(gateway):
         until_status(url, 200, 5)
     worker.process.send_signal(signal.SIGSTOP)
@@ -126,7 +126,7 @@ def test_a_stopped_worker_makes_the_gateway_not_ready_and_awake_it_serves_again(
 @pytest.mark.parametrize("order", ["hang", "hold"])
 def test_a_hung_step_makes_not_ready_starves_the_supervisor_and_its_jobs_move_on(gateway, start_worker, order):
     worker = start_worker("--step-timeout=6")
-    worker.until_told("READY=1")
+    worker.until_received("READY=1")
     for url in readiness_urls(gateway):
         until_status(url, 200, 5)
     alone = asked(f"{gateway.url}/v1/completions", BODY)
@@ -138,10 +138,10 @@ def test_a_hung_step_makes_not_ready_starves_the_supervisor_and_its_jobs_move_on
     for url in readiness_urls(gateway):
         until_status(url, 503, NOT_READY_WITHIN_S)
     assert time.monotonic() - hung_s < NOT_READY_WITHIN_S
-    fed = worker.told["WATCHDOG=1"]
+    fed = worker.received["WATCHDOG=1"]
     assert worker.wait(within_s=25) == 1
     assert time.monotonic() - hung_s > 6
-    assert worker.told["WATCHDOG=1"] <= fed + 1
+    assert worker.received["WATCHDOG=1"] <= fed + 1
     assert ("the engine hangs" if order == "hang" else "Timeout") in worker.output
     assert "faulty" in worker.output, "the log says where it hangs"
     assert not answers

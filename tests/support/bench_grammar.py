@@ -64,10 +64,10 @@ def step_times_s(engine: Engine, vocab_size: int, grammars: list[str | None], nu
     rng = np.random.default_rng(0)
     for number, grammar in enumerate(grammars):
         prompt = tuple(rng.integers(0, vocab_size - NUM_SPECIAL, PROMPT_TOKENS).tolist())
-        wishes = SamplingParams(
+        options = SamplingParams(
             max_tokens=num_steps * 4 + 400, temperature=1.0, seed=number, ignore_eos=True, grammar=grammar
         )
-        engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=wishes))
+        engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=options))
     while len(engine.running) < len(grammars) or any(one.num_output_tokens < WARM_TOKENS for one in engine.running):
         engine.step()
         ends = {output.end for output in engine.drain_request_outputs()} - {None}

@@ -34,8 +34,8 @@ def main(count: int, device: str) -> int:
     prompt = tuple(tokenizer.encode("Tell me about it as JSON: "))
     for seed, (name, schema) in enumerate(schemas.items()):
         grammar = json_grammar(schema, whitespace=WHITESPACE if seed % 2 else COMPACT)
-        wishes = SamplingParams(max_tokens=MAX_TOKENS, temperature=TEMPERATURES[seed % 3], seed=seed, grammar=grammar)
-        engine.add_request(EngineRequest(request_id=name, prompt=prompt, sampling=wishes))
+        options = SamplingParams(max_tokens=MAX_TOKENS, temperature=TEMPERATURES[seed % 3], seed=seed, grammar=grammar)
+        engine.add_request(EngineRequest(request_id=name, prompt=prompt, sampling=options))
     start_s, said, ends = time.perf_counter(), {name: [] for name in schemas}, {}
     while engine.has_work:
         engine.step()

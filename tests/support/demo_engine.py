@@ -50,7 +50,7 @@ WISHES = (
     {"temperature": 0.0, "max_tokens": 1},
 )
 
-Told = dict[str, tuple[list[int], list[TokenLogprob]]]
+Received = dict[str, tuple[list[int], list[TokenLogprob]]]
 
 
 class DemoEngines:
@@ -143,32 +143,32 @@ class DemoEngines:
 
     def each_alone(self) -> dict[str, list[int]]:
         """What every one of WISHES gets when nobody else is there."""
-        told: dict[str, list[int]] = {}
+        received: dict[str, list[int]] = {}
         for number in range(len(WISHES)):
             engine = self.make(num_blocks=40, budget=256, max_num_seqs=1)
             engine.add_request(_request(number, WISHES[number]))
-            told |= {name: tokens for name, (tokens, _) in run(engine).items()}
-        return told
+            received |= {name: tokens for name, (tokens, _) in run(engine).items()}
+        return received
 
 
-def tell_all(engine: Engine, params=WISHES) -> Told:
+def run_all(engine: Engine, params=WISHES) -> Received:
     """Give all requests at once and run them to their ends."""
     for number, wish in enumerate(params):
         engine.add_request(_request(number, wish))
     return run(engine)
 
 
-def run(engine: Engine) -> Told:
-    told: Told = {}
+def run(engine: Engine) -> Received:
+    received: Received = {}
     while engine.has_work:
         engine.step()
         engine.check_invariants()
         for output in engine.drain_request_outputs():
-            tokens, logprobs = told.setdefault(output.request_id, ([], []))
+            tokens, logprobs = received.setdefault(output.request_id, ([], []))
             for part in output.parts:
                 tokens += part.token_ids
                 logprobs += part.logprobs
-    return told
+    return received
 
 
 def _request(number: int, wish: dict) -> EngineRequest:

@@ -109,7 +109,7 @@ class Fleet:
     def client(self) -> Redis:
         return Redis.from_url(self.redis_url)
 
-    async def door(self) -> QueuePair:
+    async def gateway(self) -> QueuePair:
         return await open_pair(self.redis_url)
 
     def next_drafting_flags(self) -> tuple[str, ...]:

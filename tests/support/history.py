@@ -39,7 +39,7 @@ class Answer:
     end: EndReason | None = None
     choices: tuple[int, ...] = ()
 
-    def told(self) -> list[list[int]]:
+    def received(self) -> list[list[int]]:
         return [self.tokens.get(branch, []) for branch in self.choices]
 
 
@@ -81,29 +81,29 @@ def answer_of(events: list[Event]) -> Answer:
 
 
 class Storyteller:
-    """Submits jobs through a door and follows them."""
+    """Submits jobs through a gateway and follows them."""
 
-    def __init__(self, door: QueuePair):
-        self._door = door
+    def __init__(self, gateway: QueuePair):
+        self._gateway = gateway
         self.stories: list[Story] = []
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def tell(self, prompt: tuple[int, ...], deadline_s: float | None = None, **wishes) -> Story:
-        now_s = await self._door.now_s()
+    async def tell(self, prompt: tuple[int, ...], deadline_s: float | None = None, **options) -> Story:
+        now_s = await self._gateway.now_s()
         number = next(_NUMBERS)
         job = Job(
             job_id=f"JOB{number}",
             tenant="t",
             prompt=pack_ids(prompt),
-            sampling=SamplingParams(**wishes),
+            sampling=SamplingParams(**options),
             submitted_at_s=now_s,
             deadline_s=None if deadline_s is None else now_s + deadline_s,
             feed="chaos",
             adapter=adapter_of(number),
         )
         story = Story(job)
-        events = self._door.follow(job.job_id)
-        await self._door.submit(job)
+        events = self._gateway.follow(job.job_id)
+        await self._gateway.submit(job)
         self.stories.append(story)
         self._tasks.append(asyncio.create_task(_follow(story, events)))
         return story
@@ -121,7 +121,7 @@ async def _follow(story: Story, events) -> None:
         story.seen_at_s.append(time.monotonic())
 
 
-async def until_told(story: Story, num_events: int, within_s: float = 30.0) -> None:
+async def until_received(story: Story, num_events: int, within_s: float = 30.0) -> None:
     async with asyncio.timeout(within_s):
         while len(story.events) < num_events:
             await asyncio.sleep(0.002)
@@ -161,12 +161,12 @@ class Goldens:
 def check_stories(stories: list[Story], goldens: Goldens) -> None:
     """Every job has its golden's answer, and nothing beside it."""
     for story in stories:
-        told, golden = story.answer(), goldens.of(story.job)
-        assert (told.end, told.choices) == (golden.end, golden.choices), story.job.job_id
-        assert told.tokens == golden.tokens, story.job.job_id
+        received, golden = story.answer(), goldens.of(story.job)
+        assert (received.end, received.choices) == (golden.end, golden.choices), story.job.job_id
+        assert received.tokens == golden.tokens, story.job.job_id
         for branch, logprobs in golden.logprobs.items():
             if logprobs:
-                assert np.allclose(told.logprobs[branch], logprobs, atol=LOGPROB_TOLERANCE), story.job.job_id
+                assert np.allclose(received.logprobs[branch], logprobs, atol=LOGPROB_TOLERANCE), story.job.job_id
 
 
 def check_logs(redis: Redis, stories: list[Story]) -> None:

@@ -49,9 +49,9 @@ def _round(ops, launches: list[Callable[[], object]]) -> None:
             launch()
 
 
-def tell_bandwidth(what: str, num_bytes: int, seconds: float) -> None:
+def report_bandwidth(what: str, num_bytes: int, seconds: float) -> None:
     print(f"\n{what}: {num_bytes / seconds / 1e9:.0f} GB/s ({seconds * 1e6:.1f} us)")
 
 
-def tell_flops(what: str, num_flops: int, seconds: float) -> None:
+def report_flops(what: str, num_flops: int, seconds: float) -> None:
     print(f"\n{what}: {num_flops / seconds / 1e12:.1f} TFLOP/s ({seconds * 1e6:.1f} us)")

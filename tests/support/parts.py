@@ -35,7 +35,7 @@ class Part:
         folder.mkdir(parents=True, exist_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._listener.bind(str(folder / "notify"))
-        self.told: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
         self._log = folder / "log"
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
         with self._log.open("wb") as output:
@@ -46,17 +46,17 @@ class Part:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        self._hearing = threading.Thread(target=self._hear, daemon=True)
+        self._hearing = threading.Thread(target=self._receive, daemon=True)
         self._hearing.start()
 
     @property
     def output(self) -> str:
         return self._log.read_text(errors="replace")
 
-    def until_told(self, line: str, num_times: int = 1, within_s: float = WAIT_S) -> None:
+    def until_received(self, line: str, num_times: int = 1, within_s: float = WAIT_S) -> None:
         """Waits until the supervisor has heard `line` so often."""
         give_up_s = time.monotonic() + within_s
-        while self.told[line] < num_times:
+        while self.received[line] < num_times:
             assert self.process.poll() is None, self.output
             assert time.monotonic() < give_up_s, f"{line} was not said {num_times} times:\n{self.output}"
             time.sleep(0.02)
@@ -96,6 +96,6 @@ class Part:
             self._listener.shutdown(socket.SHUT_RDWR)
             self._hearing.join(WAIT_S)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         while message := self._listener.recv(4096):
-            self.told.update(message.decode().splitlines())
+            self.received.update(message.decode().splitlines())

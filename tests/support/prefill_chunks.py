@@ -8,7 +8,7 @@ import numpy as np
 
 from model.ops.cpu.ops import NumpyOps
 from model.ops.interface import AttentionBatch
-from tests.support.kernel_checks import NUMPY_DTYPES, normal, seconds_of, tell_flops
+from tests.support.kernel_checks import NUMPY_DTYPES, normal, report_flops, seconds_of
 from tests.support.paged_cache import LAYER, Heads, PagedCache, captured, large_cache, paged_cache, poisoned
 
 FRESH = [(n, n) for n in (1, 15, 16, 17, 63, 64, 65)]
@@ -69,7 +69,7 @@ def backend(in_fp8: bool = False):
     return importlib.import_module("model.ops.gpu.ops").CudaOps(NUMPY_DTYPES["bfloat16"], kv_dtype)
 
 
-def tell_speed(ops, rng, num_sequences: int, length: int, what: str) -> None:
+def report_speed(ops, rng, num_sequences: int, length: int, what: str) -> None:
     """Of whole prompts with the heads of Llama-3.1-8B."""
     in_fp8 = ops.kv_dtype == np.uint8
     heads, num_layers = Heads("bfloat16", 128, 4, 8, 16, in_fp8), 4
@@ -88,5 +88,5 @@ def tell_speed(ops, rng, num_sequences: int, length: int, what: str) -> None:
     launches = [lambda batch=batch: ops.paged_prefill_attention(q, batch, out) for batch in batches]
     seconds = seconds_of(ops, [captured(ops, launches)] * 8) / num_layers  # eight, to hide the first one's launch
     num_flops = 4 * heads.head_dim * heads.num_heads * num_sequences * length * (length + 1) // 2
-    tell_flops(f"{what} {heads.kv_dtype} {num_sequences} x {length}", num_flops, seconds)
+    report_flops(f"{what} {heads.kv_dtype} {num_sequences} x {length}", num_flops, seconds)
     assert np.isfinite(ops.download(out).astype(np.float32)).all()

@@ -81,7 +81,7 @@ class World:
 @dataclass
 class _Asked:
     request: EngineRequest
-    told: dict[int, list[int]] = field(default_factory=dict)
+    received: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, EndReason] = field(default_factory=dict)
     end: EndReason | None = None
 
@@ -111,17 +111,17 @@ class Operations:
         )
         self._asked[name] = _Asked(request)
         self._engine.add_request(request)
-        self._hear()
+        self._receive()
 
     def step(self) -> None:
         if self._engine.has_work:
             self._engine.step()
-        self._hear()
+        self._receive()
         self._check_shares()
 
     def cancel(self, name: str) -> None:
         self._engine.cancel(name, EndReason.CANCELLED)
-        self._hear()
+        self._receive()
 
     def preempt(self, mode: str) -> None:
         """Whoever is next has to leave though there is room, in this way."""
@@ -147,7 +147,7 @@ class Operations:
             params, past = asked.request.sampling, ()
             if params.beam is None:
                 past = tuple(
-                    BranchHistory(token_ids=tuple(asked.told.get(branch, ())), end=asked.ends.get(branch))
+                    BranchHistory(token_ids=tuple(asked.received.get(branch, ())), end=asked.ends.get(branch))
                     for branch in range(params.num_branches)
                 )
             self._engine.add_request(
@@ -160,7 +160,7 @@ class Operations:
                     history=past,
                 )
             )
-        self._hear()
+        self._receive()
 
     def check(self) -> None:
         self._engine.check_invariants()
@@ -199,12 +199,12 @@ class Operations:
         self._num_kept_out = self._num_kept_out + 1 if is_kept_out else 0
         assert self._num_kept_out < 10, f"{first.request_id} waits for a place that is lent"
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         for output in self._engine.drain_request_outputs():
             asked = self._asked[output.request_id]
             assert asked.end is None, "an output behind the end"
             for part in output.parts:
-                asked.told.setdefault(part.branch, []).extend(part.token_ids)
+                asked.received.setdefault(part.branch, []).extend(part.token_ids)
                 if part.end is not None:
                     asked.ends[part.branch] = part.end
             if output.end is not None:
@@ -217,9 +217,9 @@ class Operations:
         params, prompt = asked.request.sampling, asked.request.prompt
         if params.beam is not None:
             if asked.end is not EndReason.CANCELLED:
-                assert list(asked.told.values()) == _beams(prompt, params), "wrong beams"
+                assert list(asked.received.values()) == _beams(prompt, params), "wrong beams"
             return
-        for branch, tokens in asked.told.items():
+        for branch, tokens in asked.received.items():
             wanted, end = alone(prompt, branch, params.max_tokens)
             if asked.end is EndReason.CANCELLED and branch not in asked.ends:
                 assert tokens == wanted[: len(tokens)], "wrong tokens before a cancel"

@@ -43,9 +43,9 @@ class RawClient:
     async def response(self) -> tuple[int, dict[str, str], bytes]:
         """Status, headers by lower-case name, body: of a response with Content-Length, behind any interim ones."""
         interim = b"HTTP/1.1 100 "
-        while (told := await self._reader.readuntil(b"\r\n\r\n")).startswith(interim):
+        while (received := await self._reader.readuntil(b"\r\n\r\n")).startswith(interim):
             pass
-        head = told.decode().split("\r\n")
+        head = received.decode().split("\r\n")
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
         body = await self._reader.readexactly(int(headers.get("content-length", 0)))
         return int(head[0].split()[1]), headers, body
@@ -56,9 +56,9 @@ class RawClient:
     async def whole_response(self, has_body: bool = True) -> tuple[int, bytes]:
         """Status and body, in chunks or not, behind any interim ones; `has_body`: False of an answer to HEAD.
         IncompleteReadError where the server closes before the end."""
-        while (told := await self._reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 "):
+        while (received := await self._reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 "):
             pass
-        lines = told.decode("latin-1").lower().split("\r\n")
+        lines = received.decode("latin-1").lower().split("\r\n")
         headers = dict(line.split(": ", 1) for line in lines[1:] if line)
         if not has_body:
             return int(lines[0].split()[1]), b""

@@ -46,13 +46,13 @@ def random_mask(rng: np.random.Generator, rows: int, vocab: int) -> TokenMask:
     return TokenMask(mask_rows, words)
 
 
-def random_wishes(rng: np.random.Generator, rows: int, vocab: int, **fixed) -> SamplingArrays:
+def random_options(rng: np.random.Generator, rows: int, vocab: int, **fixed) -> SamplingArrays:
     """Every mix of greedy, plain and filtered rows; `fixed` replaces whole columns or the other fields."""
 
     def one_of(values, dtype):
         return rng.choice(np.array(values, dtype), rows)
 
-    wishes = {
+    options = {
         "temperature": one_of([0, 0.05, 0.3, 0.7, 1, 1, 1.5, 4], np.float32),
         "top_k": one_of([1, 2, 5, 50, 1000, vocab, vocab, 2**31 - 1], np.int32),
         "top_p": one_of([1e-6, 0.1, 0.5, 0.9, 0.95, 0.999, 1, 1], np.float32),
@@ -65,12 +65,12 @@ def random_wishes(rng: np.random.Generator, rows: int, vocab: int, **fixed) -> S
         "num_logprobs": 0,
         "with_logprobs": False,
     }
-    return SamplingArrays(**{**wishes, **fixed})
+    return SamplingArrays(**{**options, **fixed})
 
 
-def uploaded(wishes: SamplingArrays, upload: Callable[[np.ndarray], Array]) -> SamplingArrays:
+def uploaded(options: SamplingArrays, upload: Callable[[np.ndarray], Array]) -> SamplingArrays:
     """The same with every array where `upload` puts it."""
-    return SamplingArrays(**{key: _uploaded(each, upload) for key, each in vars(wishes).items()})
+    return SamplingArrays(**{key: _uploaded(each, upload) for key, each in vars(options).items()})
 
 
 def _uploaded(value, upload):

@@ -103,7 +103,7 @@ def test_a_role_reaches_the_keys_of_its_work(configured_redis, key):
 
 
 @pytest.mark.parametrize("user", [GATEWAY, WORKER, PRODUCER])
-def test_what_nobody_needs_is_forbidden(configured_redis, user):
+def test_what_none_needs_is_forbidden(configured_redis, user):
     allowed = [command for command in FORBIDDEN if configured_redis.allows(user, *command.split())]
     assert allowed == []
     assert all(configured_redis.allows(ADMIN, *command.split()) for command in ("FLUSHALL", "ACL LIST", "KEYS *"))
@@ -121,7 +121,7 @@ def test_a_script_may_do_no_more_than_its_user(configured_redis):
 
 
 @pytest.mark.parametrize("user", ["", "default:x@", "quire-gateway:wrong@", "quire-worker@"])
-def test_nobody_enters_without_name_and_password(configured_redis, user):
+def test_none_enters_without_name_and_password(configured_redis, user):
     with Redis.from_url(f"unix://{user}{configured_redis.socket}") as stranger, pytest.raises(AuthenticationError):
         stranger.ping()
 

@@ -335,7 +335,7 @@ def test_killed_it_has_lost_nothing_that_it_took(data_dir, after_s):
     again.stop()
 
 
-def test_what_a_killed_server_left_lying_is_in_nobodys_way(data_dir):
+def test_what_a_killed_server_left_lying_is_in_the_way_of_none(data_dir):
     server = EmbeddedRedis.start(data_dir)
     with Redis.from_url(server.url) as redis:
         redis.set("a", "b")

@@ -94,7 +94,7 @@ async def test_a_job_that_ends_beyond_its_reckoning_counts_for_more(queue):
     assert (await served(queue)).index("A1") == 6
 
 
-async def test_an_end_told_twice_counts_once(queue):
+async def test_an_end_reported_twice_counts_once(queue):
     await submit(queue, *(job_of(f"A{number}", "a", tokens=500) for number in range(2)), job_of("B0", "b", tokens=498))
     (claim,) = await queue.fetch(1, 0.0)
     for _ in range(3):

@@ -25,7 +25,7 @@ async def until_taken_over(worker) -> int:
             await asyncio.sleep(0.02)
 
 
-async def die_with(join, door, number: int) -> None:
+async def die_with(join, gateway, number: int) -> None:
     """A worker takes a job and is never heard of again; another puts the job back."""
     victim, witness = await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
     claim = await victim.fetch_suspect() or (await victim.fetch(1, 1.0))[0]
@@ -35,14 +35,14 @@ async def die_with(join, door, number: int) -> None:
 
 
 async def test_the_jobs_of_a_dead_worker_go_on_with_another(join):
-    door, dead, heir = await join(), await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
-    events = door.follow("JOB1")
-    await door.submit(make_job())
+    gateway, dead, heir = await join(), await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
+    events = gateway.follow("JOB1")
+    await gateway.submit(make_job())
     await dead.fetch(1, 1.0)
     await dead.publish(make_events("JOB1", [1, 2]))
-    await door.submit(make_job("JOB2"))
+    await gateway.submit(make_job("JOB2"))
     assert await until_taken_over(heir) == 1
-    assert (await door.queue_state()).num_waiting == 2
+    assert (await gateway.queue_state()).num_waiting == 2
     first, second = await heir.fetch(4, 1.0)
     assert (first.job, first.attempt, first.is_suspect) == (make_job(), 2, False)
     assert list(first.history) == make_events("JOB1", [1, 2])
@@ -52,8 +52,8 @@ async def test_the_jobs_of_a_dead_worker_go_on_with_another(join):
 
 
 async def test_a_heart_that_beats_keeps_its_jobs(join):
-    door, worker, other = await join(), await join(lease_s=1.0), await join(lease_s=1.0)
-    await door.submit(make_job())
+    gateway, worker, other = await join(), await join(lease_s=1.0), await join(lease_s=1.0)
+    await gateway.submit(make_job())
     await worker.fetch(1, 1.0)
     for _ in range(12):
         assert await worker.renew() == NOTHING_LOST
@@ -62,9 +62,9 @@ async def test_a_heart_that_beats_keeps_its_jobs(join):
     assert await worker.publish([make_event("JOB1", 1, EndReason.STOP)]) == frozenset()
 
 
-async def test_a_lease_that_ran_out_is_renewed_if_nobody_took_the_jobs(join):
-    door, worker = await join(), await join(lease_s=0.05)
-    await door.submit(make_job())
+async def test_a_lease_that_ran_out_is_renewed_if_none_took_the_jobs(join):
+    gateway, worker = await join(), await join(lease_s=0.05)
+    await gateway.submit(make_job())
     await worker.fetch(1, 1.0)
     await asyncio.sleep(0.1)
     assert await worker.renew() == NOTHING_LOST
@@ -73,15 +73,15 @@ async def test_a_lease_that_ran_out_is_renewed_if_nobody_took_the_jobs(join):
 
 async def test_who_has_lost_a_job_can_write_nothing_of_it(join):
     """A worker stopped past its lease, then woken: what it says of the jobs that others have is refused."""
-    door, zombie, heir = await join(), await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
-    events = door.follow("JOB1")
+    gateway, zombie, heir = await join(), await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
+    events = gateway.follow("JOB1")
     for job_id in ("JOB1", "JOB2"):
-        await door.submit(make_job(job_id))
+        await gateway.submit(make_job(job_id))
     await zombie.fetch(2, 1.0)
     await zombie.publish(make_events("JOB1", [1]))
     assert await until_taken_over(heir) == 2
     await heir.fetch(2, 1.0)
-    await door.submit(make_job("JOB3"))
+    await gateway.submit(make_job("JOB3"))
     await zombie.fetch(1, 1.0)
     step = [make_event("JOB1", 2, EndReason.LENGTH), make_event("JOB2", 1), make_event("JOB3", 1)]
     assert await zombie.publish(step) == {"JOB1", "JOB2"}
@@ -91,12 +91,12 @@ async def test_who_has_lost_a_job_can_write_nothing_of_it(join):
     await heir.publish([make_event("JOB2", 1, EndReason.STOP)])
     assert await outcome(events) == Ended([1, 2, 3], EndReason.STOP)
     await zombie.publish([make_event("JOB3", 2, EndReason.STOP)])
-    assert await outcome(door.follow("JOB3")) == Ended([1, 2], EndReason.STOP)
+    assert await outcome(gateway.follow("JOB3")) == Ended([1, 2], EndReason.STOP)
 
 
 async def test_the_heartbeat_says_what_was_lost(join):
-    door, zombie, heir = await join(), await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
-    await door.submit(make_job())
+    gateway, zombie, heir = await join(), await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
+    await gateway.submit(make_job())
     await zombie.fetch(1, 1.0)
     assert await until_taken_over(heir) == 1
     assert await zombie.renew() == Lease(frozenset({"JOB1"}), False)
@@ -104,8 +104,8 @@ async def test_the_heartbeat_says_what_was_lost(join):
 
 
 async def test_a_job_that_comes_back_to_who_lost_it_is_its_own_again(join):
-    door, worker, other = await join(), await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
-    await door.submit(make_job())
+    gateway, worker, other = await join(), await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
+    await gateway.submit(make_job())
     await worker.fetch(1, 1.0)
     assert await until_taken_over(other) == 1
     (claim,) = await worker.fetch(1, 1.0)
@@ -115,10 +115,10 @@ async def test_a_job_that_comes_back_to_who_lost_it_is_its_own_again(join):
 
 
 async def test_jobs_handed_back_go_on_at_once_and_before_all_others(join):
-    door, leaver, heir = await join(), await join(), await join()
-    events = door.follow("JOB1")
+    gateway, leaver, heir = await join(), await join(), await join()
+    events = gateway.follow("JOB1")
     for number in range(4):
-        await door.submit(make_job(f"JOB{number}"))
+        await gateway.submit(make_job(f"JOB{number}"))
     await leaver.fetch(2, 1.0)
     await leaver.publish(make_events("JOB1", [1]))
     waiting = asyncio.create_task(heir.fetch(8, PATIENCE_S))
@@ -137,12 +137,12 @@ async def test_jobs_handed_back_go_on_at_once_and_before_all_others(join):
 
 
 async def test_a_job_that_kills_engines_runs_alone_and_is_buried(join):
-    door, worker, other = await join(), await join(), await join()
-    events = door.follow("JOB1")
-    await door.submit(make_job())
-    await die_with(join, door, 1)
-    await die_with(join, door, 2)
-    assert (await door.queue_state()).num_waiting == 1
+    gateway, worker, other = await join(), await join(), await join()
+    events = gateway.follow("JOB1")
+    await gateway.submit(make_job())
+    await die_with(join, gateway, 1)
+    await die_with(join, gateway, 2)
+    assert (await gateway.queue_state()).num_waiting == 1
     assert list(await worker.fetch(4, 0.05)) == []
     assert (await worker.renew()).runs_suspects
     assert not (await other.renew()).runs_suspects
@@ -154,29 +154,29 @@ async def test_a_job_that_kills_engines_runs_alone_and_is_buried(join):
     assert list(await other.fetch(4, 0.05)) == []
     (end,) = await read_to_end(events)
     assert (end.number, end.end) == (1, EndReason.POISONED)
-    assert (await door.queue_state()).num_waiting == 0
+    assert (await gateway.queue_state()).num_waiting == 0
 
 
 async def test_a_suspect_that_is_innocent_completes(join):
-    door, worker = await join(), await join()
-    await door.submit(make_job())
+    gateway, worker = await join(), await join()
+    await gateway.submit(make_job())
     for _ in range(2):
         await worker.fetch(1, 1.0)
         await worker.hand_back(["JOB1"], "another was to blame")
     claim = await worker.fetch_suspect()
     assert claim.is_suspect
     await worker.publish([make_event("JOB1", 1, EndReason.STOP)])
-    assert await outcome(door.follow("JOB1")) == Ended([1], EndReason.STOP)
+    assert await outcome(gateway.follow("JOB1")) == Ended([1], EndReason.STOP)
     assert not (await worker.renew()).runs_suspects
 
 
 async def test_engines_that_die_without_it_speak_for_a_suspect(join):
-    door, worker, other = await join(), await join(), await join()
-    await door.submit(make_job())
+    gateway, worker, other = await join(), await join(), await join()
+    await gateway.submit(make_job())
     for _ in range(2):
         await worker.fetch(1, 1.0)
         await worker.hand_back(["JOB1"], "somebody was to blame")
-    await door.submit(make_job("JOB2"))
+    await gateway.submit(make_job("JOB2"))
     await other.fetch(1, 1.0)
     await other.hand_back(["JOB2"], "JOB1 was not there")
     for _ in range(2):
@@ -185,16 +185,16 @@ async def test_engines_that_die_without_it_speak_for_a_suspect(join):
         await worker.hand_back(["JOB1"], "nobody else was there")
     assert await worker.fetch_suspect() is None
     assert [claim.job.job_id for claim in await worker.fetch(4, 1.0)] == ["JOB2"]
-    assert await outcome(door.follow("JOB1")) == Ended([1], EndReason.POISONED)
+    assert await outcome(gateway.follow("JOB1")) == Ended([1], EndReason.POISONED)
 
 
 async def test_an_engine_that_died_shortly_before_speaks_for_a_suspect(join):
-    door, worker, other = await join(), await join(), await join()
-    await door.submit(make_job("JOB2"))
+    gateway, worker, other = await join(), await join(), await join()
+    await gateway.submit(make_job("JOB2"))
     await other.fetch(1, 1.0)
     await other.hand_back(["JOB2"], "JOB1 was not there yet")
     await other.fetch(1, 1.0)
-    await door.submit(make_job())
+    await gateway.submit(make_job())
     for _ in range(2):
         await worker.fetch(1, 1.0)
         await worker.hand_back(["JOB1"], "somebody was to blame")
@@ -203,12 +203,12 @@ async def test_an_engine_that_died_shortly_before_speaks_for_a_suspect(join):
         await worker.hand_back(["JOB1"], "nobody else was there")
     assert await worker.fetch_suspect() is None
     assert await worker.fetch(1, 0.1) == []
-    assert await outcome(door.follow("JOB1")) == Ended([1], EndReason.POISONED)
+    assert await outcome(gateway.follow("JOB1")) == Ended([1], EndReason.POISONED)
 
 
 async def test_a_dead_worker_that_had_it_not_speaks_for_a_job_too(join):
-    door, worker = await join(), await join()
-    await door.submit(make_job())
+    gateway, worker = await join(), await join()
+    await gateway.submit(make_job())
     for _ in range(2):
         await worker.fetch(1, 1.0)
         await worker.hand_back(["JOB1"], "somebody was to blame")
@@ -224,8 +224,8 @@ async def test_a_dead_worker_that_had_it_not_speaks_for_a_job_too(join):
 
 
 async def test_a_suspect_that_gets_on_alone_is_none_any_more(join):
-    door, worker = await join(), await join()
-    await door.submit(make_job())
+    gateway, worker = await join(), await join()
+    await gateway.submit(make_job())
     for _ in range(2):
         await worker.fetch(1, 1.0)
         await worker.hand_back(["JOB1"], "another was to blame")
@@ -240,8 +240,8 @@ async def test_a_suspect_that_gets_on_alone_is_none_any_more(join):
 
 
 async def test_a_job_that_gets_on_between_deaths_is_suspected_later(join):
-    door, worker = await join(), await join()
-    await door.submit(make_job())
+    gateway, worker = await join(), await join()
+    await gateway.submit(make_job())
     for life in range(6):
         claims = await worker.fetch(1, 0.05)
         claim = claims[0] if claims else await worker.fetch_suspect()
@@ -249,17 +249,17 @@ async def test_a_job_that_gets_on_between_deaths_is_suspected_later(join):
         await worker.publish(make_events("JOB1", range(8 * life + 1, 8 * life + 9)))
         await worker.hand_back(["JOB1"], "somebody was to blame")
     assert list(await worker.fetch(1, 0.05)) == []
-    assert await outcome(door.follow("JOB1")) == Ended(list(range(1, 50)), EndReason.POISONED)
+    assert await outcome(gateway.follow("JOB1")) == Ended(list(range(1, 50)), EndReason.POISONED)
 
 
 @pytest.mark.parametrize("dies", [True, False])
 async def test_a_cancel_outlives_the_worker_that_heard_it(join, dies):
-    door, worker, heir = await join(), await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
-    events = door.follow("JOB1")
-    await door.submit(make_job())
+    gateway, worker, heir = await join(), await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
+    events = gateway.follow("JOB1")
+    await gateway.submit(make_job())
     await worker.fetch(1, 1.0)
     await worker.publish(make_events("JOB1", [1]))
-    await door.cancel(Cancel(job_id="JOB1", reason=EndReason.CANCELLED))
+    await gateway.cancel(Cancel(job_id="JOB1", reason=EndReason.CANCELLED))
     if dies:
         assert await until_taken_over(heir) == 1
     else:
@@ -270,21 +270,21 @@ async def test_a_cancel_outlives_the_worker_that_heard_it(join, dies):
 
 
 async def test_a_queued_job_ends_with_its_cancel_though_no_worker_is_there(join):
-    door = await join()
-    events = door.follow("JOB1")
-    await door.submit(make_job())
-    await door.cancel(Cancel(job_id="JOB1", reason=EndReason.CANCELLED))
+    gateway = await join()
+    events = gateway.follow("JOB1")
+    await gateway.submit(make_job())
+    await gateway.cancel(Cancel(job_id="JOB1", reason=EndReason.CANCELLED))
     (end,) = await read_to_end(events)
     assert (end.number, end.end, end.usage) == (1, EndReason.CANCELLED, Usage(prompt_tokens=0, completion_tokens=0))
-    assert (await door.queue_state()).num_waiting == 0
+    assert (await gateway.queue_state()).num_waiting == 0
 
 
-async def test_a_branch_that_is_not_wanted_is_told_to_whoever_takes_over(join):
-    door, worker, heir = await join(), await join(), await join()
-    await door.submit(make_job())
+async def test_a_branch_that_is_not_wanted_is_known_to_the_next_worker(join):
+    gateway, worker, heir = await join(), await join(), await join()
+    await gateway.submit(make_job())
     await worker.fetch(1, 1.0)
     stop = Cancel(job_id="JOB1", reason=EndReason.STOP, branch=2)
-    await door.cancel(stop)
+    await gateway.cancel(stop)
     assert list(await worker.fetch_cancels(1.0)) == [stop]
     await worker.hand_back(["JOB1"])
     (claim,) = await heir.fetch(1, 1.0)
@@ -292,38 +292,38 @@ async def test_a_branch_that_is_not_wanted_is_told_to_whoever_takes_over(join):
 
 
 async def test_a_job_that_waits_past_its_deadline_ends_there(join):
-    door, worker = await join(), await join(lease_s=LEASE_S)
-    soon_s = await door.now_s() + 0.8
-    await door.submit(make_job("JOB1", deadline_s=soon_s))
-    await door.submit(make_job("JOB2", deadline_s=soon_s))
-    await door.submit(make_job("JOB3", deadline_s=soon_s + 60))
+    gateway, worker = await join(), await join(lease_s=LEASE_S)
+    soon_s = await gateway.now_s() + 0.8
+    await gateway.submit(make_job("JOB1", deadline_s=soon_s))
+    await gateway.submit(make_job("JOB2", deadline_s=soon_s))
+    await gateway.submit(make_job("JOB3", deadline_s=soon_s + 60))
     await worker.fetch(1, 1.0)
     await worker.publish(make_events("JOB1", [1]))
     assert await worker.take_over() == 0
-    assert (await door.queue_state()).num_waiting == 2
-    await asyncio.sleep(soon_s - await door.now_s() + 0.05)
+    assert (await gateway.queue_state()).num_waiting == 2
+    await asyncio.sleep(soon_s - await gateway.now_s() + 0.05)
     assert await worker.take_over() == 0
-    assert await outcome(door.follow("JOB2")) == Ended([1], EndReason.DEADLINE)
+    assert await outcome(gateway.follow("JOB2")) == Ended([1], EndReason.DEADLINE)
     await worker.hand_back(["JOB1"])
     assert [claim.job.job_id for claim in await worker.fetch(4, 0.05)] == ["JOB3"]
-    assert await outcome(door.follow("JOB1")) == Ended([1, 2], EndReason.DEADLINE)
+    assert await outcome(gateway.follow("JOB1")) == Ended([1, 2], EndReason.DEADLINE)
 
 
 async def test_a_job_is_accepted_once(join):
-    door, worker = await join(), await join()
-    await door.submit(make_job())
-    await door.submit(make_job())
+    gateway, worker = await join(), await join()
+    await gateway.submit(make_job())
+    await gateway.submit(make_job())
     assert len(await worker.fetch(4, 1.0)) == 1
-    await door.submit(make_job())
+    await gateway.submit(make_job())
     await worker.publish([make_event("JOB1", 1, EndReason.STOP)])
-    await door.submit(make_job())
+    await gateway.submit(make_job())
     assert list(await worker.fetch(4, 0.05)) == []
-    assert await outcome(door.follow("JOB1")) == Ended([1], EndReason.STOP)
+    assert await outcome(gateway.follow("JOB1")) == Ended([1], EndReason.STOP)
 
 
-async def test_who_leaves_in_peace_is_nobodys_victim(join):
-    door, leaver, other = await join(), await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
-    await door.submit(make_job())
+async def test_a_sequence_that_ends_preempts_none(join):
+    gateway, leaver, other = await join(), await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
+    await gateway.submit(make_job())
     await leaver.fetch(1, 1.0)
     await leaver.hand_back(["JOB1"])
     await leaver.retire("w")

@@ -76,7 +76,7 @@ async def test_a_refusal_is_known_at_once_and_an_unknown_outcome_stays_one(queue
         redis.config_set("maxmemory", "0")
 
 
-async def test_a_job_that_another_door_submitted_is_followed_at_once(redis_url, monkeypatch):
+async def test_a_job_that_another_gateway_submitted_is_followed_at_once(redis_url, monkeypatch):
     monkeypatch.setattr(redis_feed, "IDLE_CHECK_S", 4 * PATIENCE_S)
     first, second, worker = [await open_pair(redis_url) for _ in range(3)]
     await first.submit(make_job(feed="one"))
@@ -99,14 +99,14 @@ async def test_events_are_written_once_and_their_worker_loses_nothing(queue, pro
     await queue.fetch(1, 1.0)
     for number in range(1, 6):
         proxy.choose = once("publish", fate=fate)
-        told = [make_event("JOB1", number, EndReason.STOP if number == 5 else None)]
+        received = [make_event("JOB1", number, EndReason.STOP if number == 5 else None)]
         if number == 5:
-            told = [make_event("JOB1", 5), make_event("JOB1", 6, EndReason.STOP)]
+            received = [make_event("JOB1", 5), make_event("JOB1", 6, EndReason.STOP)]
         with pytest.raises(QueueUnavailable):
-            await queue.publish(told)
+            await queue.publish(received)
         proxy.choose = answered
         await queue.renew()  # as the heartbeat does between two tries
-        assert await persist(lambda told=told: queue.publish(told)) == frozenset()
+        assert await persist(lambda received=received: queue.publish(received)) == frozenset()
     assert await outcome(events) == Ended([1, 2, 3, 4, 5, 6], EndReason.STOP)
     assert redis.xlen(keys.events("JOB1")) == 6
     assert "lost to other workers" not in caplog.text

@@ -119,7 +119,7 @@ async def test_an_end_settles_the_job_and_a_second_end_changes_nothing(queue):
     assert (await queue.queue_state()).num_waiting == 0
 
 
-async def test_a_step_of_many_jobs_is_told_to_all(queue):
+async def test_a_step_of_many_jobs_reaches_all(queue):
     job_ids = [f"J{number}" for number in range(40)]
     followers = [queue.follow(job_id) for job_id in job_ids]
     for job_id in job_ids:

@@ -23,60 +23,60 @@ def tells(lane: Lane, num_jobs: int, span: tuple[float, float]) -> bool:
 
 
 async def test_new_jobs_wait_in_their_lane_from_their_acceptance_on(join):
-    door, worker = await join(), await join()
-    assert (await door.queue_state()).lanes == dict.fromkeys(QUEUE_LANES, NOBODY)
-    began_s = await door.now_s()
-    await door.submit(make_job("first"))
-    first = (began_s, await door.now_s())
+    gateway, worker = await join(), await join()
+    assert (await gateway.queue_state()).lanes == dict.fromkeys(QUEUE_LANES, NOBODY)
+    began_s = await gateway.now_s()
+    await gateway.submit(make_job("first"))
+    first = (began_s, await gateway.now_s())
     await asyncio.sleep(2 * CLOCKS_PART_S)
-    began_s = await door.now_s()
-    await door.submit(make_job("hurried", priority=-100, tenant="other"))
-    await door.submit(make_job("batch", is_batch=True))
-    later = (began_s, await door.now_s())
-    state = await door.queue_state()
+    began_s = await gateway.now_s()
+    await gateway.submit(make_job("hurried", priority=-100, tenant="other"))
+    await gateway.submit(make_job("batch", is_batch=True))
+    later = (began_s, await gateway.now_s())
+    state = await gateway.queue_state()
     assert tells(state.lanes["normal"], 2, first)
     assert tells(state.lanes["batch"], 1, later)
     assert state.num_waiting == 3
-    await door.cancel(Cancel(job_id="first", reason=EndReason.CANCELLED))
-    assert tells((await door.queue_state()).lanes["normal"], 1, later)
+    await gateway.cancel(Cancel(job_id="first", reason=EndReason.CANCELLED))
+    assert tells((await gateway.queue_state()).lanes["normal"], 1, later)
     assert len(await worker.fetch(4, 1.0)) == 2
-    assert (await door.queue_state()).lanes == dict.fromkeys(QUEUE_LANES, NOBODY)
+    assert (await gateway.queue_state()).lanes == dict.fromkeys(QUEUE_LANES, NOBODY)
 
 
 async def test_jobs_that_come_back_wait_from_then_on(join):
-    door, worker = await join(), await join()
-    await door.submit(make_job("A"))
+    gateway, worker = await join(), await join()
+    await gateway.submit(make_job("A"))
     await worker.fetch(1, 1.0)
     await asyncio.sleep(2 * CLOCKS_PART_S)
-    began_s = await door.now_s()
+    began_s = await gateway.now_s()
     await worker.hand_back(["A"])
-    state = await door.queue_state()
-    assert tells(state.lanes["returned"], 1, (began_s, await door.now_s()))
+    state = await gateway.queue_state()
+    assert tells(state.lanes["returned"], 1, (began_s, await gateway.now_s()))
     assert state.lanes["normal"] == NOBODY
     for cause in ("first", "second"):
         await worker.fetch(1, 1.0)
         await worker.hand_back(["A"], cause)
-    state = await door.queue_state()
-    assert tells(state.lanes["suspect"], 1, (began_s, await door.now_s()))
+    state = await gateway.queue_state()
+    assert tells(state.lanes["suspect"], 1, (began_s, await gateway.now_s()))
     assert state.lanes["returned"] == NOBODY
     assert state.num_waiting == 1
 
 
 async def test_leases_that_run_are_counted(join):
-    door, one, other = await join(), await join(lease_s=LEASE_S), await join(lease_s=PATIENCE_S)
-    assert (await door.queue_state()).num_leases == 0
+    gateway, one, other = await join(), await join(lease_s=LEASE_S), await join(lease_s=PATIENCE_S)
+    assert (await gateway.queue_state()).num_leases == 0
     await one.renew()
     await other.renew()
-    assert (await door.queue_state()).num_leases == 2
+    assert (await gateway.queue_state()).num_leases == 2
     async with asyncio.timeout(PATIENCE_S):
-        while (await door.queue_state()).num_leases > 1:
+        while (await gateway.queue_state()).num_leases > 1:
             await asyncio.sleep(0.02)
     await other.retire("other")
-    assert (await door.queue_state()).num_leases == 0
+    assert (await gateway.queue_state()).num_leases == 0
 
 
-async def test_what_another_version_left_behind_is_not_told_for_ever(open_queue, redis):
-    door = await open_queue()
+async def test_what_another_version_left_behind_is_not_reported_for_ever(open_queue, redis):
+    gateway = await open_queue()
     redis.zadd(waiting_since("normal"), {"claimed by a script that knows no times": 5.0})
-    await door.submit(make_job("first"))
-    assert (await door.queue_state()).lanes["normal"].num_jobs == 1
+    await gateway.submit(make_job("first"))
+    assert (await gateway.queue_state()).lanes["normal"].num_jobs == 1

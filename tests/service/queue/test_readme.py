@@ -113,36 +113,36 @@ async def test_the_redis_cli_producer_gets_its_text(open_queue, redis_url):
 
 
 async def test_the_access_rules_are_enough_for_doors_and_workers(open_queue, guarded_redis):
-    door = await open_queue("d", guarded_redis.url(GATEWAY))
+    gateway = await open_queue("d", guarded_redis.url(GATEWAY))
     worker = await open_queue("w", guarded_redis.url(WORKER))
     await worker.announce(make_card("w1"))
-    assert len(await door.workers()) == 1
-    events = door.follow("JOB1")
+    assert len(await gateway.workers()) == 1
+    events = gateway.follow("JOB1")
     for number in (1, 2):
-        await door.submit(make_job(f"JOB{number}"))
-    await door.cancel(Cancel(job_id="JOB2", reason=EndReason.CANCELLED))
+        await gateway.submit(make_job(f"JOB{number}"))
+    await gateway.cancel(Cancel(job_id="JOB2", reason=EndReason.CANCELLED))
     assert len(await worker.fetch(4, 1.0)) == 1
-    assert (await door.queue_state()).num_waiting == 0
+    assert (await gateway.queue_state()).num_waiting == 0
     await worker.publish([make_event("JOB1", 1), make_event("JOB1", 2, EndReason.STOP)])
     assert await outcome(events) == Ended([1, 2], EndReason.STOP)
-    assert (await outcome(door.follow("JOB2"))).reason is EndReason.CANCELLED
+    assert (await outcome(gateway.follow("JOB2"))).reason is EndReason.CANCELLED
     await worker.retire("w1")
     guarded_redis.admin.xadd("{quire}:ingress:alice", {"m": b"x"})
-    (entry,) = await door.ingress.fetch_entries(["alice"], 4, 1.0)
-    assert (await door.ingress.begin_replies(entry, "a1")).standing is Standing.OURS
-    assert await door.ingress.reply(entry, "a1", 1, b"y", is_last=True)
-    await door.ingress.settle_entry(entry)
-    await work_that_fails(door, worker, guarded_redis.url(WORKER), open_queue)
+    (entry,) = await gateway.ingress.fetch_entries(["alice"], 4, 1.0)
+    assert (await gateway.ingress.begin_replies(entry, "a1")).standing is Standing.OURS
+    assert await gateway.ingress.reply(entry, "a1", 1, b"y", is_last=True)
+    await gateway.ingress.settle_entry(entry)
+    await work_that_fails(gateway, worker, guarded_redis.url(WORKER), open_queue)
 
 
-async def work_that_fails(door, worker, worker_url, open_queue):
+async def work_that_fails(gateway, worker, worker_url, open_queue):
     """What a worker may have to say beside the usual."""
     for number in (3, 4):
-        await door.submit(make_job(f"JOB{number}", deadline_s=await door.now_s() + 60))
+        await gateway.submit(make_job(f"JOB{number}", deadline_s=await gateway.now_s() + 60))
     await worker.fetch(2, 1.0)
     await worker.renew()
     await worker.publish([make_event("JOB4", 1)])
-    await door.cancel(Cancel(job_id="JOB4", reason=EndReason.STOP, branch=1))
+    await gateway.cancel(Cancel(job_id="JOB4", reason=EndReason.STOP, branch=1))
     assert len(await worker.fetch_cancels(1.0)) == 1
     for _ in range(2):
         await worker.hand_back(["JOB3"], "a test")
@@ -151,7 +151,7 @@ async def work_that_fails(door, worker, worker_url, open_queue):
     assert (await worker.fetch_suspect()).is_suspect
     await worker.hand_back(["JOB3"], "a test")
     assert list(await worker.fetch(1, 0.0)) == []
-    assert (await outcome(door.follow("JOB3"))).reason is EndReason.POISONED
+    assert (await outcome(gateway.follow("JOB3"))).reason is EndReason.POISONED
     await worker.renew()
     worker._claimed.doubt()
     await worker.renew()

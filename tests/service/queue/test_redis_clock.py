@@ -88,24 +88,24 @@ async def test_silence_is_no_jump(open_queue, set_clock):
 
 @pytest.mark.parametrize("by_s", [AN_HOUR, -AN_HOUR])
 async def test_jobs_and_leases_live_on(open_queue, set_clock, redis, by_s):
-    door, worker, other = await open_queue(), await open_queue("w1"), await open_queue("w2")
+    gateway, worker, other = await open_queue(), await open_queue("w1"), await open_queue("w2")
     for each in (worker, other):
         await each.take_over()
         await each.renew()
         await each.announce(make_card(each._owner))
-    events = [door.follow(f"J{number}") for number in range(4)]
-    now_s = await door.now_s()
+    events = [gateway.follow(f"J{number}") for number in range(4)]
+    now_s = await gateway.now_s()
     for number in (0, 1):  # one runs, one waits
-        await door.submit(make_job(f"J{number}", deadline_s=now_s + 60))
+        await gateway.submit(make_job(f"J{number}", deadline_s=now_s + 60))
     assert [claim.job.job_id for claim in await worker.fetch(1, 1.0)] == ["J0"]
     set_clock(by_s)
     for number in (2, 3):
-        await door.submit(make_job(f"J{number}", deadline_s=await door.now_s() + 60))
+        await gateway.submit(make_job(f"J{number}", deadline_s=await gateway.now_s() + 60))
     other._claimed._contact_since_s -= 60.0  # it may judge
     assert await other.take_over() == 0
     assert (await worker.renew()).lost == frozenset()
-    assert {card.worker_id for card in await door.workers()} == {"w1", "w2"}
-    assert (await door.queue_state()).num_leases == 2
+    assert {card.worker_id for card in await gateway.workers()} == {"w1", "w2"}
+    assert (await gateway.queue_state()).num_leases == 2
     assert len(await other.fetch(4, 1.0)) == 3
     for number, owner in enumerate((worker, other, other, other)):
         assert await owner.publish([*make_events(f"J{number}", [1]), make_event(f"J{number}", 2, EndReason.STOP)]) == (
@@ -117,8 +117,8 @@ async def test_jobs_and_leases_live_on(open_queue, set_clock, redis, by_s):
 
 @pytest.mark.parametrize("by_s", [0, AN_HOUR, -AN_HOUR])
 async def test_a_worker_that_is_gone_is_still_found_dead(open_queue, set_clock, by_s):
-    door, dead, heir = await open_queue(), await open_queue(lease_s=1.0), await open_queue(lease_s=1.0)
-    await door.submit(make_job())
+    gateway, dead, heir = await open_queue(), await open_queue(lease_s=1.0), await open_queue(lease_s=1.0)
+    await gateway.submit(make_job())
     await dead.fetch(1, 1.0)
     await dead.renew()
     set_clock(by_s)
@@ -130,10 +130,10 @@ async def test_a_worker_that_is_gone_is_still_found_dead(open_queue, set_clock, 
 
 
 async def test_a_deadline_passes_still(open_queue, set_clock):
-    door, worker = await open_queue(), await open_queue()
-    events = door.follow("JOB1")
+    gateway, worker = await open_queue(), await open_queue()
+    events = gateway.follow("JOB1")
     set_clock(-AN_HOUR)
-    await door.submit(make_job(deadline_s=await door.now_s() + 0.3))
+    await gateway.submit(make_job(deadline_s=await gateway.now_s() + 0.3))
     await asyncio.sleep(0.5)
     await worker.take_over()
     assert await outcome(events) == Ended([1], EndReason.DEADLINE)

@@ -56,7 +56,7 @@ async def ask(worker, first_token):
     return Reader([first_token, 1], events)
 
 
-async def test_every_token_is_told_once_though_the_primary_dies(cluster):
+async def test_every_token_is_sent_once_though_the_primary_dies(cluster):
     queue = await open_pair(cluster.url, timeout_s=1.0)
     try:
         async with WorkerHarness(queue, step_s=STEP_S) as worker:
@@ -73,10 +73,10 @@ async def test_every_token_is_told_once_though_the_primary_dies(cluster):
 
 
 @pytest.mark.parametrize("cluster", ["plain"], indirect=True)
-async def test_what_the_replica_never_heard_of_is_told_it_again(cluster):
+async def test_what_the_replica_lacks_is_sent_again(cluster):
     """Of jobs that run or wait nothing is lost, as long as their worker and their door live; of a request's record
     there is no second copy."""
-    door, queue = [await open_pair(cluster.url, timeout_s=1.0) for _ in range(2)]
+    gateway, queue = [await open_pair(cluster.url, timeout_s=1.0) for _ in range(2)]
     try:
         async with WorkerHarness(queue, step_s=STEP_S) as worker:
             early = [await ask(worker, n) for n in range(NUM_SLOTS)]
@@ -87,17 +87,17 @@ async def test_what_the_replica_never_heard_of_is_told_it_again(cluster):
             behind = [await ask(worker, n) for n in range(NUM_SLOTS, 2 * NUM_SLOTS)]
             record = RequestRecord(
                 request_id="R", tenant="t", endpoint="/v1/completions", outline=b"{}", digest=b"", created_s=1.0,
-                deadline_s=await door.now_s() + 600, num_prompt_tokens=b"",
+                deadline_s=await gateway.now_s() + 600, num_prompt_tokens=b"",
             )  # fmt: skip
-            await door.submit(make_job("R", tenant="t", deadline_s=await door.now_s() + 600), record=record)
-            assert await door.requests.get_request("R") == record
+            await gateway.submit(make_job("R", tenant="t", deadline_s=await gateway.now_s() + 600), record=record)
+            assert await gateway.requests.get_request("R") == record
             for reader in early:
                 await reader.hear_one()
             await asyncio.to_thread(cluster.owner.kill)
             cluster.heir.send(signal.SIGCONT)
             for reader in early + behind:
                 await reader.hear_all()
-            assert await persist(lambda: door.requests.get_request("R"), PATIENCE_S) is None
+            assert await persist(lambda: gateway.requests.get_request("R"), PATIENCE_S) is None
     finally:
-        for opened in (door, queue):
+        for opened in (gateway, queue):
             await opened.close()

@@ -25,9 +25,9 @@ from tests.support.wire import (
 )
 
 
-async def test_a_job_of_another_door_is_followed(open_queue):
-    door, other, worker = [await open_queue() for _ in range(3)]
-    await door.submit(make_job())
+async def test_a_job_of_another_gateway_is_followed(open_queue):
+    gateway, other, worker = [await open_queue() for _ in range(3)]
+    await gateway.submit(make_job())
     await worker.fetch(1, 1.0)
     await worker.publish(make_events("JOB1", [1, 2]))
     resumed = other.follow("JOB1", after=1)

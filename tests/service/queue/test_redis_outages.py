@@ -75,9 +75,9 @@ async def test_a_running_job_whose_worker_is_lost_too_ends_with_a_named_reason(o
     monkeypatch.setattr(redis_feed, "IDLE_CHECK_S", 0.1)
     monkeypatch.setattr(redis_feed, "SWEEP_S", 0.05)
     monkeypatch.setattr(redis_follower, "LOST_AFTER_S", 0.3)
-    door, worker = await open_queue(), await open_queue()
-    events = door.follow("JOB1")
-    await door.submit(make_job())
+    gateway, worker = await open_queue(), await open_queue()
+    events = gateway.follow("JOB1")
+    await gateway.submit(make_job())
     await worker.fetch(1, 1.0)
     await worker.publish(make_events("JOB1", [1]))
     assert await take(events, 1) == [1]
@@ -88,32 +88,32 @@ async def test_a_running_job_whose_worker_is_lost_too_ends_with_a_named_reason(o
 
 async def test_a_flush_takes_nothing_from_running_jobs(open_queue, redis):
     """Whole logs come back: who reads them anew, and who takes the job over, misses nothing."""
-    door, worker, heir = [await open_queue() for _ in range(3)]
+    gateway, worker, heir = [await open_queue() for _ in range(3)]
     for job_id in ("JOB1", "JOB2"):
-        await door.submit(make_job(job_id))
+        await gateway.submit(make_job(job_id))
     await worker.fetch(2, 1.0)
     await worker.publish([*make_events("JOB1", [1, 2]), *make_events("JOB2", [1])])
     await worker.publish([make_event("JOB2", 2, EndReason.STOP)])
     redis.flushall()
     await worker.publish(make_events("JOB1", [3]))
-    assert await outcome(door.follow("JOB2")) == Ended([1, 2], EndReason.STOP)
+    assert await outcome(gateway.follow("JOB2")) == Ended([1, 2], EndReason.STOP)
     await worker.hand_back(["JOB1"])
     (claim,) = await heir.fetch(1, 1.0)
     assert [event.number for event in claim.history] == [1, 2, 3]
     await heir.publish([make_event("JOB1", 4, EndReason.LENGTH)])
-    assert await outcome(door.follow("JOB1")) == Ended([1, 2, 3, 4], EndReason.LENGTH)
+    assert await outcome(gateway.follow("JOB1")) == Ended([1, 2, 3, 4], EndReason.LENGTH)
 
 
 async def test_a_log_is_filled_up_before_anybody_adds_to_it(open_queue, redis):
-    door, worker = await open_queue(), await open_queue()
-    await door.submit(make_job())
+    gateway, worker = await open_queue(), await open_queue()
+    await gateway.submit(make_job())
     await worker.fetch(1, 1.0)
     for number in range(1, 40):
         await worker.publish(make_events("JOB1", [number]))
     redis.flushall()
     await asyncio.gather(worker.renew(), worker.publish(make_events("JOB1", [40])), worker.renew())
     await worker.publish([make_event("JOB1", 41, EndReason.STOP)])
-    assert await outcome(door.follow("JOB1")) == Ended(list(range(1, 42)), EndReason.STOP)
+    assert await outcome(gateway.follow("JOB1")) == Ended(list(range(1, 42)), EndReason.STOP)
 
 
 async def test_a_primary_that_becomes_a_replica_is_unavailable(open_queue, redis):
@@ -139,12 +139,12 @@ async def test_a_primary_that_becomes_a_replica_is_unavailable(open_queue, redis
     assert await outcome(queue.follow("JOB1")) == Ended([1], EndReason.STOP)
 
 
-async def test_what_the_last_second_lost_is_told_again(open_queue, redis):
+async def test_what_the_last_second_lost_is_sent_again(open_queue, redis):
     """As after a crash of Redis with `everysec`: a tail of the log, a claim, an end that were there are gone."""
-    door, worker = await open_queue(), await open_queue()
+    gateway, worker = await open_queue(), await open_queue()
     jobs = [make_job(f"J{number}") for number in range(3)]
     for job in jobs:
-        await door.submit(job)
+        await gateway.submit(job)
     await worker.fetch(3, 1.0)
     await worker.publish([event for job in jobs for event in make_events(job.job_id, [1, 2, 3])])
     kept = {key: redis.dump(key) for key in redis.keys("*")}
@@ -293,7 +293,7 @@ async def test_a_wrong_url_is_refused_before_anything(url):
         await open_pair(url)
 
 
-async def test_a_wrong_password_is_told_apart_from_an_absent_redis(redis, redis_url):
+async def test_a_wrong_password_is_distinguished_from_an_absent_redis(redis, redis_url):
     redis.execute_command("ACL", "SETUSER", "alice", "on", ">right", "~*", "+@all")
     try:
         with pytest.raises(StartupError, match="refuses us") as refused:

@@ -24,20 +24,20 @@ from tests.support.wire import (
 
 
 async def test_two_workers_share_the_jobs(open_queue):
-    door, one, two = [await open_queue() for _ in range(3)]
+    gateway, one, two = [await open_queue() for _ in range(3)]
     for number in range(6):
-        await door.submit(make_job(f"J{number}"))
+        await gateway.submit(make_job(f"J{number}"))
     claims = [*await one.fetch(3, 1.0), *await two.fetch(8, 1.0)]
     assert sorted(claim.job.job_id for claim in claims) == [f"J{number}" for number in range(6)]
     assert list(await one.fetch(1, 0.05)) == []
 
 
 async def test_a_cancel_reaches_every_worker(open_queue):
-    door, one, two = [await open_queue() for _ in range(3)]
+    gateway, one, two = [await open_queue() for _ in range(3)]
     cancel = Cancel(job_id="JOB1", reason=EndReason.CANCELLED)
-    await door.submit(make_job())
+    await gateway.submit(make_job())
     await one.fetch(1, 1.0)
-    await door.cancel(cancel)
+    await gateway.cancel(cancel)
     assert [list(await worker.fetch_cancels(1.0)) for worker in (one, two)] == [[cancel], [cancel]]
     late = await open_queue()
     assert list(await late.fetch_cancels(0.05)) == []
@@ -82,7 +82,7 @@ async def test_the_log_is_numbered_like_the_events_and_says_how_it_ended(open_qu
     ]
 
 
-async def test_one_step_is_one_command_and_one_feed_entry_a_door(open_queue, redis):
+async def test_one_step_is_one_command_and_one_feed_entry_a_gateway(open_queue, redis):
     queue = await open_queue()
     for number in range(6):
         await queue.submit(make_job(f"J{number}", feed=f"door{number % 2}"))
@@ -91,7 +91,7 @@ async def test_one_step_is_one_command_and_one_feed_entry_a_door(open_queue, red
     redis.config_resetstat()
     await queue.publish([make_event(f"J{number}", 2) for number in range(6)])
     assert redis.info("commandstats")["cmdstat_evalsha"]["calls"] == 1
-    assert [redis.xlen(keys.feed(door)) for door in ("door0", "door1")] == [2, 2]
+    assert [redis.xlen(keys.feed(gateway)) for gateway in ("door0", "door1")] == [2, 2]
     assert redis.info("commandstats")["cmdstat_xadd"]["calls"] == 8
 
 
@@ -184,7 +184,7 @@ async def test_events_of_a_job_that_is_not_ours_are_dropped(open_queue, redis):
     assert set(redis.keys("*")) == {b"{quire}:epoch", b"{quire}:epoch:clock", b"{quire}:leases"}
 
 
-async def test_an_ingress_entry_goes_to_one_door_and_leaves_with_its_settling(open_queue, redis):
+async def test_an_ingress_entry_goes_to_one_gateway_and_leaves_with_its_settling(open_queue, redis):
     one, two = await open_queue(), await open_queue()
     redis.xadd(keys.ingress("alice"), {"m": b"first"})  # before any door was there
     redis.xadd(keys.ingress("bob"), {"m": b"second"})
@@ -203,7 +203,7 @@ async def test_an_ingress_entry_goes_to_one_door_and_leaves_with_its_settling(op
     assert redis.xrange("{quire}:reply:alice:a1") == [(b"1-0", {b"m": b"text"})]
 
 
-async def test_an_ingress_entry_unsettled_is_given_again_to_the_same_door(open_queue, redis):
+async def test_an_ingress_entry_unsettled_is_given_again_to_the_same_gateway(open_queue, redis):
     redis.xadd(keys.ingress("alice"), {"m": b"x"})
     first = await open_queue("d1")
     (entry,) = await first.ingress.fetch_entries(["alice"], 8, 1.0)
@@ -213,7 +213,9 @@ async def test_an_ingress_entry_unsettled_is_given_again_to_the_same_door(open_q
     assert list(await second.ingress.fetch_entries(["alice"], 8, 1.0)) == [replace(entry, was_left=True)]
 
 
-async def test_what_a_dead_door_left_goes_to_another_and_what_a_live_one_keeps_does_not(open_queue, redis, monkeypatch):
+async def test_what_a_dead_gateway_left_goes_to_another_and_what_a_live_one_keeps_does_not(
+    open_queue, redis, monkeypatch
+):
     monkeypatch.setattr(keys, "INGRESS_KEEP_S", 0.05)
     monkeypatch.setattr(keys, "INGRESS_LEFT_S", 0.4)
     dead, alive, heir = [await open_queue() for _ in range(3)]

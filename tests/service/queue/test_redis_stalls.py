@@ -63,7 +63,7 @@ async def _soon_cancelled(queue, job_id: str) -> None:
             pass
 
 
-async def test_nobody_goes_on_reading_from_a_replica(start):
+async def test_none_goes_on_reading_from_a_replica(start):
     """Its address now leads to another, as behind a name or a virtual one; it keeps its connections, and would answer
     their reads for ever."""
     old, new = start("old"), start("new")
@@ -110,10 +110,10 @@ async def test_who_may_be_no_primary_any_more_is_left(redis_url, said, monkeypat
     link = RedisLink(redis_url, 2.0)
     script, clocks = link.script, iter([b"1000", b"2000"])
 
-    async def tell_time(name, *args):
+    async def report_time(name, *args):
         return next(clocks) if name == "clock" else await script(name, *args)
 
-    monkeypatch.setattr(link, "script", tell_time)
+    monkeypatch.setattr(link, "script", report_time)
     assert await _name(link) == await _name(link)
     assert 1000 <= await link.now_s() < 1500
     before = await _name(link)
@@ -149,7 +149,7 @@ def _slots_at(port: int) -> bytes:
 
 
 @pytest.mark.parametrize("wrong", [None, b"", b"-CLUSTERDOWN The cluster is down\r\n", b"$10\r\nrole:slave\r\n"])
-async def test_who_told_a_wrong_way_is_asked_last(start, wrong):
+async def test_who_reported_a_wrong_way_is_asked_last(start, wrong):
     """A node, or a Sentinel, that is cut off from the others answers as before: it would be believed for ever. What it
     names is closed, silent, alone, or a replica."""
     server = start("redis")
@@ -183,7 +183,7 @@ async def test_streams_that_begin_anew_are_read_from_there(open_queue, redis):
     await _soon_cancelled(queue, "JOB1")
 
 
-async def test_more_than_redis_takes_at_once_is_told_in_parts(open_queue, redis):
+async def test_more_than_redis_takes_at_once_is_sent_in_parts(open_queue, redis):
     """A worker that holds long prompts, and has computed on through an outage: told in one, it would be refused for
     ever."""
     queue = await open_queue()
@@ -215,31 +215,31 @@ async def test_a_reader_that_was_too_late_for_its_feed_looks_at_the_logs(open_qu
         assert await take(events, 1) == [2]
 
 
-async def test_an_entry_that_nobody_answers_is_given_out_again(open_queue, redis: Redis, monkeypatch):
+async def test_an_entry_that_none_answers_is_given_out_again(open_queue, redis: Redis, monkeypatch):
     """It was fetched, and its answer could not be written: while its gateway lives and says what it works on, too."""
     monkeypatch.setattr(keys, "INGRESS_KEEP_S", 0.05)
     monkeypatch.setattr(keys, "INGRESS_LEFT_S", 0.2)
-    door, other = await open_queue(), await open_queue()
+    gateway, other = await open_queue(), await open_queue()
     redis.xadd(keys.ingress("alice"), {"m": b"x"})
-    (entry,) = await door.ingress.fetch_entries(["alice"], 8, 1.0)
-    door.ingress.release_entry(entry)
+    (entry,) = await gateway.ingress.fetch_entries(["alice"], 8, 1.0)
+    gateway.ingress.release_entry(entry)
     async with asyncio.timeout(SOON_S):
         while not (taken := list(await other.ingress.fetch_entries(["alice"], 8, 0.0))):
-            assert list(await door.ingress.renew_entries()) == []
+            assert list(await gateway.ingress.renew_entries()) == []
             await asyncio.sleep(0.05)
     assert [(again.entry_id, again.was_left) for again in taken] == [(entry.entry_id, True)]
 
 
 async def test_entries_are_kept_though_another_stream_is_lost(open_queue, redis: Redis):
-    door = await open_queue("d1")
+    gateway = await open_queue("d1")
     for producer in ("alice", "bob"):
         redis.xadd(keys.ingress(producer), {"m": b"x"})
-    entries = await door.ingress.fetch_entries(["alice", "bob"], 8, 1.0)
+    entries = await gateway.ingress.fetch_entries(["alice", "bob"], 8, 1.0)
     assert [entry.producer for entry in entries] == ["alice", "bob"]
     redis.delete(keys.ingress("alice"))
     long_ms = 1_000_000
     bob = (keys.ingress("bob"), keys.INGRESS_GROUP)
     redis.xclaim(*bob, "d1", 0, [entries[1].entry_id], idle=long_ms, justid=True)
-    assert list(await door.ingress.renew_entries()) == []
+    assert list(await gateway.ingress.renew_entries()) == []
     (pending,) = redis.xpending_range(*bob, "-", "+", 8)
     assert pending["time_since_delivered"] < long_ms

@@ -16,7 +16,7 @@ from tests.support.wire import PATIENCE_S
 
 
 @pytest.fixture(params=["memory", "redis"])
-async def doors(request):
+async def gateways(request):
     """Two gateways on one queue."""
     if request.param == "redis":
         url = request.getfixturevalue("redis_url")
@@ -25,63 +25,63 @@ async def doors(request):
         data = QueueData()
         opened = memory_pair(data), memory_pair(data)
     yield opened
-    for door in opened:
-        await door.close()
+    for gateway in opened:
+        await gateway.close()
 
 
 @pytest.fixture
 def produce(redis) -> Callable[..., Awaitable[IngressEntry]]:
     """Writes an entry, and takes it at a gateway."""
 
-    async def write(door, message: bytes = b"x") -> IngressEntry:
-        if isinstance(door.gateway, MemoryGatewayQueue):
-            await door.produce("alice", message)
+    async def write(gateway, message: bytes = b"x") -> IngressEntry:
+        if isinstance(gateway.gateway, MemoryGatewayQueue):
+            await gateway.produce("alice", message)
         else:
             redis.xadd(keys.ingress("alice"), {"m": message})
-        (entry,) = await door.ingress.fetch_entries(["alice"], 1, PATIENCE_S)
+        (entry,) = await gateway.ingress.fetch_entries(["alice"], 1, PATIENCE_S)
         return entry
 
     return write
 
 
-async def replies(door, entry, name="a1"):
-    found = await door.ingress.begin_replies(entry, name)
+async def replies(gateway, entry, name="a1"):
+    found = await gateway.ingress.begin_replies(entry, name)
     assert found.standing is Standing.OURS
     return list(found.replies)
 
 
-async def test_a_reply_is_there_once(doors, produce):
-    door, _ = doors
-    entry = await produce(door)
-    assert await replies(door, entry) == []
+async def test_a_reply_is_there_once(gateways, produce):
+    gateway, _ = gateways
+    entry = await produce(gateway)
+    assert await replies(gateway, entry) == []
     for number in (1, 1, 2, 1, 2):
-        assert await door.ingress.reply(entry, "a1", number, b"%d" % number)
-    assert await replies(door, entry) == [b"1", b"2"]
-    assert await door.ingress.reply(entry, "a1", 3, b"3", is_last=True)
-    assert await door.ingress.reply(entry, "a1", 4, b"4")  # nothing follows the last
-    assert await replies(door, entry) == [b"1", b"2", b"3"]
+        assert await gateway.ingress.reply(entry, "a1", number, b"%d" % number)
+    assert await replies(gateway, entry) == [b"1", b"2"]
+    assert await gateway.ingress.reply(entry, "a1", 3, b"3", is_last=True)
+    assert await gateway.ingress.reply(entry, "a1", 4, b"4")  # nothing follows the last
+    assert await replies(gateway, entry) == [b"1", b"2", b"3"]
 
 
-async def test_an_entry_that_is_written_twice_is_one_job(doors, produce):
-    door, other = doors
-    first = await produce(door, b"same")
-    await replies(door, first)
+async def test_an_entry_that_is_written_twice_is_one_job(gateways, produce):
+    gateway, other = gateways
+    first = await produce(gateway, b"same")
+    await replies(gateway, first)
     second = await produce(other, b"same")
     assert (await other.ingress.begin_replies(second, "a1")).standing is Standing.REPEATED
-    await door.ingress.reply(first, "a1", 1, b"text", is_last=True)
+    await gateway.ingress.reply(first, "a1", 1, b"text", is_last=True)
     assert (await other.ingress.begin_replies(second, "a1")).standing is Standing.REPEATED
-    assert await replies(door, first) == [b"text"]
+    assert await replies(gateway, first) == [b"text"]
 
 
-async def test_a_name_is_used_again_behind_the_last_reply(doors, produce):
-    door, other = doors
-    first = await produce(door, b"one")
-    await replies(door, first)
+async def test_a_name_is_used_again_behind_the_last_reply(gateways, produce):
+    gateway, other = gateways
+    first = await produce(gateway, b"one")
+    await replies(gateway, first)
     second = await produce(other, b"another")
     assert (await other.ingress.begin_replies(second, "a1")).standing is Standing.IN_USE
     assert not await other.ingress.reply(second, "a1", 1, b"mixed in")
     assert await replies(other, second, second.entry_id) == []
-    await door.ingress.reply(first, "a1", 1, b"text", is_last=True)
+    await gateway.ingress.reply(first, "a1", 1, b"text", is_last=True)
     assert await replies(other, second) == []
     assert await other.ingress.reply(second, "a1", 1, b"new")
     assert await replies(other, second) == [b"new"]

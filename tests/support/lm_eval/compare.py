@@ -64,9 +64,9 @@ def main(folder: Path) -> None:
     reference = Reference(DEMO)
     differences = []
     for sample in samples(folder, "quire_endings"):
-        for arguments, [[told, is_greedy]] in zip(sample["arguments"].values(), sample["resps"], strict=True):
+        for arguments, [[received, is_greedy]] in zip(sample["arguments"].values(), sample["resps"], strict=True):
             loglikelihood, is_likeliest = reference.loglikelihood(arguments["arg_0"], arguments["arg_1"])
-            differences.append(abs(float(told) - loglikelihood))
+            differences.append(abs(float(received) - loglikelihood))
             assert (is_greedy == "True") == is_likeliest
     num_stories = 0
     for sample in samples(folder, "quire_stories"):

@@ -72,19 +72,19 @@ def folder(tmp_path: Path) -> Path:
 
 def load_error_of(folder: Path) -> str:
     """Return the error of loading the folder, "" without one, in bounded time."""
-    told: list[str] = []
+    received: list[str] = []
 
     def read() -> None:
         try:
             read_all(folder)
         except ModelError as error:
-            told.append(str(error))
+            received.append(str(error))
 
     reading = threading.Thread(target=read, daemon=True)
     reading.start()
     reading.join(AT_ONCE_S)
     assert not reading.is_alive(), "it hangs"
-    return told[0] if told else ""
+    return received[0] if received else ""
 
 
 @pytest.mark.parametrize("kind", MADE)

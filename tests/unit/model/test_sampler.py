@@ -11,14 +11,14 @@ EOS = frozenset({2})
 
 
 def arrays(*rows, mask=None):
-    wishes, tokens, num_prompt_tokens = map(list, zip(*rows, strict=True))
+    options, tokens, num_prompt_tokens = map(list, zip(*rows, strict=True))
     gathered = SampledRows(
-        records=[sampling_record(wish, 0, wish.logprobs) for wish in wishes],
+        records=[sampling_record(wish, 0, wish.logprobs) for wish in options],
         positions=np.array(list(map(len, tokens)), np.uint32),
-        sampling=wishes,
+        sampling=options,
         seen=[
             SeenTokens(*own) if wish.has_penalties else None
-            for wish, *own in zip(wishes, tokens, num_prompt_tokens, strict=True)
+            for wish, *own in zip(options, tokens, num_prompt_tokens, strict=True)
         ],
         num_prompt_tokens=num_prompt_tokens,
         mask=mask,
@@ -26,8 +26,8 @@ def arrays(*rows, mask=None):
     return sampling_arrays(gathered, 100, EOS, lambda hosts: list(map(np.array, hosts)))
 
 
-def row(tokens=(5, 6, 7), num_prompt=2, **wishes):
-    return SamplingParams(**{"max_tokens": 9} | wishes), tokens, num_prompt
+def row(tokens=(5, 6, 7), num_prompt=2, **options):
+    return SamplingParams(**{"max_tokens": 9} | options), tokens, num_prompt
 
 
 def test_plain_rows_need_neither_penalties_nor_bias_nor_logprobs():
@@ -75,8 +75,8 @@ def test_each_token_is_counted_once_however_long_the_sequence_grows():
 
 
 def test_min_tokens_forbids_every_stop_until_then():
-    wishes = {"min_tokens": 2, "stop_token_ids": (9,), "logit_bias": ((9, 50.0), (4, 1.0))}
-    how = arrays(row((5, 6, 7), **wishes), row((5, 6, 7, 8), **wishes), row((5, 6), ignore_eos=True, **wishes))
+    options = {"min_tokens": 2, "stop_token_ids": (9,), "logit_bias": ((9, 50.0), (4, 1.0))}
+    how = arrays(row((5, 6, 7), **options), row((5, 6, 7, 8), **options), row((5, 6), ignore_eos=True, **options))
     rows = np.split(np.stack([how.bias.token_ids, how.bias.values], axis=1), how.bias.indptr[1:-1])
     assert [dict(map(tuple, pairs.tolist())) for pairs in rows] == [
         {4: 1.0, 2: -np.inf, 9: -np.inf},
@@ -86,10 +86,10 @@ def test_min_tokens_forbids_every_stop_until_then():
 
 
 def test_min_tokens_forbids_no_stop_where_a_mask_allows_nothing_else():
-    wishes = {"min_tokens": 9, "stop_token_ids": (9, 40)}
+    options = {"min_tokens": 9, "stop_token_ids": (9, 40)}
     only_stops = np.array([1 << 9 | 1 << 2, 1 << 8, 0, 0], np.uint32)  # 9, 2 (EOS) and 40
     mask = TokenMask(np.array([0, 1, -1], np.int32), np.stack([only_stops, only_stops | np.uint32(1)]))
-    how = arrays(row(**wishes), row(**wishes), row(**wishes), mask=mask)
+    how = arrays(row(**options), row(**options), row(**options), mask=mask)
     assert np.diff(how.bias.indptr).tolist() == [0, 3, 3]
     assert how.bias.token_ids.tolist() == [2, 9, 40] * 2
     assert how.mask.words.tolist() == mask.words.tolist()
@@ -103,11 +103,11 @@ def test_as_many_alternatives_as_the_greediest_row_wants():
 
 def test_a_mask_goes_along():
     mask = TokenMask(np.array([0, -1], np.int32), np.array([[1, 2, 3, 4]], np.uint32))
-    for wishes in ({}, {"frequency_penalty": 1.0, "logit_bias": ((4, 1.0),)}):
-        how = arrays(row(**wishes), row(), mask=mask)
+    for options in ({}, {"frequency_penalty": 1.0, "logit_bias": ((4, 1.0),)}):
+        how = arrays(row(**options), row(), mask=mask)
         assert how.mask.rows.tolist() == [0, -1]
         assert how.mask.words.tolist() == [[1, 2, 3, 4]]
-        assert (how.bias is None, how.penalties is None) == (not wishes, not wishes)
+        assert (how.bias is None, how.penalties is None) == (not options, not options)
     assert arrays(row()).mask is None
 
 

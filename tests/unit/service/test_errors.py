@@ -30,7 +30,7 @@ def test_reasons_are_their_words():
     assert len({reason.value for reason in EndReason}) == len(EndReason)
 
 
-def test_a_request_error_is_raised_and_told_apart_by_identity():
+def test_a_request_error_is_raised_and_distinguished_by_identity():
     first, second = RequestError(400, "no", param="n"), RequestError(400, "no", param="n")
     with pytest.raises(RequestError) as caught:
         raise first

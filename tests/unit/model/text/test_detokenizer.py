@@ -53,25 +53,25 @@ def test_the_whole_is_the_library_s(name, readers, folders):
     @settings(max_examples=100, deadline=None, database=None)
     @given(st.lists(st.sampled_from(tokens), max_size=20), st.booleans())
     def check(ids: list[int], skip: bool) -> None:
-        told = streamed(reader, [[i] for i in ids], skip_special_tokens=skip, at_start=True)
-        assert told == original.decode(ids, skip)
+        received = streamed(reader, [[i] for i in ids], skip_special_tokens=skip, at_start=True)
+        assert received == original.decode(ids, skip)
 
     check()
 
 
 @pytest.mark.parametrize("name", UTF8_STYLES)
-def test_a_character_is_told_as_soon_as_its_last_byte_is_there(name, readers):
+def test_a_character_is_sent_as_soon_as_its_last_byte_is_there(name, readers):
     reader = readers[name]
     ids = [i for i in reader.encode("뷁😀") if i not in reader.special_ids]
     detokenizer = reader.detokenizer()
-    told = [detokenizer.push([i]).lstrip(" ") for i in ids]
-    assert [text for text in told if text] == ["뷁", "😀"]
-    assert told[-1] == "😀"
+    received = [detokenizer.push([i]).lstrip(" ") for i in ids]
+    assert [text for text in received if text] == ["뷁", "😀"]
+    assert received[-1] == "😀"
     assert detokenizer.flush() == ""
 
 
 @pytest.mark.parametrize("name", UTF8_STYLES)
-def test_a_cut_character_is_told_at_the_end(name, readers):
+def test_a_cut_character_is_sent_at_the_end(name, readers):
     reader = readers[name]
     ids = [i for i in reader.encode("😀") if i not in reader.special_ids]
     detokenizer = reader.detokenizer()
@@ -107,7 +107,7 @@ def test_wordpiece_continues_with_a_space(readers):
 
 
 @pytest.mark.parametrize("name", STYLES)
-def test_special_tokens_are_told_only_when_wanted(name, readers):
+def test_special_tokens_are_sent_only_when_wanted(name, readers):
     reader = readers[name]
     special = min(reader.special_ids)
     assert streamed(reader, [[special]]) == ""

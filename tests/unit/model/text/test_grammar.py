@@ -187,7 +187,7 @@ def test_what_cannot_be_had_is_refused(compiler, make):
     assert "\n" not in str(caught.value)
 
 
-def test_lenient_passes_over_what_nobody_knows(compiler, tokenizer):
+def test_lenient_passes_over_what_none_knows(compiler, tokenizer):
     schema = {"oneOf": [{"type": "integer", "maximum": 9, "minimum": 0}, {"const": 3}], "format": "no such"}
     assert json.loads(walk(compiler, tokenizer, json_grammar(schema, lenient=True))) in range(10)
 

@@ -167,9 +167,9 @@ def test_none_takes_much_time_or_memory(folder, part):
     command = [sys.executable, "-c", RUN, str(folder), str(MEMORY_BYTES), str(RENDER_S)]
     sent = json.dumps(TEMPLATES[part::4])
     done = subprocess.run(command, input=sent, capture_output=True, text=True, cwd=REPOSITORY, check=False)
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(told) == len(TEMPLATES[part::4]), done.stderr
-    assert [line for line in told if line[1] > CPU_S or "MemoryError" in line[2] or "not refused" in line[2]] == []
+    received = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(received) == len(TEMPLATES[part::4]), done.stderr
+    assert [line for line in received if line[1] > CPU_S or "MemoryError" in line[2] or "not refused" in line[2]] == []
 
 
 HARMLESS = [
@@ -238,9 +238,9 @@ def test_a_template_that_cannot_be_compiled_is_one_line(folder, tmp_path, name):
     try:
         ChatTemplate.read(tmp_path, Tokenizer.read(folder))
     except ModelError as error:
-        told = str(error)
-        assert told.startswith(f"the chat template of {tmp_path} ")
-        assert told.isprintable()
-        assert len(told) < 600
+        received = str(error)
+        assert received.startswith(f"the chat template of {tmp_path} ")
+        assert received.isprintable()
+        assert len(received) < 600
     else:
         assert name == "exponent"

@@ -111,8 +111,8 @@ def test_what_is_no_number_is_read_and_named(tmp_path: Path, dtype: str, value: 
     checkpoint = Checkpoint.open(tmp_path, CONFIG)
     for wanted in ("float32", "float16", "bfloat16"):
         assert not np.isfinite(read(checkpoint, DOWN, NUMPY_DTYPES[wanted])[3, 5])
-        told = f"{tmp_path / 'model.safetensors'}: tensor '{DOWN}': holds NaN or infinity"
-        assert str(checkpoint.nonfinite(DOWN, NUMPY_DTYPES[wanted])) == told
+        received = f"{tmp_path / 'model.safetensors'}: tensor '{DOWN}': holds NaN or infinity"
+        assert str(checkpoint.nonfinite(DOWN, NUMPY_DTYPES[wanted])) == received
 
 
 def test_what_float16_cannot_hold_is_named(tmp_path: Path):

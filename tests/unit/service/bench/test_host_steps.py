@@ -13,7 +13,7 @@ from tests.bench.host_steps import main, measure
 def test_all_parts_of_a_step_are_timed(prefix_caching, mixed):
     figures = measure(3, 20, 6, prefix_caching=prefix_caching, mixed=mixed)
     parts = (figures.schedule_us, figures.launch_us, figures.settle_us)
-    assert min(*parts, figures.tell_us) > 0
+    assert min(*parts, figures.report_us) > 0
     assert figures.step_us >= max(parts)
     assert figures.case == f"3 decodes{' and a prompt' if mixed else ''}, cache {'on' if prefix_caching else 'off'}"
 
@@ -27,6 +27,6 @@ def test_the_figures_go_to_a_file(tmp_path, monkeypatch, capsys):
     record = json.loads(out.read_text())
     cases = [step["case"] for step in record["steps"]]
     assert len(cases) == 4
-    told = capsys.readouterr().out
-    assert all(case in told for case in cases)
+    received = capsys.readouterr().out
+    assert all(case in received for case in cases)
     assert (record["context"], record["num_steps"]) == (9, 3)

@@ -36,9 +36,9 @@ def model_folder(tmp_path_factory):
 
 
 def plan(num_requests: int, **more) -> Plan:
-    wishes = {"slo_ttft_ms": 100.0, "slo_gap_ms": 20.0, "max_seconds": 60.0, "num_clients": 1, "vocab_size": 9, **more}
+    options = {"slo_ttft_ms": 100.0, "slo_gap_ms": 20.0, "max_seconds": 60.0, "num_clients": 1, "vocab_size": 9, **more}
     requests = [TracedRequest(1, 1, float(number)) for number in range(num_requests)]
-    return Plan(url="http://host", api_key=None, rate=2.0, requests=requests, **wishes)
+    return Plan(url="http://host", api_key=None, rate=2.0, requests=requests, **options)
 
 
 async def bench(*flags) -> int:
@@ -103,8 +103,8 @@ def test_a_request_is_the_same_in_every_run():
 async def test_a_run_against_a_gateway(model_folder, trace, tmp_path, capsys):
     async with open_gateway(model_folder, api_key=("secret",)) as gateway:
         gateway.worker.script = lambda job: Script([[65]] * 64, step_s=0.002)
-        wishes = ("--rate", 20, "--clients", 2, "--vocab-size", 64, "--api-key", "secret")
-        status = await bench("--url", gateway.url, "--trace", trace, *wishes, "--out", tmp_path / "out.json")
+        options = ("--rate", 20, "--clients", 2, "--vocab-size", 64, "--api-key", "secret")
+        status = await bench("--url", gateway.url, "--trace", trace, *options, "--out", tmp_path / "out.json")
         jobs = gateway.worker.jobs
     assert status == 0
     assert sorted(len(job.prompt) // 4 for job in jobs) == [each["prompt_tokens"] for each in TRACE]
@@ -262,7 +262,7 @@ def test_a_wrong_flag_is_one_line(trace, capsys, flags, complaint):
     assert error.count("\n") == 1
 
 
-def test_nobody_there_is_one_line(trace, capsys):
+def test_none_there_is_one_line(trace, capsys):
     assert main(["bench", "serve", "--url", "http://127.0.0.1:1", "--rate", "1", "--trace", str(trace)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("quire bench: --url: http://127.0.0.1:1 cannot be reached: ")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from model.presets import PRESETS
-from tests.bench.step_growth import growth_of, tell_growth
+from tests.bench.step_growth import growth_of, report_growth
 from tests.bench.step_table import ATTENTION, OperationRow, StepTable
 
 CONFIG = PRESETS["llama-3.1-8b"]
@@ -37,7 +37,7 @@ def test_each_term_stands_beside_its_bytes_and_flops(capsys):
     assert (rows["all else"].from_us, rows["all else"].bytes_ratio) == (50.0, 1.0)
     assert rows["step"].time_ratio == pytest.approx(790 / 700)
     assert 1.0 < rows["step"].bytes_ratio < 2.0
-    tell_growth(list(rows.values()))
+    report_growth(list(rows.values()))
     assert "64 to 64" in capsys.readouterr().out
 
 

@@ -23,7 +23,7 @@ def step_of(num_layers: int, begin_us: float) -> list[KernelEvent]:
     return [event(name, begin_us + 6 * i, begin_us + 6 * i + 5) for i, name in enumerate(names)]
 
 
-def test_products_are_told_by_their_place_in_the_step():
+def test_products_are_named_by_their_place_in_the_step():
     names = op_names(step_of(2, 0.0) + step_of(2, 1000.0), num_layers=2)
     layer = ["linear qkv", "rope_kv_write", "paged_decode", "linear output", "add_rms_norm"]
     layer += ["linear gate_up", "silu_mul", "linear down", "linear down"]

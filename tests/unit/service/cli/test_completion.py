@@ -41,7 +41,7 @@ def test_bash_completes(capsys, tmp_path, words, wanted):
     assert {line.strip() for line in done.stdout.split("\n")} - {""} == wanted
 
 
-def test_files_and_folders_are_told_apart(capsys):
+def test_files_and_folders_are_distinguished(capsys):
     script = script_of("bash", capsys)
     assert "ssl_certfile_COMPGEN=_shtab_compgen_files" in script
     assert "serve___model_COMPGEN=_shtab_compgen_dirs" in script

@@ -21,7 +21,7 @@ from service.engine.sequence import SequenceGroup
 from service.errors import EndReason, StartupError
 from tests.support.adapters import merged_model, source_of, write_adapter
 from tests.support.demo_engine import DEMO, MAX_LEN, TWO_LAYERS, DemoEngines
-from tests.support.told import run_steps
+from tests.support.received import run_steps
 
 FLOAT32 = np.dtype(np.float32)
 RANKS = (8, 16, 64, 128)
@@ -65,24 +65,24 @@ def drawn(sources, count: int) -> list[EngineRequest]:
     return requests
 
 
-def told_by(engine, requests):
+def received_by(engine, requests):
     for request in requests:
         engine.add_request(request)
     return run_steps(engine)
 
 
-def told_in_need(engine, requests):
+def received_in_need(engine, requests):
     """Preempt the next victim every fifth step."""
-    told, scheduler = {}, engine._scheduler
+    received, scheduler = {}, engine._scheduler
     for request in requests:
         engine.add_request(request)
     while engine.has_work:
-        run_steps(engine, told, num_steps=5)
+        run_steps(engine, received, num_steps=5)
         if engine.running:
             group = scheduler.preemption._next_victim(scheduler.running)
             scheduler.preemption._preempt(group, scheduler.running)
             scheduler._requeue([group])
-    return told
+    return received
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def requests(sources):
 @pytest.fixture(scope="module")
 def alone(engines, requests):
     engine = engines.make(num_adapter_slots=1)
-    return {one.request_id: told_by(engine, [one])[one.request_id] for one in requests}
+    return {one.request_id: received_by(engine, [one])[one.request_id] for one in requests}
 
 
 @pytest.mark.parametrize(
@@ -107,9 +107,9 @@ def alone(engines, requests):
 )
 def test_each_request_of_a_mixed_batch_gets_its_own_tokens(engines, requests, alone, how):
     engine = engines.make(prefix_caching=True, max_num_seqs=9, **how)
-    told = told_in_need(engine, requests) if "poisons" in how else told_by(engine, requests)
+    received = received_in_need(engine, requests) if "poisons" in how else received_by(engine, requests)
     for request in requests:
-        assert told[request.request_id].by_branch() == alone[request.request_id].by_branch(), request
+        assert received[request.request_id].by_branch() == alone[request.request_id].by_branch(), request
     if "poisons" in how:
         assert engine.stats().num_preemptions > 0
 
@@ -123,10 +123,10 @@ def test_a_merged_model_says_the_same(engines, sources, tmp_path):
         prompt=tuple(range(100, 124)),
         sampling=SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True),
     )
-    adapted = told_by(whole.make(num_adapter_slots=1), [replace(request, adapter=source)])["one"]
-    base = told_by(whole.make(), [request])["one"]
+    adapted = received_by(whole.make(num_adapter_slots=1), [replace(request, adapter=source)])["one"]
+    base = received_by(whole.make(), [request])["one"]
     whole.model = merged_model(DEMO, written, tmp_path / "merged", MAX_LEN)
-    assert adapted.branches == told_by(whole.make(), [request])["one"].branches != base.branches
+    assert adapted.branches == received_by(whole.make(), [request])["one"].branches != base.branches
 
 
 def test_prefixes_are_found_by_adapter(engines, sources):
@@ -135,7 +135,7 @@ def test_prefixes_are_found_by_adapter(engines, sources):
     hits = []
     for number, adapter in enumerate((sources[0], sources[1], None, sources[0])):
         before = engine.stats().num_hit_tokens
-        told_by(
+        received_by(
             engine,
             [
                 EngineRequest(
@@ -156,9 +156,9 @@ def test_a_request_goes_on_where_another_engine_stopped(engines, requests, alone
             BranchHistory(token_ids=tuple(tokens[:4])) for tokens in alone[request.request_id].branches.values()
         )
         resumed = replace(request, history=histories, sampling=replace(request.sampling, logprobs=None))
-        told = told_by(engines.make(num_adapter_slots=1), [resumed])[request.request_id]
+        received = received_by(engines.make(num_adapter_slots=1), [resumed])[request.request_id]
         for branch, tokens in alone[request.request_id].branches.items():
-            assert tokens[4:] == told.branches[branch]
+            assert tokens[4:] == received.branches[branch]
 
 
 def test_a_vector_of_an_adapter_is_its_own(engines, sources):
@@ -179,19 +179,19 @@ def test_a_vector_of_an_adapter_is_its_own(engines, sources):
 def test_an_adapter_that_cannot_be_loaded_ends_its_request_alone(engines, sources, requests, change):
     engine = engines.make(num_adapter_slots=1)
     bad = replace(requests[1], request_id="bad", adapter=replace(sources[0], **change))
-    told = told_by(engine, [requests[0], bad])
-    assert told["bad"].end is EndReason.ADAPTER
-    assert told["0"].end is EndReason.LENGTH
+    received = received_by(engine, [requests[0], bad])
+    assert received["bad"].end is EndReason.ADAPTER
+    assert received["0"].end is EndReason.LENGTH
 
 
 def test_steps_of_the_base_model_launch_nothing_more(engines, requests, monkeypatch):
     monkeypatch.setattr(NumpyOps, "lora_shrink", None)
     engine = engines.make(num_adapter_slots=2)
-    assert told_by(engine, requests[:1])["0"].end is EndReason.LENGTH
+    assert received_by(engine, requests[:1])["0"].end is EndReason.LENGTH
 
 
 def test_without_adapters_a_request_that_names_one_ends(engines, requests):
-    assert told_by(engines.make(), [requests[1]])["1"].end is EndReason.ADAPTER
+    assert received_by(engines.make(), [requests[1]])["1"].end is EndReason.ADAPTER
 
 
 def test_a_step_goes_on_while_an_adapter_is_read(engines, requests, sources):

@@ -19,8 +19,8 @@ from service.engine.step import TokenLogprob
 from tests.fakes.drafters import LyingDrafter
 from tests.support.adapters import source_of, write_adapter
 from tests.support.demo_engine import DEMO, DemoEngines
+from tests.support.received import Received, run_steps
 from tests.support.rowwise_ops import RowwiseAheadOps, RowwiseOps
-from tests.support.told import Told, run_steps
 from tests.unit.service.engine.execution.test_executor import FLOAT32, AheadOps
 
 SEEDS = range(6)
@@ -113,28 +113,28 @@ def drawn_requests(seed: int, adapters: Sequence[AdapterSource] = ()) -> list[En
     return requests
 
 
-def told_in_need(engine, requests: list[EngineRequest], rng: random.Random) -> dict[str, Told]:
+def received_in_need(engine, requests: list[EngineRequest], rng: random.Random) -> dict[str, Received]:
     """They come while others run, and now and then somebody has to leave."""
-    scheduler, waiting, told = engine._scheduler, list(requests), {}
+    scheduler, waiting, received = engine._scheduler, list(requests), {}
     while waiting or engine.has_work:
         if waiting:
             engine.add_request(waiting.pop())
-        run_steps(engine, told, num_steps=rng.randrange(1, 4))
+        run_steps(engine, received, num_steps=rng.randrange(1, 4))
         if engine.running and rng.random() < 0.15:
             group = scheduler.preemption._next_victim(scheduler.running)
             scheduler.preemption._preempt(group, scheduler.running)
             scheduler._requeue([group])
-    return told
+    return received
 
 
 def numbers(logprobs: list[TokenLogprob]) -> list[float]:
     return [number for one in logprobs for number in (one.logprob, *one.top_logprobs)]
 
 
-def mean_logprobs(told: Told, request: EngineRequest) -> list[float]:
+def mean_logprobs(received: Received, request: EngineRequest) -> list[float]:
     """Of what the branches that answer have generated: before its own, the first tells what the prompt has."""
-    num_told = 0 if request.sampling.prompt_logprobs is None else len(request.prompt) - 1
-    own = [told.logprobs[branch][num_told if branch == 0 else 0 :] for branch in told.choices]
+    num_received = 0 if request.sampling.prompt_logprobs is None else len(request.prompt) - 1
+    own = [received.logprobs[branch][num_received if branch == 0 else 0 :] for branch in received.choices]
     return [np.mean([one.logprob for one in logprobs]) for logprobs in own]
 
 
@@ -153,13 +153,13 @@ def check_together_in_need_as_alone(
         num_adapter_slots=seed % 2 + 1 if adapters else 0,
         drafter=DRAFTERS[seed % len(DRAFTERS)](),
     )
-    told = told_in_need(engine, requests, rng)
+    received = received_in_need(engine, requests, rng)
     assert engine.stats().num_preemptions > 0
     assert engine.stats().num_blocks_used == 0
     for request in requests:
         alone = steady.make(budget=256, num_adapter_slots=int(bool(adapters)))
         alone.add_request(replace(request, tenant=""))
-        wanted, got = run_steps(alone)[request.request_id], told[request.request_id]
+        wanted, got = run_steps(alone)[request.request_id], received[request.request_id]
         assert got.by_branch() == wanted.by_branch(), request
         assert (got.end, got.num_output_tokens) == (wanted.end, wanted.num_output_tokens), request
         if request.sampling.ranks_branches:  # equals may stand in any order

@@ -12,7 +12,7 @@ from service.engine.scheduling.limits import Limits
 from service.errors import EndReason
 from tests.fakes.scripted_executor import ScriptedExecutor, logprobs_after, next_token
 from tests.support.beam_reference import search
-from tests.support.told import Told, run_steps
+from tests.support.received import Received, run_steps
 
 EOS = 7
 BLOCK = 4
@@ -63,23 +63,23 @@ def test_branches_say_what_each_would_say_alone(make_engine, prompt):
     engine, _ = make_engine(budget=16)
     engine.add_request(request("a", prompt, n=4, best_of=4, max_tokens=20))
     engine.add_request(request("other", [9, 8], max_tokens=20))
-    told = run_steps(engine)
-    assert told["a"].by_branch() == {branch: alone(prompt, branch, 20) for branch in range(4)}
-    assert told["a"].choices == (0, 1, 2, 3)
-    assert told["a"].num_output_tokens == sum(len(alone(prompt, branch, 20)[0]) for branch in range(4))
-    assert told["other"].by_branch() == {0: alone([9, 8], 0, 20)}
+    received = run_steps(engine)
+    assert received["a"].by_branch() == {branch: alone(prompt, branch, 20) for branch in range(4)}
+    assert received["a"].choices == (0, 1, 2, 3)
+    assert received["a"].num_output_tokens == sum(len(alone(prompt, branch, 20)[0]) for branch in range(4))
+    assert received["other"].by_branch() == {0: alone([9, 8], 0, 20)}
     assert engine.stats().num_blocks_used == 0
 
 
 @pytest.mark.parametrize(("prompt", "n", "max_tokens"), [((1, 2, 9, 8, 8), 1, 3), ((1, 2, 9), 2, 1)])
-def test_what_the_cache_has_keeps_nobody_out_of_a_pool_that_is_just_large_enough(make_engine, prompt, n, max_tokens):
+def test_what_the_cache_has_keeps_none_out_of_a_pool_that_is_just_large_enough(make_engine, prompt, n, max_tokens):
     """Its block begins as one of theirs does: to share that, and to copy it, would take one more than there are."""
     engine, _ = make_engine(num_blocks=2)
     engine.add_request(request("before", [1, 2, 3, 4, 5], max_tokens=1))
     run_steps(engine)
     engine.add_request(request("a", prompt, n=n, max_tokens=max_tokens))
-    told = run_steps(engine, num_steps=50)
-    assert told["a"].by_branch() == {branch: alone(prompt, branch, max_tokens) for branch in range(n)}
+    received = run_steps(engine, num_steps=50)
+    assert received["a"].by_branch() == {branch: alone(prompt, branch, max_tokens) for branch in range(n)}
 
 
 @pytest.mark.parametrize(("length", "num_copies"), [(40, 0), (41, 7), (43, 7)])
@@ -108,31 +108,31 @@ def test_the_best_of_many_by_mean_logprob(make_engine):
     engine, _ = make_engine()
     prompt = [3, 1, 4]
     engine.add_request(request("a", prompt, n=2, best_of=6, max_tokens=12))
-    told = run_steps(engine)["a"]
+    received = run_steps(engine)["a"]
     answers = {branch: alone(prompt, branch, 12)[0] for branch in range(6)}
-    assert told.branches == answers
+    assert received.branches == answers
     means = {}
     for branch, output in answers.items():
         logprobs = [logprobs_after([*prompt, *output[:at]])[token] for at, token in enumerate(output)]
-        assert [one.logprob for one in told.logprobs[branch]] == logprobs
+        assert [one.logprob for one in received.logprobs[branch]] == logprobs
         means[branch] = sum(logprobs) / len(logprobs)
-    assert told.choices == tuple(sorted(means, key=means.get, reverse=True)[:2])
-    assert told.end is told.ends[told.choices[0]]
+    assert received.choices == tuple(sorted(means, key=means.get, reverse=True)[:2])
+    assert received.end is received.ends[received.choices[0]]
 
 
 def test_a_stop_string_ends_one_branch_and_frees_its_blocks(make_engine):
     engine, _ = make_engine()
     engine.add_request(request("a", range(20), n=3, best_of=3, max_tokens=40, ignore_eos=True))
-    told = run_steps(engine, num_steps=10)
+    received = run_steps(engine, num_steps=10)
     before = engine.stats().num_blocks_used
     engine.cancel("a", EndReason.STOP, branch=1)
     engine.check_invariants()
     assert engine.stats().num_blocks_used < before
-    told = run_steps(engine, told)["a"]
-    assert told.ends == {0: EndReason.LENGTH, 1: EndReason.STOP, 2: EndReason.LENGTH}
-    assert [len(told.branches[branch]) for branch in (0, 2)] == [40, 40]
-    assert told.branches[1] == alone(range(20), 1, 40, frozenset())[0][: len(told.branches[1])]
-    assert told.choices == (0, 1, 2)
+    received = run_steps(engine, received)["a"]
+    assert received.ends == {0: EndReason.LENGTH, 1: EndReason.STOP, 2: EndReason.LENGTH}
+    assert [len(received.branches[branch]) for branch in (0, 2)] == [40, 40]
+    assert received.branches[1] == alone(range(20), 1, 40, frozenset())[0][: len(received.branches[1])]
+    assert received.choices == (0, 1, 2)
     engine.cancel("a", EndReason.STOP, branch=1)
     assert engine.drain_request_outputs() == []
 
@@ -140,11 +140,11 @@ def test_a_stop_string_ends_one_branch_and_frees_its_blocks(make_engine):
 def test_the_last_branch_that_ends_ends_the_request(make_engine):
     engine, _ = make_engine()
     engine.add_request(request("a", [1, 2], n=2, best_of=2, max_tokens=40, ignore_eos=True))
-    told = run_steps(engine, num_steps=5)
+    received = run_steps(engine, num_steps=5)
     for branch in (1, 0):
         engine.cancel("a", EndReason.STOP, branch=branch)
-    told = run_steps(engine, told)["a"]
-    assert (told.end, told.choices) == (EndReason.STOP, (0, 1))
+    received = run_steps(engine, received)["a"]
+    assert (received.end, received.choices) == (EndReason.STOP, (0, 1))
     assert engine.stats().num_blocks_used == 0
 
 
@@ -152,23 +152,23 @@ def test_the_last_branch_that_ends_ends_the_request(make_engine):
 def test_the_leader_may_leave_at_any_time(make_engine, num_steps):
     engine, _ = make_engine(budget=8)
     engine.add_request(request("a", range(30), n=3, best_of=3, max_tokens=9, ignore_eos=True))
-    told = run_steps(engine, num_steps=num_steps)
+    received = run_steps(engine, num_steps=num_steps)
     engine.cancel("a", EndReason.STOP, branch=0)
     engine.check_invariants()
-    told = run_steps(engine, told)["a"]
+    received = run_steps(engine, received)["a"]
     for branch in (1, 2):
-        assert told.by_branch()[branch] == alone(range(30), branch, 9, frozenset())
-    assert told.choices == (0, 1, 2)
+        assert received.by_branch()[branch] == alone(range(30), branch, 9, frozenset())
+    assert received.choices == (0, 1, 2)
 
 
 def test_a_parked_branch_may_leave(make_engine):
     engine, _ = make_engine(budget=8)
     engine.add_request(request("a", range(30), n=3, best_of=3, max_tokens=9, ignore_eos=True))
-    told = run_steps(engine, num_steps=1)
+    received = run_steps(engine, num_steps=1)
     engine.cancel("a", EndReason.STOP, branch=2)
-    told = run_steps(engine, told)["a"]
-    assert told.branches[2] == []
-    assert told.by_branch()[1] == alone(range(30), 1, 9, frozenset())
+    received = run_steps(engine, received)["a"]
+    assert received.branches[2] == []
+    assert received.by_branch()[1] == alone(range(30), 1, 9, frozenset())
 
 
 @pytest.mark.parametrize("params", [{"n": 3, "best_of": 3}, {"beam": BeamSearch(width=3), "n": 3}], ids=str)
@@ -176,11 +176,11 @@ def test_cancelled_while_it_waits_runs_and_forks(make_engine, params):
     for num_steps in range(8):
         engine, _ = make_engine(budget=8)
         engine.add_request(request("a", range(20), max_tokens=30, **params))
-        told = run_steps(engine, num_steps=num_steps)
+        received = run_steps(engine, num_steps=num_steps)
         engine.cancel("a", EndReason.CANCELLED)
         assert engine.stats().num_blocks_used == 0
-        told = run_steps(engine, told)["a"]
-        assert (told.end, told.choices) == (EndReason.CANCELLED, ())
+        received = run_steps(engine, received)["a"]
+        assert (received.end, received.choices) == (EndReason.CANCELLED, ())
 
 
 def test_preempted_groups_leave_and_return_whole_and_share_again(make_engine):
@@ -188,13 +188,13 @@ def test_preempted_groups_leave_and_return_whole_and_share_again(make_engine):
     prompts = {str(number): range(number, number + 22) for number in range(3)}
     for name, prompt in prompts.items():
         engine.add_request(request(name, prompt, n=4, best_of=4, max_tokens=18, ignore_eos=True))
-    told, most_held = {}, 0
+    received, most_held = {}, 0
     while engine.has_work:
-        run_steps(engine, told, num_steps=1)
+        run_steps(engine, received, num_steps=1)
         most_held = max(most_held, engine.stats().num_blocks_used)
     assert engine.stats().num_preemptions > 0
     for name, prompt in prompts.items():
-        assert told[name].by_branch() == {branch: alone(prompt, branch, 18, frozenset()) for branch in range(4)}
+        assert received[name].by_branch() == {branch: alone(prompt, branch, 18, frozenset()) for branch in range(4)}
     starts = [
         (chunk.sequence.request_id, chunk.sequence.branch, chunk.start)
         for plan in executor.plans
@@ -208,16 +208,16 @@ def test_other_block_sizes(make_engine, block_size):
     engine, _ = make_engine(block_size=block_size)
     engine.add_request(request("a", range(37), n=4, best_of=4, max_tokens=40, ignore_eos=True))
     engine.add_request(request("b", range(37), n=2, beam=BeamSearch(width=4), max_tokens=12))
-    told = run_steps(engine)
-    assert told["a"].by_branch() == {branch: alone(range(37), branch, 40, frozenset()) for branch in range(4)}
-    assert_beams(told["b"], range(37), n=2, beam=BeamSearch(width=4), max_tokens=12)
+    received = run_steps(engine)
+    assert received["a"].by_branch() == {branch: alone(range(37), branch, 40, frozenset()) for branch in range(4)}
+    assert_beams(received["b"], range(37), n=2, beam=BeamSearch(width=4), max_tokens=12)
 
 
 def test_a_nan_ends_the_whole_request(make_engine):
     engine, _ = make_engine(nan_after=96)
     engine.add_request(request("bad", [1, 96], n=3, best_of=3))
-    told = run_steps(engine)["bad"]
-    assert (told.end, told.choices, told.branches) == (EndReason.NUMERICAL_ERROR, (), {})
+    received = run_steps(engine)["bad"]
+    assert (received.end, received.choices, received.branches) == (EndReason.NUMERICAL_ERROR, (), {})
 
 
 def test_what_can_never_fit_ends_at_once(make_engine):
@@ -225,18 +225,18 @@ def test_what_can_never_fit_ends_at_once(make_engine):
     engine.add_request(request("wide", [1, 2], n=5, best_of=5))
     engine.add_request(request("long", range(20), n=4, best_of=4, max_tokens=15))
     engine.add_request(request("fits", range(20), n=4, best_of=4, max_tokens=12, ignore_eos=True))
-    told = run_steps(engine)
-    assert [told[name].end for name in ("wide", "long")] == [EndReason.TOO_LARGE] * 2
-    assert told["fits"].end is EndReason.LENGTH
+    received = run_steps(engine)
+    assert [received[name].end for name in ("wide", "long")] == [EndReason.TOO_LARGE] * 2
+    assert received["fits"].end is EndReason.LENGTH
 
 
-def assert_beams(told, prompt, stops=frozenset({EOS}), **params):
+def assert_beams(received, prompt, stops=frozenset({EOS}), **params):
     wanted = search(list(prompt), SamplingParams(**params), stops, logprobs_after)[: params.get("n", 1)]
-    assert [told.branches[branch] for branch in range(len(wanted))] == [tokens for tokens, _, _ in wanted]
+    assert [received.branches[branch] for branch in range(len(wanted))] == [tokens for tokens, _, _ in wanted]
     reasons = [EndReason.STOP if is_stop else EndReason.LENGTH for _, _, is_stop in wanted]
-    assert [told.ends[branch] for branch in range(len(wanted))] == reasons
-    assert told.choices == tuple(range(len(wanted)))
-    assert told.end is reasons[0]
+    assert [received.ends[branch] for branch in range(len(wanted))] == reasons
+    assert received.choices == tuple(range(len(wanted)))
+    assert received.end is reasons[0]
 
 
 STOPS = tuple(range(0, 60, 3))  # so many that beams often end
@@ -251,9 +251,9 @@ def test_beams_are_those_of_the_reference(make_engine, width, early_stopping, le
     params = {"beam": beam, "n": width, "max_tokens": 9, "stop_token_ids": STOPS}
     engine.add_request(request("few stops", range(10), beam=beam, n=width, max_tokens=9))
     engine.add_request(request("many stops", range(9), **params))
-    told = run_steps(engine)
-    assert_beams(told["few stops"], range(10), beam=beam, n=width, max_tokens=9)
-    assert_beams(told["many stops"], range(9), stops=frozenset({EOS, *STOPS}), **params)
+    received = run_steps(engine)
+    assert_beams(received["few stops"], range(10), beam=beam, n=width, max_tokens=9)
+    assert_beams(received["many stops"], range(9), stops=frozenset({EOS, *STOPS}), **params)
     assert engine.stats().num_blocks_used == 0
 
 
@@ -269,24 +269,24 @@ def test_beams_never_copy_a_full_block(make_engine):
     assert engine.stats().num_block_copies > 0
 
 
-def test_beams_and_their_logprobs_are_told_at_the_end(make_engine):
+def test_beams_and_their_logprobs_are_sent_at_the_end(make_engine):
     engine, _ = make_engine()
     engine.add_request(request("a", range(5), beam=BeamSearch(width=4), n=2, max_tokens=6, logprobs=3))
-    told, outputs = Told(), []
+    received, outputs = Received(), []
     while engine.has_work:
         engine.step()
         outputs += engine.drain_request_outputs()
     assert [output.end is None for output in outputs] == [True, False]  # one for each answer
     for output in outputs:
-        told.hear(output)
+        received.hear(output)
     for branch in (0, 1):
         tokens = list(range(5))
-        for token, one in zip(told.branches[branch], told.logprobs[branch], strict=True):
+        for token, one in zip(received.branches[branch], received.logprobs[branch], strict=True):
             logprobs = logprobs_after(tokens)
             best = sorted(range(len(logprobs)), key=lambda token: (-logprobs[token], token))[:3]
             assert (one.logprob, one.top_ids) == (logprobs[token], tuple(best))
             tokens.append(token)
-    assert told.num_output_tokens == sum(map(len, told.branches.values()))
+    assert received.num_output_tokens == sum(map(len, received.branches.values()))
 
 
 def test_preempted_beams_find_the_same_answers(make_engine):
@@ -294,10 +294,10 @@ def test_preempted_beams_find_the_same_answers(make_engine):
     params = {"beam": BeamSearch(width=4), "n": 4, "max_tokens": 16, "ignore_eos": True}
     for number in range(4):
         engine.add_request(request(str(number), range(number, number + 18), **params))
-    told = run_steps(engine)
+    received = run_steps(engine)
     assert engine.stats().num_preemptions > 0
     for number in range(4):
-        assert_beams(told[str(number)], range(number, number + 18), stops=frozenset(), **params)
+        assert_beams(received[str(number)], range(number, number + 18), stops=frozenset(), **params)
 
 
 @pytest.mark.parametrize("params", [{"n": 3, "best_of": 3}, {"n": 1, "best_of": 3}, {"n": 2, "logprobs": 2}], ids=str)
@@ -309,16 +309,16 @@ def test_taken_up_after_any_step_it_tells_the_rest(make_engine, params):
     for num_steps in range(1, 18):
         before, _ = make_engine()
         before.add_request(request("a", prompt, **params))
-        told = run_steps(before, num_steps=num_steps)
-        if not told:
+        received = run_steps(before, num_steps=num_steps)
+        if not received:
             continue
         after, _ = make_engine()
-        after.add_request(request("a", prompt, history=told["a"].history(len(whole.branches)), **params))
-        told = run_steps(after, told)["a"]
-        assert told.by_branch() == whole.by_branch()
-        assert told.logprobs == whole.logprobs
-        assert (told.end, told.choices) == (whole.end, whole.choices)
-        assert told.num_output_tokens == whole.num_output_tokens
+        after.add_request(request("a", prompt, history=received["a"].history(len(whole.branches)), **params))
+        received = run_steps(after, received)["a"]
+        assert received.by_branch() == whole.by_branch()
+        assert received.logprobs == whole.logprobs
+        assert (received.end, received.choices) == (whole.end, whole.choices)
+        assert received.num_output_tokens == whole.num_output_tokens
         assert after.stats().num_blocks_used == 0
 
 
@@ -329,9 +329,9 @@ def test_branches_taken_up_at_different_lengths(make_engine, given):
     past = tuple(BranchHistory(token_ids=tuple(wanted[branch][0][:count])) for branch, count in enumerate(given))
     engine, executor = make_engine()
     engine.add_request(request("a", prompt, history=past, n=3, best_of=3, max_tokens=12, ignore_eos=True))
-    told = run_steps(engine)["a"]
+    received = run_steps(engine)["a"]
     assert {branch: (wanted[branch][0][count:], EndReason.LENGTH) for branch, count in enumerate(given)} == (
-        told.by_branch()
+        received.by_branch()
     )
     assert sum(plan.num_tokens for plan in executor.plans) <= len(prompt) + 3 * 12 + 2
 
@@ -342,10 +342,10 @@ def test_a_past_with_its_end_untold_is_ended_without_a_step(make_engine):
     wanted = {branch: alone(prompt, branch, 5) for branch in range(2)}
     past = tuple(BranchHistory(token_ids=tuple(tokens)) for tokens, _ in wanted.values())
     engine.add_request(request("a", prompt, history=past, **params))
-    told = run_steps(engine)["a"]
-    assert told.by_branch() == {branch: ([], end) for branch, (_, end) in wanted.items()}
-    assert (told.choices, executor.plans) == ((0, 1), [])
-    assert told.num_output_tokens == sum(len(tokens) for tokens, _ in wanted.values())
+    received = run_steps(engine)["a"]
+    assert received.by_branch() == {branch: ([], end) for branch, (_, end) in wanted.items()}
+    assert (received.choices, executor.plans) == ((0, 1), [])
+    assert received.num_output_tokens == sum(len(tokens) for tokens, _ in wanted.values())
 
 
 def test_beams_start_over_and_tell_what_is_left(make_engine, monkeypatch):
@@ -359,12 +359,12 @@ def test_beams_start_over_and_tell_what_is_left(make_engine, monkeypatch):
         engine.step()
         outputs += engine.drain_request_outputs()
     assert len(outputs) == 6
-    for num_told in range(7):
-        told = Told()
-        for output in outputs[:num_told]:
-            told.hear(output)
-        engine.add_request(request("a", [5], history=told.history(len(told.branches)), **params))
-        told = run_steps(engine, {"a": told})["a"]
-        assert_beams(told, [5], **params)
-        assert [len(told.logprobs[branch]) for branch in (0, 1)] == [7, 7]
-        assert told.num_output_tokens == 14
+    for num_received in range(7):
+        received = Received()
+        for output in outputs[:num_received]:
+            received.hear(output)
+        engine.add_request(request("a", [5], history=received.history(len(received.branches)), **params))
+        received = run_steps(engine, {"a": received})["a"]
+        assert_beams(received, [5], **params)
+        assert [len(received.logprobs[branch]) for branch in (0, 1)] == [7, 7]
+        assert received.num_output_tokens == 14

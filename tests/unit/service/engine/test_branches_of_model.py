@@ -15,7 +15,7 @@ from service.errors import EndReason
 from tests.fakes.plain_model import PlainModel
 from tests.support.beam_reference import search
 from tests.support.demo_engine import DemoEngines
-from tests.support.told import run_steps
+from tests.support.received import run_steps
 from tests.unit.service.engine.execution.test_executor import AheadOps
 
 FLOAT32 = np.dtype(np.float32)
@@ -57,8 +57,8 @@ SAMPLED = (
 @pytest.mark.parametrize(("params", "num_prompt"), [(SAMPLED[0], 1), (SAMPLED[0], 8), *((w, 11) for w in SAMPLED)])
 def test_branches_of_one_seed_are_the_streams_of_that_seed(engine_of, plain, params, num_prompt):
     params, prompt = {"max_tokens": 10, "n": 4, "best_of": 4} | params, PROMPT[:num_prompt]
-    told = run(engine_of(max_num_seqs=4), prompt, **params)
-    assert told.branches == {k: plain.sample(prompt, SamplingParams(**params), k) for k in range(4)}
+    received = run(engine_of(max_num_seqs=4), prompt, **params)
+    assert received.branches == {k: plain.sample(prompt, SamplingParams(**params), k) for k in range(4)}
 
 
 def beams_of(plain, prompt, params):
@@ -73,9 +73,9 @@ def beams_of(plain, prompt, params):
 def test_beams_are_those_of_the_reference(engine_of, plain, width, early_stopping, length_penalty):
     beam = BeamSearch(width=width, early_stopping=early_stopping, length_penalty=length_penalty)
     params = {"beam": beam, "n": width, "max_tokens": 7, "stop_token_ids": (13, 260, 262, 300)}
-    told = run(engine_of(max_num_seqs=16, num_blocks=120), **params)
+    received = run(engine_of(max_num_seqs=16, num_blocks=120), **params)
     wanted = beams_of(plain, PROMPT, SamplingParams(**params))
-    assert [told.branches[branch] for branch in range(width)] == wanted
+    assert [received.branches[branch] for branch in range(width)] == wanted
 
 
 SHAPED = (
@@ -94,13 +94,13 @@ def test_what_shapes_a_sample_shapes_a_beam(engine_of, plain, shape):
     engine = engine_of(max_num_seqs=7)
     engine.add_request(EngineRequest(request_id="other", prompt=tuple(PROMPT), sampling=SamplingParams(**other)))
     engine.add_request(EngineRequest(request_id="a", prompt=tuple(PROMPT), sampling=SamplingParams(**params)))
-    told = run_steps(engine)
-    found = [told["a"].branches[branch] for branch in range(4)]
+    received = run_steps(engine)
+    found = [received["a"].branches[branch] for branch in range(4)]
     assert found == beams_of(plain, PROMPT, SamplingParams(**params))
     for branch in range(2):
-        output = told["other"].branches[branch]
+        output = received["other"].branches[branch]
         assert output == plain.sample(PROMPT, SamplingParams(**other), branch)
-        for at, one in enumerate(told["other"].logprobs[branch]):
+        for at, one in enumerate(received["other"].logprobs[branch]):
             raw = plain.logprobs([*PROMPT, *output[:at]], SamplingParams(max_tokens=1), len(PROMPT))
             np.testing.assert_allclose(one.logprob, raw[output[at]], atol=1e-4)
 
@@ -124,11 +124,11 @@ def test_all_kinds_together_in_any_pool(engine_of, plain, sizes):
     engine = engine_of(max_num_seqs=7, **sizes)
     for name, wish in params.items():
         engine.add_request(EngineRequest(request_id=name, prompt=tuple(PROMPT), sampling=SamplingParams(**wish)))
-    told = run_steps(engine)
+    received = run_steps(engine)
     sampling = {name: SamplingParams(**wish) for name, wish in params.items()}
-    assert told["sampled"].branches == {k: plain.sample(PROMPT, sampling["sampled"], k) for k in range(3)}
-    assert told["single"].branches == {0: plain.sample(PROMPT, sampling["single"], 0)}
-    assert list(told["beams"].branches.values()) == beams_of(plain, PROMPT, sampling["beams"])
+    assert received["sampled"].branches == {k: plain.sample(PROMPT, sampling["sampled"], k) for k in range(3)}
+    assert received["single"].branches == {0: plain.sample(PROMPT, sampling["single"], 0)}
+    assert list(received["beams"].branches.values()) == beams_of(plain, PROMPT, sampling["beams"])
     assert (engine.stats().num_preemptions > 0) == ("num_blocks" in sizes)
     assert engine.stats().num_blocks_used == 0
 
@@ -147,21 +147,25 @@ def test_taken_up_in_the_middle_it_goes_on_as_if_nothing_had_been(engine_of, par
     for num_steps in (2, 3, 5, 8):
         engine = engine_of(max_num_seqs=4)
         engine.add_request(EngineRequest(request_id="a", prompt=tuple(PROMPT), sampling=SamplingParams(**params)))
-        told = run_steps(engine, num_steps=num_steps)
+        received = run_steps(engine, num_steps=num_steps)
         engine.cancel_all(EndReason.CANCELLED)
         while engine.has_work:
             engine.step()
         engine.drain_request_outputs()
-        history = told["a"].history(len(whole.branches))
+        history = received["a"].history(len(whole.branches))
         engine.add_request(
             EngineRequest(request_id="a", prompt=tuple(PROMPT), sampling=SamplingParams(**params), history=history)
         )
-        told = run_steps(engine, told)["a"]
-        assert told.by_branch() == whole.by_branch()
-        assert (told.end, told.choices, told.num_output_tokens) == (whole.end, whole.choices, whole.num_output_tokens)
+        received = run_steps(engine, received)["a"]
+        assert received.by_branch() == whole.by_branch()
+        assert (received.end, received.choices, received.num_output_tokens) == (
+            whole.end,
+            whole.choices,
+            whole.num_output_tokens,
+        )
         for branch, logprobs in whole.logprobs.items():
-            assert [one.top_ids for one in told.logprobs[branch]] == [one.top_ids for one in logprobs]
-            ours, theirs = ([one.logprob for one in these] for these in (told.logprobs[branch], logprobs))
+            assert [one.top_ids for one in received.logprobs[branch]] == [one.top_ids for one in logprobs]
+            ours, theirs = ([one.logprob for one in these] for these in (received.logprobs[branch], logprobs))
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
@@ -182,9 +186,9 @@ def test_beams_are_those_of_transformers(plain_engine, width, early_stopping):
         plain_engine.add_request(
             EngineRequest(request_id=str(number), prompt=tuple(golden["prompt"]), sampling=sampling)
         )
-    told = run_steps(plain_engine)
+    received = run_steps(plain_engine)
     for number, golden in enumerate(goldens):
-        assert [told[str(number)].branches[branch] for branch in range(width)] == golden["answers"]
+        assert [received[str(number)].branches[branch] for branch in range(width)] == golden["answers"]
 
 
 ADJUSTED = json.loads((Path(__file__).parent / "goldens" / "adjusted_beams.json").read_text(encoding="utf-8"))
@@ -209,7 +213,7 @@ def test_adjusted_beams_are_those_of_transformers(plain_engine, adjustment):
         plain_engine.add_request(
             EngineRequest(request_id=str(number), prompt=tuple(golden["prompt"]), sampling=sampling)
         )
-    told = run_steps(plain_engine)
+    received = run_steps(plain_engine)
     for number, golden in enumerate(goldens):
-        found = told[str(number)]
+        found = received[str(number)]
         assert [found.branches[branch] for branch in range(golden["width"])] == golden["answers"]

@@ -38,14 +38,14 @@ def request_of(name: str, prompt: tuple[int, ...], **params) -> EngineRequest:
 
 def finish(engine) -> dict[str, tuple[list[int], EndReason | None]]:
     """By request its tokens and its end."""
-    told: dict[str, tuple[list[int], EndReason | None]] = {}
+    received: dict[str, tuple[list[int], EndReason | None]] = {}
     while engine.has_work:
         engine.step()
         engine.check_invariants()
         for output in engine.drain_request_outputs():
-            tokens, _ = told.get(output.request_id, ([], None))
-            told[output.request_id] = (tokens + [t for part in output.parts for t in part.token_ids], output.end)
-    return told
+            tokens, _ = received.get(output.request_id, ([], None))
+            received[output.request_id] = (tokens + [t for part in output.parts for t in part.token_ids], output.end)
+    return received
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
@@ -62,9 +62,9 @@ def test_who_begins_alike_gets_what_it_would_get_alone(engines, num_steps, num_c
     for _ in range(num_steps):
         engine.step()
     engine.add_request(good)
-    told = finish(engine)
-    assert told["bad"] == ([], EndReason.NUMERICAL_ERROR)
-    assert told["good"] == wanted
+    received = finish(engine)
+    assert received["bad"] == ([], EndReason.NUMERICAL_ERROR)
+    assert received["good"] == wanted
     assert wanted[1] is EndReason.LENGTH
 
 
@@ -81,12 +81,12 @@ def test_what_stands_before_it_is_as_likely_as_ever(engines):
     engine = engines.make()
     engine.add_request(request_of("bad", (*BEGINNING, BROKEN, *TAIL), prompt_logprobs=0))
     engine.add_request(request_of("good", (*BEGINNING, 7, *TAIL), prompt_logprobs=0))
-    told: dict[str, list[float]] = {"bad": [], "good": []}
+    received: dict[str, list[float]] = {"bad": [], "good": []}
     while engine.has_work:
         engine.step()
         for output in engine.drain_request_outputs():
             scored = [one for part in output.parts if part.is_prompt for one in part.logprobs]
-            told[output.request_id] += [one.logprob for one in scored]
+            received[output.request_id] += [one.logprob for one in scored]
     num_before = len(BEGINNING) - 1  # the first token has none
-    assert len(told["good"]) == num_before + 1 + len(TAIL)
-    np.testing.assert_allclose(told["bad"][:num_before], told["good"][:num_before], rtol=1e-5)
+    assert len(received["good"]) == num_before + 1 + len(TAIL)
+    np.testing.assert_allclose(received["bad"][:num_before], received["good"][:num_before], rtol=1e-5)

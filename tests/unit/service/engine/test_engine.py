@@ -59,22 +59,22 @@ def alone(prompt, max_tokens, stops=frozenset({EOS})):
 
 def run(engine):
     """Request id -> (tokens, end); checks that nothing follows an end."""
-    told = {}
+    received = {}
     while engine.has_work:
         engine.step()
         engine.check_invariants()
-        collect(engine, told)
-    collect(engine, told)
-    return told
+        collect(engine, received)
+    collect(engine, received)
+    return received
 
 
-def collect(engine, told):
+def collect(engine, received):
     for output in engine.drain_request_outputs():
-        tokens, end = told.get(output.request_id, ([], None))
+        tokens, end = received.get(output.request_id, ([], None))
         assert end is None, "an output behind the end"
         tokens = tokens + [token for part in output.parts for token in part.token_ids]
         assert output.num_output_tokens == len(tokens)
-        told[output.request_id] = (tokens, output.end)
+        received[output.request_id] = (tokens, output.end)
 
 
 def test_many_requests_get_what_each_would_get_alone(make_engine):
@@ -82,8 +82,8 @@ def test_many_requests_get_what_each_would_get_alone(make_engine):
     prompts = {str(n): [n, *range(n % 23)] for n in range(40)}
     for name, prompt in prompts.items():
         engine.add_request(request(name, prompt, max_tokens=5 + int(name) % 11))
-    told = run(engine)
-    assert told == {name: alone(prompt, 5 + int(name) % 11) for name, prompt in prompts.items()}
+    received = run(engine)
+    assert received == {name: alone(prompt, 5 + int(name) % 11) for name, prompt in prompts.items()}
     assert engine.stats().num_blocks_used == 0
 
 
@@ -102,10 +102,10 @@ def test_preempted_requests_come_back_and_lose_nothing(make_engine):
     engine, _ = make_engine(num_blocks=12, max_len=48)
     for n in range(6):
         engine.add_request(request(str(n), [n, 50, 51], max_tokens=30, ignore_eos=True))
-    told = run(engine)
+    received = run(engine)
     assert engine.stats().num_preemptions > 0
     for n in range(6):
-        assert told[str(n)] == alone([n, 50, 51], 30, stops=frozenset())
+        assert received[str(n)] == alone([n, 50, 51], 30, stops=frozenset())
 
 
 def test_the_oldest_request_is_never_preempted(make_engine):
@@ -145,9 +145,9 @@ def test_a_nan_ends_only_its_own_request(make_engine):
     engine, _ = make_engine(nan_after=96)
     engine.add_request(request("bad", [1, 96]))
     engine.add_request(request("good", [1, 2], ignore_eos=True, max_tokens=3))
-    told = run(engine)
-    assert told["bad"] == ([], EndReason.NUMERICAL_ERROR)
-    assert told["good"] == alone([1, 2], 3, stops=frozenset())
+    received = run(engine)
+    assert received["bad"] == ([], EndReason.NUMERICAL_ERROR)
+    assert received["good"] == alone([1, 2], 3, stops=frozenset())
 
 
 def test_cancel_frees_blocks_before_the_next_step(make_engine):
@@ -198,7 +198,7 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(runs_ahead=st.booleans(), caches=st.booleans())
     def start(self, runs_ahead, caches):
         self.engine, _ = engine_of(runs_ahead, caches, num_blocks=14, max_num_seqs=5, budget=11, max_len=56)
-        self.wanted, self.told, self.cancelled = {}, {}, set()
+        self.wanted, self.received, self.cancelled = {}, {}, set()
 
     @rule(
         prompt=st.lists(st.integers(0, 96), min_size=1, max_size=30)
@@ -215,14 +215,14 @@ class EngineMachine(RuleBasedStateMachine):
     def step(self, count):
         for _ in range(count):
             self.engine.step()
-        collect(self.engine, self.told)
+        collect(self.engine, self.received)
 
     @precondition(lambda self: self.wanted)
     @rule(data=st.data())
     def cancel(self, data):
         name = data.draw(st.sampled_from(sorted(self.wanted)))
         self.engine.cancel(name, EndReason.CANCELLED)
-        collect(self.engine, self.told)
+        collect(self.engine, self.received)
 
     @invariant()
     def books_agree(self):
@@ -234,13 +234,13 @@ class EngineMachine(RuleBasedStateMachine):
                 break
             self.engine.step()
         assert not self.engine.has_work, "a request starves"
-        collect(self.engine, self.told)
+        collect(self.engine, self.received)
         for name, (tokens, end) in self.wanted.items():
-            told_tokens, told_end = self.told[name]
-            if told_end is EndReason.CANCELLED:
-                assert told_tokens == tokens[: len(told_tokens)]
+            received_tokens, received_end = self.received[name]
+            if received_end is EndReason.CANCELLED:
+                assert received_tokens == tokens[: len(received_tokens)]
             else:
-                assert (told_tokens, told_end) == (tokens, end)
+                assert (received_tokens, received_end) == (tokens, end)
         assert self.engine.stats().num_blocks_used == 0
 
 

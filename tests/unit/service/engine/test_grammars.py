@@ -27,9 +27,9 @@ from tests.fakes.plain_model import PlainModel
 from tests.support.beam_reference import search
 from tests.support.demo_engine import DEMO, DemoEngines
 from tests.support.random_schemas import random_schema
+from tests.support.received import run_steps
 from tests.support.schema_validator import is_valid
 from tests.support.source_tree import ROOT
-from tests.support.told import run_steps
 from tests.unit.service.engine.execution.test_executor import FLOAT32, AheadOps
 
 EOS = 1
@@ -62,7 +62,7 @@ def ask(name: str, grammar: str | None, history: tuple[BranchHistory, ...] = (),
 
 def run(engine, *requests, max_steps=None):
     """By request and branch its tokens, and by request its end."""
-    told, ends = defaultdict(list), {}
+    received, ends = defaultdict(list), {}
     for request in requests:
         engine.add_request(request)
     num_steps = 0
@@ -73,12 +73,12 @@ def run(engine, *requests, max_steps=None):
         outputs = engine.drain_request_outputs()
         for output in outputs:
             for part in output.parts:
-                told[output.request_id, part.branch] += part.token_ids
+                received[output.request_id, part.branch] += part.token_ids
             if output.end is not None:
                 ends[output.request_id] = output.end
         if not engine.has_work:
             break
-    return told, ends
+    return received, ends
 
 
 def preempt_all(engine):
@@ -99,37 +99,37 @@ def test_every_answer_fits_its_schema(engines):
         ask(str(i), json_grammar(schema, whitespace=COMPACT), seed=i, temperature=i % 3 / 2, max_tokens=130)
         for i, schema in enumerate(schemas)
     ]
-    told, ends = run(engines.make(num_blocks=300), *asked)
+    received, ends = run(engines.make(num_blocks=300), *asked)
     finished = [i for i in range(len(schemas)) if ends[str(i)] is EndReason.STOP]
     assert len(finished) >= 3
     for i in finished:
-        assert is_valid(json.loads(text(told[str(i), 0])), schemas[i])
+        assert is_valid(json.loads(text(received[str(i), 0])), schemas[i])
 
 
 def test_others_get_what_they_would_get_alone(engines):
     free = ask("free", None, max_tokens=30)
     alone, _ = run(engines.make(), free)
-    told, _ = run(engines.make(), ask("bound", regex_grammar("[a-z ]{40}")), free)
-    assert told["free", 0] == alone["free", 0]
-    assert re.fullmatch("[a-z ]{40}", text(told["bound", 0]))
+    received, _ = run(engines.make(), ask("bound", regex_grammar("[a-z ]{40}")), free)
+    assert received["free", 0] == alone["free", 0]
+    assert re.fullmatch("[a-z ]{40}", text(received["bound", 0]))
 
 
 def test_an_answer_that_can_only_end_ends_without_eos(engines):
-    told, ends = run(engines.make(), ask("a", choice_grammar(["the cat"]), ignore_eos=True, min_tokens=50))
-    assert text(told["a", 0]) == "the cat"
-    assert EOS not in told["a", 0]
+    received, ends = run(engines.make(), ask("a", choice_grammar(["the cat"]), ignore_eos=True, min_tokens=50))
+    assert text(received["a", 0]) == "the cat"
+    assert EOS not in received["a", 0]
     assert ends == {"a": EndReason.STOP}
 
 
 def test_length_cuts_and_the_stop_ids_end(engines):
     comma = TOKENIZER.encode(",")[-1]
-    told, ends = run(
+    received, ends = run(
         engines.make(),
         ask("cut", regex_grammar("[a-z]{300}"), max_tokens=10),
         ask("stopped", regex_grammar("a(,a)*"), stop_token_ids=(comma,), logit_bias=((comma, 100.0),)),
     )
-    assert (len(told["cut", 0]), ends["cut"]) == (10, EndReason.LENGTH)
-    assert (told["stopped", 0][-1], ends["stopped"]) == (comma, EndReason.STOP)
+    assert (len(received["cut", 0]), ends["cut"]) == (10, EndReason.LENGTH)
+    assert (received["stopped", 0][-1], ends["stopped"]) == (comma, EndReason.STOP)
 
 
 def ids_with(letter: bytes) -> tuple[int, ...]:
@@ -140,13 +140,13 @@ def ids_with(letter: bytes) -> tuple[int, ...]:
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"beam": BeamSearch(width=2)}])
 def test_a_stop_id_that_alone_fits_within_min_tokens_is_a_token_and_ends_nothing(engines, params):
     stops = ids_with(b"b")
-    told, ends = run(
+    received, ends = run(
         engines.make(),
         ask("bound", regex_grammar("ab[ac]{2}c"), stop_token_ids=stops, min_tokens=4, **params),
         ask("free", None, max_tokens=5),
     )
-    assert re.fullmatch("ab[ac]{2}c", text(told["bound", 0]))
-    assert set(told["bound", 0]) & set(stops)
+    assert re.fullmatch("ab[ac]{2}c", text(received["bound", 0]))
+    assert set(received["bound", 0]) & set(stops)
     assert ends == {"bound": EndReason.STOP, "free": EndReason.LENGTH}
 
 
@@ -154,10 +154,10 @@ def test_a_stop_id_that_alone_fits_within_min_tokens_is_a_token_and_ends_nothing
 def test_a_form_behind_which_only_an_end_fits_ends_within_min_tokens(engines, params):
     """The grammar names EOS, as it may: the text is complete without it, and nothing else follows."""
     grammar = lark_grammar('start: "the" <|end|>?')
-    told, ends = run(engines.make(), ask("a", grammar, min_tokens=30, **params))
-    assert (text(told["a", 0]), ends["a"]) == ("the", EndReason.STOP)
+    received, ends = run(engines.make(), ask("a", grammar, min_tokens=30, **params))
+    assert (text(received["a", 0]), ends["a"]) == ("the", EndReason.STOP)
     other = TOKENIZER.encode(",")[-1]
-    told, ends = run(
+    received, ends = run(
         engines.make(),
         ask("b", grammar, min_tokens=30, stop_token_ids=(other,), logit_bias=((other, 100.0),), **params),
     )
@@ -175,8 +175,8 @@ def test_a_grammar_that_no_token_fits_fails_its_own_request_alone(engines, text,
 
 def test_branches_go_their_own_ways(engines):
     pattern = "[a-z]{3,6}-[0-9]{4}"
-    told, ends = run(engines.make(), ask("n", regex_grammar(pattern), n=4, best_of=5))
-    answers = [text(ids) for ids in told.values()]
+    received, ends = run(engines.make(), ask("n", regex_grammar(pattern), n=4, best_of=5))
+    answers = [text(ids) for ids in received.values()]
     assert len(answers) == 5
     assert all(re.fullmatch(pattern, answer) for answer in answers)
     assert len(set(answers)) > 1
@@ -185,10 +185,12 @@ def test_branches_go_their_own_ways(engines):
 
 def test_beams_hold_to_the_grammar(engines):
     pattern = "(red|green|blue)( and (red|green|blue))?"
-    told, ends = run(engines.make(), ask("b", regex_grammar(pattern), n=3, temperature=0.0, beam=BeamSearch(width=4)))
-    answers = [text(told["b", i]) for i in range(3)]
+    received, ends = run(
+        engines.make(), ask("b", regex_grammar(pattern), n=3, temperature=0.0, beam=BeamSearch(width=4))
+    )
+    answers = [text(received["b", i]) for i in range(3)]
     assert all(re.fullmatch(pattern, answer) for answer in answers)
-    assert len({tuple(told["b", i]) for i in range(3)}) == 3  # some perhaps alike in text, in other tokens
+    assert len({tuple(received["b", i]) for i in range(3)}) == 3  # some perhaps alike in text, in other tokens
     assert ends == {"b": EndReason.STOP}
 
 
@@ -204,11 +206,11 @@ def test_beams_are_those_of_the_reference_however_few_tokens_a_grammar_allows(en
     beam = BeamSearch(width=8, early_stopping="never")
     request = ask("b", grammar, n=8, max_tokens=13, beam=beam, **params)
     engine.add_request(request)
-    told = run_steps(engine, num_steps=4)
+    received = run_steps(engine, num_steps=4)
     while engine.has_work:
         preempt_all(engine)
-        run_steps(engine, told, num_steps=4)
-    branches = told["b"].branches
+        run_steps(engine, received, num_steps=4)
+    branches = received["b"].branches
     sampling, first = request.sampling, engine._grammars._compiler.result().compile(grammar)
     stops = frozenset() if sampling.ignore_eos else frozenset({EOS})
 
@@ -245,14 +247,14 @@ def test_a_beam_whose_grammar_grows_beyond_its_limits_fails_its_own_request(engi
 
 def test_penalties_and_a_grammar_together(engines):
     params = {"temperature": 0.0, "frequency_penalty": 2.0}
-    told, _ = run(
+    received, _ = run(
         engines.make(), ask("a", regex_grammar("[a-z]{60}"), **params), ask("b", None, max_tokens=30, **params)
     )
-    assert re.fullmatch("[a-z]{60}", text(told["a", 0]))
-    assert len(set(told["b", 0])) > 15
+    assert re.fullmatch("[a-z]{60}", text(received["a", 0]))
+    assert len(set(received["b", 0])) > 15
 
 
-def test_another_engine_goes_on_behind_what_was_told(engines):
+def test_another_engine_goes_on_behind_what_was_received(engines):
     for params in ({}, {"n": 2, "best_of": 2}):
         request = ask(
             "r", json_grammar(random_schema(random.Random(5), depth=2), whitespace=COMPACT), seed=11, **params
@@ -274,34 +276,34 @@ def test_a_branch_that_ended_outside_its_grammar_does_not_fail_the_others(engine
     ended = BranchHistory(token_ids=(*letters, stop), end=EndReason.STOP)
     params = {"n": 2, "best_of": 2, "stop_token_ids": (stop,)}
     for past in ((ended, BranchHistory()), (BranchHistory(token_ids=ended.token_ids), BranchHistory())):
-        told, ends = run(engines.make(), ask("r", regex_grammar("[a-z]{3,9}"), past, **params))
+        received, ends = run(engines.make(), ask("r", regex_grammar("[a-z]{3,9}"), past, **params))
         assert ends == {"r": EndReason.STOP}
-        assert re.fullmatch("[a-z]{3,9}", text(token for token in told["r", 1] if token != stop))
-        assert not told["r", 0]
+        assert re.fullmatch("[a-z]{3,9}", text(token for token in received["r", 1] if token != stop))
+        assert not received["r", 0]
 
 
 def test_a_finished_past_ends_at_once(engines):
     history = (BranchHistory(token_ids=tuple(TOKENIZER.encode("yes")[1:])),)
     assert text(history[0].token_ids) == "yes"
-    told, ends = run(engines.make(), ask("r", choice_grammar(["yes", "no"]), history))
-    assert (told["r", 0], ends) == ([], {"r": EndReason.STOP})
+    received, ends = run(engines.make(), ask("r", choice_grammar(["yes", "no"]), history))
+    assert (received["r", 0], ends) == ([], {"r": EndReason.STOP})
 
 
 def test_preempted_and_taken_up_again(engines):
     asked = [ask(str(i), regex_grammar("[a-z]{90,99}"), seed=i) for i in range(5)]
     engine = engines.make(num_blocks=17)
-    told, _ = run(engine, *asked)
+    received, _ = run(engine, *asked)
     assert engine.stats().num_preemptions > 0
     roomy, _ = run(engines.make(), *asked)
-    assert told == roomy
-    assert all(re.fullmatch("[a-z]{90,99}", text(ids)) for ids in told.values())
+    assert received == roomy
+    assert all(re.fullmatch("[a-z]{90,99}", text(ids)) for ids in received.values())
 
 
 @pytest.mark.parametrize("grammar", ["start: missing", 'start: "a' + "a" * (300 << 10) + '"'])
 def test_a_grammar_that_cannot_be_had_fails_its_own_request(engines, grammar):
-    told, ends = run(engines.make(), ask("bad", grammar), ask("good", choice_grammar(["the dog"])))
+    received, ends = run(engines.make(), ask("bad", grammar), ask("good", choice_grammar(["the dog"])))
     assert ends == {"bad": EndReason.GRAMMAR, "good": EndReason.STOP}
-    assert text(told["good", 0]) == "the dog"
+    assert text(received["good", 0]) == "the dog"
 
 
 def test_one_that_grows_beyond_its_limits_fails_its_own_request(engines):
@@ -347,9 +349,9 @@ def test_while_one_compiles_others_run_and_it_can_be_cancelled(engines):
         assert time.perf_counter() - start_s < 5  # it waits a little, not for the grammar
     finally:
         released.set()
-    told, ends = run(engine)
+    received, ends = run(engine)
     assert ends == {"gone": EndReason.CANCELLED, "slow": EndReason.STOP}
-    assert text(told["slow", 0]) == "yes"
+    assert text(received["slow", 0]) == "yes"
 
 
 def test_grammars_that_never_compile_fail_their_own_requests_alone(engines, monkeypatch):
@@ -368,11 +370,11 @@ def test_grammars_that_never_compile_fail_their_own_requests_alone(engines, monk
     engine._grammars = Grammars(lambda: compiler)
     try:
         hostile = [ask(f"bad{i}", choice_grammar([f"never {i}"])) for i in range(NUM_COMPILING_THREADS + 1)]
-        told, ends = run(engine, *hostile, ask("good", choice_grammar(["yes"])))
+        received, ends = run(engine, *hostile, ask("good", choice_grammar(["yes"])))
     finally:
         released.set()
     assert ends == {**{one.request_id: EndReason.GRAMMAR for one in hostile}, "good": EndReason.STOP}
-    assert text(told["good", 0]) == "yes"
+    assert text(received["good", 0]) == "yes"
 
 
 PROGRAM = """

@@ -15,7 +15,7 @@ from service.engine.drafting.suffix import SuffixDrafter
 from service.engine.request import BranchHistory, EngineRequest
 from tests.fakes.drafters import KnowingDrafter, LyingDrafter, OutOfRangeDrafter, WrongLengthDrafter
 from tests.support.demo_engine import DEMO, MAX_LEN, TWO_LAYERS, DemoEngines
-from tests.support.told import run_steps
+from tests.support.received import run_steps
 
 KINDS = {
     "greedy": {"temperature": 0.0},
@@ -72,7 +72,7 @@ def requests_of(num_each: int, seed: int = 0) -> list[EngineRequest]:
     return requests
 
 
-def told_by(engine, requests):
+def received_by(engine, requests):
     for one in requests:
         engine.add_request(one)
     return run_steps(engine)
@@ -85,21 +85,21 @@ def requests():
 
 @pytest.fixture(scope="module")
 def plain(engines, requests):
-    return told_by(engines.make(num_blocks=400), requests)
+    return received_by(engines.make(num_blocks=400), requests)
 
 
 @pytest.fixture(scope="module")
 def answers(plain):
-    return {(name, branch): tokens for name, told in plain.items() for branch, tokens in told.branches.items()}
+    return {(name, branch): tokens for name, received in plain.items() for branch, tokens in received.branches.items()}
 
 
 @pytest.mark.parametrize("name", [*DRAFTERS, *HEADS])
 def test_drafts_change_no_token(engines, heads, requests, plain, answers, name):
     how = {"draft": heads[name]} if name in HEADS else {"drafter": DRAFTERS[name](answers)}
     engine = engines.make(num_blocks=60, block_size=16, num_host_blocks=20, **how)
-    told = told_by(engine, requests)
+    received = received_by(engine, requests)
     for one in requests:
-        wanted, got = plain[one.request_id], told[one.request_id]
+        wanted, got = plain[one.request_id], received[one.request_id]
         assert (got.by_branch(), got.end) == (wanted.by_branch(), wanted.end), one
         for branch, logprobs in wanted.logprobs.items():
             chosen = [each.logprob for each in got.logprobs[branch]]
@@ -125,8 +125,8 @@ def test_a_killed_engines_requests_go_on_with_other_drafts(engines, requests, pl
         branches = [answers[one.request_id, branch] for branch in range(one.sampling.num_branches)]
         sent = [tokens[: rng.randrange(len(tokens))] for tokens in branches]
         history = tuple(BranchHistory(token_ids=tuple(tokens)) for tokens in sent)
-        told = told_by(engines.make(drafter=rng.choice(kinds)(answers)), [replace(one, history=history)])
-        rest = told[one.request_id].branches
+        received = received_by(engines.make(drafter=rng.choice(kinds)(answers)), [replace(one, history=history)])
+        rest = received[one.request_id].branches
         assert [before + rest[branch] for branch, before in enumerate(sent)] == branches
 
 
@@ -135,11 +135,11 @@ def test_a_wrong_draft_leaves_no_slot_behind_at_any_offset_of_a_block(engines):
     sampling = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
     for length in range(3, 11):
         request = EngineRequest(request_id="a", prompt=tuple(range(40, 40 + length)), sampling=sampling)
-        wanted = told_by(engines.make(), [request])["a"].branches[0]
+        wanted = received_by(engines.make(), [request])["a"].branches[0]
         for right in (0, 3):
             drafter = KnowingDrafter({("a", 0): [*wanted[: 2 + right], *(5,) * 30]})
             drafter.of = lambda one, count, own=drafter.of: own(one, count) if one.num_output_tokens == 2 else ()
-            assert told_by(engines.make(drafter=drafter), [request])["a"].branches[0] == wanted
+            assert received_by(engines.make(drafter=drafter), [request])["a"].branches[0] == wanted
 
 
 def test_forced_tokens_take_fewer_steps(engines):
@@ -148,7 +148,7 @@ def test_forced_tokens_take_fewer_steps(engines):
         request_id="a", prompt=(5, 6, 7), sampling=SamplingParams(max_tokens=40, temperature=0.8, grammar=grammar)
     )
     engine = engines.make(drafter=OutOfRangeDrafter())
-    told = told_by(engine, [request])
-    assert told["a"].branches == told_by(engines.make(), [request])["a"].branches
+    received = received_by(engine, [request])
+    assert received["a"].branches == received_by(engines.make(), [request])["a"].branches
     assert engine.stats().num_accepted_by_source[0] > 4
-    assert engine.stats().num_steps < len(told["a"].branches[0])
+    assert engine.stats().num_steps < len(received["a"].branches[0])

@@ -20,7 +20,7 @@ from service.errors import StartupError
 from tests.support.demo_engine import TWO_LAYERS, DemoEngines
 from tests.support.goldens import Golden
 from tests.support.group import group_of
-from tests.support.told import Told, run_steps
+from tests.support.received import Received, run_steps
 
 KINDS = (
     {"temperature": 0.0},
@@ -37,32 +37,32 @@ def request_of(number: int, params: dict, history: tuple[BranchHistory, ...] = (
     return EngineRequest(request_id=str(number), prompt=(*PREFIX, 100 + number), sampling=sampling, history=history)
 
 
-def told_by(engines: DemoEngines, **options) -> dict[str, Told]:
+def received_by(engines: DemoEngines, **options) -> dict[str, Received]:
     """Two rounds of prompts that begin alike, in a pool so small that sequences are preempted."""
     engine = engines.make(num_blocks=16, prefix_caching=True, num_host_blocks=40, **options)
-    told: dict[str, Told] = {}
+    received: dict[str, Received] = {}
     for start, kinds in ((0, KINDS), (len(KINDS), KINDS[:2])):
         for number, params in enumerate(kinds, start):
             engine.add_request(request_of(number, params))
-        run_steps(engine, told)
+        run_steps(engine, received)
     stats = engine.stats()
     assert min(stats.num_hit_tokens, stats.num_block_copies, stats.num_preemptions, stats.num_blocks_in) > 0
-    return told
+    return received
 
 
-def tokens(told: dict[str, Told]) -> dict[str, dict[int, list[int]]]:
-    return {name: each.branches for name, each in told.items()}
+def tokens(received: dict[str, Received]) -> dict[str, dict[int, list[int]]]:
+    return {name: each.branches for name, each in received.items()}
 
 
 @pytest.fixture(scope="module")
-def one_rank() -> dict[str, Told]:
-    return told_by(DemoEngines(NumpyOps(), num_layers=TWO_LAYERS))
+def one_rank() -> dict[str, Received]:
+    return received_by(DemoEngines(NumpyOps(), num_layers=TWO_LAYERS))
 
 
 def test_prefixes_swap_branches_and_grammars(one_rank):
-    told = told_by(DemoEngines(group_of(2), num_layers=TWO_LAYERS))
-    assert tokens(told) == tokens(one_rank)
-    for name, each in told.items():
+    received = received_by(DemoEngines(group_of(2), num_layers=TWO_LAYERS))
+    assert tokens(received) == tokens(one_rank)
+    for name, each in received.items():
         for branch, logprobs in each.logprobs.items():
             expected = [one.logprob for one in one_rank[name].logprobs[branch]]
             np.testing.assert_allclose([one.logprob for one in logprobs], expected, atol=1e-4)
@@ -73,10 +73,10 @@ def test_a_request_goes_on_from_one_rank_to_two_and_back(one_rank):
     history: tuple[BranchHistory, ...] = ()
     tokens_of: dict[int, list[int]] = {}
     for engines, num_steps in ((whole, 5), (divided, 5), (whole, 100)):
-        engine, told = engines.make(), {}
+        engine, received = engines.make(), {}
         engine.add_request(request_of(1, KINDS[1], history))
-        run_steps(engine, told, num_steps)
-        for branch, new in told["1"].branches.items():
+        run_steps(engine, received, num_steps)
+        for branch, new in received["1"].branches.items():
             tokens_of.setdefault(branch, []).extend(new)
         history = tuple(BranchHistory(token_ids=tuple(tokens_of[branch])) for branch in range(3))
     assert tokens_of == one_rank["1"].branches
@@ -84,7 +84,7 @@ def test_a_request_goes_on_from_one_rank_to_two_and_back(one_rank):
 
 def test_drafts_and_copied_heads_change_no_token(one_rank):
     engines = DemoEngines(group_of(4), num_layers=TWO_LAYERS)
-    assert tokens(told_by(engines, drafter=NgramDrafter(1, 4))) == tokens(one_rank)
+    assert tokens(received_by(engines, drafter=NgramDrafter(1, 4))) == tokens(one_rank)
 
 
 def test_settings_build_a_divided_engine():

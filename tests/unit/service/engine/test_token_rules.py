@@ -25,14 +25,14 @@ def engine():
     return DemoEngines(NumpyOps(FLOAT32)).make(max_num_seqs=8, prefix_caching=True)
 
 
-def texts(told):
-    return [TOKENIZER.decode(tokens) for _, tokens in sorted(told.items())]
+def texts(received):
+    return [TOKENIZER.decode(tokens) for _, tokens in sorted(received.items())]
 
 
 @pytest.mark.parametrize("params", [{"n": 2, "best_of": 3}, {"temperature": 0.0, "logprobs": 2}])
 def test_the_end_of_the_reasoning_is_forced(engine, params):
-    told, _ = run(engine, ask("budget", None, rules=TokenRules(reasoning=BUDGET), max_tokens=9, **params))
-    for tokens in told.values():
+    received, _ = run(engine, ask("budget", None, rules=TokenRules(reasoning=BUDGET), max_tokens=9, **params))
+    for tokens in received.values():
         assert tuple(tokens[3 : 3 + len(END)]) == END
         assert "</think>" not in TOKENIZER.decode(tokens[:3])
 
@@ -42,17 +42,17 @@ def test_beams_and_a_grammar_after_it(engine):
     grammar = write_grammar(GrammarTask(GrammarSpec("regex", "[0-9]{3}"), None, thought), TOKENIZER)
     rules = TokenRules(reasoning=BUDGET)
     beams = {"beam": BeamSearch(width=2), "n": 2, "max_tokens": 20, "temperature": 0.0}
-    told, ends = run(engine, ask("beams", grammar, rules=rules, **beams), ask("one", grammar, rules=rules))
+    received, ends = run(engine, ask("beams", grammar, rules=rules, **beams), ask("one", grammar, rules=rules))
     assert {*ends.values()} == {EndReason.STOP}
-    for tokens in told.values():
+    for tokens in received.values():
         assert tuple(tokens[3 : 3 + len(END)]) == END
         assert TOKENIZER.decode(tokens).rpartition("</think>")[2].strip().isdigit()
 
 
 def test_it_resumes_after_any_token(engine):
     rules = TokenRules(reasoning=BUDGET, bad_words=((TOKENIZER.encode("the", add_special_tokens=False)[0],),))
-    told, _ = run(engine, ask("whole", None, rules=rules, max_tokens=10))
-    whole = told["whole", 0]
+    received, _ = run(engine, ask("whole", None, rules=rules, max_tokens=10))
+    whole = received["whole", 0]
     for cut in (1, 3, 4, 7):
         history = (BranchHistory(token_ids=tuple(whole[:cut])),)
         rest, _ = run(engine, ask(f"cut {cut}", None, history, rules=rules, max_tokens=10))
@@ -61,13 +61,13 @@ def test_it_resumes_after_any_token(engine):
 
 def test_allowed_ids_and_bad_words(engine):
     ids = tuple(TOKENIZER.encode(" 1 2 3 4 5", add_special_tokens=False))
-    told, ends = run(engine, ask("few", None, rules=TokenRules(allowed_token_ids=ids), max_tokens=8))
-    assert {*told["few", 0]} <= {*ids}
+    received, ends = run(engine, ask("few", None, rules=TokenRules(allowed_token_ids=ids), max_tokens=8))
+    assert {*received["few", 0]} <= {*ids}
     assert ends["few"] is EndReason.LENGTH
     free, _ = run(engine, ask("free", None, max_tokens=8))
     pair = tuple(free["free", 0][3:5])
-    told, _ = run(engine, ask("bad", None, rules=TokenRules(bad_words=(pair,)), max_tokens=8))
-    assert told["bad", 0][:4] == free["free", 0][:4]
-    assert told["bad", 0][4] != pair[1]
+    received, _ = run(engine, ask("bad", None, rules=TokenRules(bad_words=(pair,)), max_tokens=8))
+    assert received["bad", 0][:4] == free["free", 0][:4]
+    assert received["bad", 0][4] != pair[1]
     _, ends = run(engine, ask("none", regex_grammar("a"), rules=TokenRules(allowed_token_ids=ids)))
     assert ends["none"] is EndReason.GRAMMAR

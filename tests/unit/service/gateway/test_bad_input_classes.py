@@ -114,7 +114,7 @@ async def at_queue(gateway, endpoint, body):
     return gateway.queue.ingress.said
 
 
-async def test_every_class_is_refused_by_name_at_both_doors(model_folder, caplog):
+async def test_every_class_is_refused_by_name_at_both_gateways(model_folder, caplog):
     async with open_gateway(model_folder, QuickQueue(ingress=Recorder)) as gateway:
         for name, endpoint, change, param in REFUSED:
             body = {**(PROMPT if endpoint == COMPLETIONS else MESSAGES), **change}

@@ -167,7 +167,7 @@ class Doors:
 
 
 @pytest.fixture(scope="module")
-def doors(model_folder):
+def gateways(model_folder):
     with asyncio.Runner() as runner:
         opened = open_gateway(model_folder, runner.run(_queue()))
         gateway = runner.run(opened.__aenter__())
@@ -191,16 +191,16 @@ def entry(endpoint, body):
 @example((COMPLETIONS, {**BODIES[COMPLETIONS], "stop_token_ids": [-(2**63)]}))
 @example((COMPLETIONS, {**BODIES[COMPLETIONS], "logit_bias": {"\ud800": 1}}))
 @example((CHAT, {**BODIES[CHAT], "messages": [{"role": "user", "content": "\x00"}]}))
-def test_any_body(doors, case):
+def test_any_body(gateways, case):
     endpoint, body = case
-    status, error = doors.http(endpoint, json.dumps(body).encode())
+    status, error = gateways.http(endpoint, json.dumps(body).encode())
     late = isinstance(body.get("timeout"), int | float)
     assert status in (200, 400, 404) or (late and status == 504)
     try:
         payload = entry(endpoint, body)
     except (ValueError, OverflowError):  # no msgpack, so no producer could write it
         return
-    there = doors.queue(payload)
+    there = gateways.queue(payload)
     if late or (error and error["code"] == "invalid_json") or (there and there["code"] == "invalid_message"):
         return  # time, NaN and the like are told apart by other words
     if there and there["param"] == "logprobs" and not error:
@@ -221,8 +221,8 @@ response_changes = st.dictionaries(st.sampled_from(RESPONSE_FIELDS), values | it
 @example({"previous_response_id": "{\x00}"})
 @example({"include": ["message.output_text.logprobs"], "top_logprobs": 20, "stream": True})
 @example({"background": True, "stream": True})
-def test_any_response(doors, changes):
-    status, _ = doors.response(json.dumps({**RESPONSE, **changes}).encode())
+def test_any_response(gateways, changes):
+    status, _ = gateways.response(json.dumps({**RESPONSE, **changes}).encode())
     assert status in (200, 400, 404) or ("timeout" in changes and status == 504)
 
 
@@ -273,20 +273,20 @@ def test_any_body_of_other_routes(embedding_gateway, data, path):
 
 @EXAMPLES
 @given(st.data(), st.sampled_from(sorted(BODIES)))
-def test_mangled_json(doors, data, endpoint):
-    status, _ = doors.http(endpoint, data.draw(mangled(json.dumps(BODIES[endpoint]).encode())))
+def test_mangled_json(gateways, data, endpoint):
+    status, _ = gateways.http(endpoint, data.draw(mangled(json.dumps(BODIES[endpoint]).encode())))
     assert status in (200, 400, 404)
 
 
 @EXAMPLES
 @given(st.data(), st.sampled_from(sorted(BODIES)))
-def test_mangled_msgpack(doors, data, endpoint):
-    error = doors.queue(data.draw(mangled(entry(endpoint, BODIES[endpoint]))))
+def test_mangled_msgpack(gateways, data, endpoint):
+    error = gateways.queue(data.draw(mangled(entry(endpoint, BODIES[endpoint]))))
     assert error is None or error["code"] != "internal_error"
 
 
 @EXAMPLES
 @given(st.binary(max_size=200))
-def test_random_bytes(doors, data):
-    assert doors.http(COMPLETIONS, data)[0] == 400
-    assert doors.queue(data)["code"] == "invalid_message"
+def test_random_bytes(gateways, data):
+    assert gateways.http(COMPLETIONS, data)[0] == 400
+    assert gateways.queue(data)["code"] == "invalid_message"

@@ -130,7 +130,7 @@ def _visible(value):
     return bytes(byte for byte in value if byte > 32)
 
 
-class Door:
+class FuzzedGateway:
     """A gateway that random requests are sent to, each on a connection of its own."""
 
     def __init__(self, runner, gateway, routes):
@@ -170,16 +170,17 @@ def _has_error_fields(answer):
 
 
 @pytest.fixture(scope="module", params=["open", "locked"])
-def door(request, model_folder):
+def gateway(request, model_folder):
     with asyncio.Runner() as runner:
         locked = {"api_key": (KEY,), "allowed_hosts": ("localhost", "*.good.example")}
         opened = open_gateway(model_folder, read_timeout=0.5, **(locked if request.param == "locked" else {}))
-        gateway = runner.run(opened.__aenter__())
-        door = Door(runner, gateway, [])
-        door.routes += [route for route in door.get("/")[1]["routes"] if route not in ("/readyz", "/health", "/ping")]
-        door.response = b"/v1/responses/" + door.post("/v1/responses", RESPONSE)[1]["id"].encode()
-        yield door
-        assert door.get("/v1/models")[0] == 200
+        gateway = FuzzedGateway(runner, runner.run(opened.__aenter__()), [])
+        gateway.routes += [
+            route for route in gateway.get("/")[1]["routes"] if route not in ("/readyz", "/health", "/ping")
+        ]
+        gateway.response = b"/v1/responses/" + gateway.post("/v1/responses", RESPONSE)[1]["id"].encode()
+        yield gateway
+        assert gateway.get("/v1/models")[0] == 200
         runner.run(opened.__aexit__(None, None, None))
 
 
@@ -213,8 +214,8 @@ def requests(draw):
 @example(lambda routes: request_of(b"POST", b"/v1/completions", [b"Origin: http://["], JSON_BODY))
 @example(lambda routes: request_of(b"GET", b"/v1/batches?limit=000000001" + b"0" * 5000, []))
 @example(lambda routes: request_of(b"GET", b"/livez", [b"Expect: \xff"]))
-def test_any_headers_and_queries(door, build):
-    assert door.fault(build(door.routes)) is None
+def test_any_headers_and_queries(gateway, build):
+    assert gateway.fault(build(gateway.routes)) is None
 
 
 def request_of(method, target, lines, body=b""):
@@ -240,31 +241,37 @@ CRAFTED_LINES = [name + b": " + value for name, values in CRAFTED.items() for va
         (b"POST", b"/v1/files", FORM_BODY),
     ],
 )
-def test_every_crafted_header(door, method, target, body):
+def test_every_crafted_header(gateway, method, target, body):
     faults = []
     for line in CRAFTED_LINES:
-        faults.append((line, door.fault(request_of(method, target, [line], body))))
+        faults.append((line, gateway.fault(request_of(method, target, [line], body))))
     assert [(line, fault) for line, fault in faults if fault] == []
 
 
 @pytest.mark.parametrize("name", QUERIES)
-def test_every_crafted_query(door, name):
+def test_every_crafted_query(gateway, name):
     faults = []
-    for target in (b"/v1/files", b"/v1/batches", door.response, door.response + b"/input_items", b"/v1/requests/x"):
+    for target in (
+        b"/v1/files",
+        b"/v1/batches",
+        gateway.response,
+        gateway.response + b"/input_items",
+        b"/v1/requests/x",
+    ):
         for value in QUERY_VALUES:
             for text in (quote_from_bytes(value).encode(), _visible(value)):
                 path = target + b"?" + name.encode() + b"=" + text
-                faults.append((path, door.fault(request_of(b"GET", path, []))))
+                faults.append((path, gateway.fault(request_of(b"GET", path, []))))
     assert [(path, fault) for path, fault in faults if fault] == []
 
 
-def test_every_crafted_id_on_every_route(door):
+def test_every_crafted_id_on_every_route(gateway):
     faults = []
-    for route in door.routes:
+    for route in gateway.routes:
         for method in (b"GET", b"POST", b"DELETE") if "{" in route else (b"GET",):
             for text in {form for each in IDS for form in (quote_from_bytes(each, safe="").encode(), _visible(each))}:
                 path = b"/".join(text if part.startswith("{") else part.encode() for part in route.split("/"))
-                faults.append((path, door.fault(request_of(method, path, []))))
+                faults.append((path, gateway.fault(request_of(method, path, []))))
     assert [(path, fault) for path, fault in faults if fault] == []
 
 
@@ -284,13 +291,13 @@ KIND = b"Content-Type: multipart/form-data; boundary=b"
 
 
 @pytest.mark.parametrize("ending", [b"--b--\r\n", b"--b--", b"", b"--b\r\n", b"--c--\r\n", b"\r\n"])
-def test_every_crafted_form(door, ending):
+def test_every_crafted_form(gateway, ending):
     faults = []
     purpose = b"--b\r\nContent-Disposition: form-data; name=purpose\r\n\r\nbatch\r\n"
     for line in PART_LINES:
         for before in ([], [b"Content-Disposition: form-data; name=file"]):
             body = purpose + b"--b\r\n" + b"\r\n".join([*before, line, b"", b"{}", ending])
-            faults.append((line, door.fault(request_of(b"POST", b"/v1/files", [KIND], body))))
+            faults.append((line, gateway.fault(request_of(b"POST", b"/v1/files", [KIND], body))))
     assert [(line, fault) for line, fault in faults if fault] == []
 
 
@@ -298,5 +305,5 @@ def test_every_crafted_form(door, ending):
 @given(
     st.lists(st.sampled_from([*PART_LINES, b"--b", b"--b--", b"--c", b"", b"{}"]) | st.binary(max_size=30), max_size=8)
 )
-def test_any_form(door, lines):
-    assert door.fault(request_of(b"POST", b"/v1/files", [KIND], b"\r\n".join([b"--b", *lines]))) is None
+def test_any_form(gateway, lines):
+    assert gateway.fault(request_of(b"POST", b"/v1/files", [KIND], b"\r\n".join([b"--b", *lines]))) is None

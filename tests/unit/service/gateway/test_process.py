@@ -17,7 +17,7 @@ def settings(folder, **more):
     return Settings(model=folder, port=0, drain_timeout=0.1, **more)
 
 
-async def test_serves_until_it_is_told_to_stop(model_folder):
+async def test_serves_until_it_is_stopped(model_folder):
     stop, urls = asyncio.Event(), []
     running = asyncio.create_task(run_gateway(settings(model_folder), QuickQueue(), stop, on_ready=urls.append))
     while not urls:

@@ -38,15 +38,15 @@ async def test_files_are_bounded_in_bytes(model_folder, is_freed_by):
     async with open_gateway(model_folder, **QUOTA) as gateway:
         status, first, _ = await upload(gateway, 40 * KIB, ONE)
         assert status == 200
-        status, told, retry_after = await upload(gateway, 40 * KIB, ONE)
-        assert (status, told["error"]["code"], told["error"]["type"]) == (
+        status, received, retry_after = await upload(gateway, 40 * KIB, ONE)
+        assert (status, received["error"]["code"], received["error"]["type"]) == (
             429,
             "storage_quota_exceeded",
             "rate_limit_error",
         )
         assert retry_after
         for word in ("files", str(64 * KIB), "delete"):
-            assert word in told["error"]["message"]
+            assert word in received["error"]["message"]
         assert (await upload(gateway, 40 * KIB, TWO))[0] == 200, "others go on"
         if is_freed_by == "delete":
             async with gateway.http.delete(f"{gateway.url}/v1/files/{first['id']}", **ONE) as response:
@@ -182,11 +182,11 @@ async def test_a_batch_that_waits_says_that_it_is_cancelled(model_folder):
         assert (await client.batches.retrieve(batch.id)).status == "cancelling"
 
 
-async def test_a_full_queue_memory_is_told_with_503(model_folder):
+async def test_a_full_queue_memory_is_reported_with_503(model_folder):
     async with open_gateway(model_folder, api_key=("one",), queue_memory_share=0.5) as gateway:
         gateway.queue.data.batch_data.ledger.max_memory_bytes = 64 * KIB
-        status, told, retry_after = await upload(gateway, 40 * KIB, ONE)
-        assert (status, told["error"]["code"]) == (503, "storage_full")
+        status, received, retry_after = await upload(gateway, 40 * KIB, ONE)
+        assert (status, received["error"]["code"]) == (503, "storage_full")
         assert retry_after
         chat = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "background": True}
         assert (await gateway.post(CHAT, chat, **ONE))[0] == 202
@@ -208,8 +208,8 @@ async def test_answers_go_on_to_their_files_where_a_gateway_stopped(model_folder
     async with open_gateway(model_folder, queue) as gateway, client_of(gateway) as client:
         batch = await ended(client, (await submit(client, jsonl(*(line(number) for number in range(40))))).id)
         assert (batch.status, batch.request_counts.completed) == ("completed", 40)
-        told = await answers(client, batch.output_file_id)
-        assert [each["custom_id"] for each in told] == [f"line-{number}" for number in range(40)]
+        received = await answers(client, batch.output_file_id)
+        assert [each["custom_id"] for each in received] == [f"line-{number}" for number in range(40)]
         file = await client.files.retrieve(batch.output_file_id)
         assert file.bytes == len((await client.files.content(batch.output_file_id)).content)
         assert len(gateway.worker.jobs) == 40
@@ -237,7 +237,7 @@ async def test_a_file_that_is_deleted_while_it_is_read_breaks_its_download_off(m
                 await response.read()
 
 
-async def test_bodies_beyond_the_share_of_a_client_wait_and_are_told_to_come_again(model_folder, monkeypatch):
+async def test_bodies_beyond_the_share_of_a_client_wait_and_get_a_retry_after(model_folder, monkeypatch):
     monkeypatch.setattr("service.gateway.http.body_budget.WAIT_S", 0.2)
     settings = {"max_body_bytes_in_flight": 1 << 20, "max_body_bytes": 512 * KIB, "api_key": ("one", "two")}
     async with open_gateway(model_folder, **settings) as gateway:

@@ -61,7 +61,7 @@ def test_a_few_places_are_kept_for_who_was_there_lately(wait_s, num_reserved):
     assert budget.num_reserved == num_reserved
 
 
-def test_what_each_tenant_holds_is_told_in_branches():
+def test_what_each_tenant_holds_is_reported_in_branches():
     slots = SlotCapacity(32, 1000)
     slots.add_job(job(0, "flooder", n=3, best_of=3), 0, 0.0)
     slots.add_job(job(1, "flooder", num_tokens=100), 0, 0.0)

@@ -90,7 +90,7 @@ class BrokenExecutor(ScriptedExecutor):
         return super().launch(plan)
 
 
-def test_death_is_told_and_its_requests_are_open_still():
+def test_death_is_reported_and_its_requests_are_open_still():
     harness = Harness(BrokenExecutor(64, 4))
     harness.add("a", 5)
     assert isinstance(harness.deaths.get(timeout=WAIT_S), RuntimeError)

@@ -47,9 +47,9 @@ def test_news_of_a_job_that_goes_on_elsewhere_keep_what_only_a_first_event_tells
 
 def test_the_prompt_and_as_many_branches_as_there_may_be_stand_in_one_event():
     max_n = next(field for field in fields(Settings) if field.name == "max_n").metadata["high"]
-    told = (TokenLogprob(-1.0, (1, 2), (-1.0, -2.0)),)
-    parts = [BranchOutput(branch, (5,), told, EndReason.LENGTH) for branch in range(max_n)]
-    outputs = [RequestOutput("j", (BranchOutput(0, (3,), told, None, is_prompt=True),), None, (), 2, 0, 0)]
+    received = (TokenLogprob(-1.0, (1, 2), (-1.0, -2.0)),)
+    parts = [BranchOutput(branch, (5,), received, EndReason.LENGTH) for branch in range(max_n)]
+    outputs = [RequestOutput("j", (BranchOutput(0, (3,), received, None, is_prompt=True),), None, (), 2, 0, 0)]
     outputs += [RequestOutput("j", (part,), None, (), 2, part.branch + 1, 0) for part in parts[:-1]]
     outputs.append(RequestOutput("j", (parts[-1],), EndReason.LENGTH, tuple(range(max_n)), 2, max_n, 0))
     event = event_of("01ARZ3NDEKTSV4RRFFQ69G5FAV", 1, outputs)

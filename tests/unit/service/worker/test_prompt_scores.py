@@ -26,14 +26,16 @@ def test_a_long_prompt_takes_several_events_that_fit():
     events = [event_of("j", number, some) for number, some in enumerate(split_by_event(outputs), 1)]
     assert len(events) == 3
     assert all(len(encode(event)) <= LIMITS[Event].max_bytes for event in events)
-    told = [decode(Event, encode(event)) for event in events]
-    assert told == events
-    prompt = [token for event in told for part in event.parts if part.is_prompt for token in unpack_ids(part.tokens)]
+    received = [decode(Event, encode(event)) for event in events]
+    assert received == events
+    prompt = [
+        token for event in received for part in event.parts if part.is_prompt for token in unpack_ids(part.tokens)
+    ]
     assert prompt == list(range(256 * 40))
-    assert [event.end for event in told] == [None, None, EndReason.STOP]
-    assert unpack_ids(told[-1].parts[-1].tokens) == [7, 8]
-    assert num_scored_tokens(told) == 256 * 40 + 1
-    (past,) = branch_histories(told)
+    assert [event.end for event in received] == [None, None, EndReason.STOP]
+    assert unpack_ids(received[-1].parts[-1].tokens) == [7, 8]
+    assert num_scored_tokens(received) == 256 * 40 + 1
+    (past,) = branch_histories(received)
     assert past.token_ids == (7, 8)
     assert past.sum_logprob == -3.0
 

@@ -29,7 +29,7 @@ def join(data, **options):
     return WorkerHarness(memory_pair(data, lease_s=LEASE_S), **options)
 
 
-def told_by(stat, *workers):
+def received_by(stat, *workers):
     return [worker.job_loop._card().stats[stat] for worker in workers]
 
 
@@ -49,9 +49,9 @@ async def test_another_worker_goes_on_where_a_dead_one_stopped(data):
             assert (tokens, end) == (alone([n, 1], 60), EndReason.LENGTH)
             assert usage.completion_tokens == 60
         assert time.monotonic() - killed_s < 3 * LEASE_S + 2.0
-        assert told_by("resumed_total", first, second) == [0, 4]
-        assert told_by("jobs_taken_over_total", first, second) == [0, 4]
-        assert told_by("jobs_lost_total", second) == told_by("num_jobs_held", second) == [0]
+        assert received_by("resumed_total", first, second) == [0, 4]
+        assert received_by("jobs_taken_over_total", first, second) == [0, 4]
+        assert received_by("jobs_lost_total", second) == received_by("num_jobs_held", second) == [0]
 
 
 async def test_a_worker_that_leaves_hands_its_jobs_to_one_that_is_ready(data):
@@ -70,7 +70,7 @@ async def test_a_worker_that_leaves_hands_its_jobs_to_one_that_is_ready(data):
             assert (tokens, end) == (alone([n], 400), EndReason.LENGTH)
 
 
-async def test_what_is_left_after_the_drain_waits_for_whoever_comes(data):
+async def test_what_is_left_after_the_drain_waits_for_the_next_worker(data):
     async with join(data, step_s=0.01) as old:
         job_id, events = await old.submit([3], max_tokens=100)
         await anext(events)
@@ -87,7 +87,7 @@ async def test_who_lost_its_jobs_stops_computing_them(data):
         heir.claims_nothing()
         job_id, events = await zombie.submit([5], max_tokens=500)
         await anext(events)
-        assert told_by("num_jobs_held", zombie) == [1]
+        assert received_by("num_jobs_held", zombie) == [1]
         zombie.queue.renew = zombie.queue.take_over = asyncio.Event().wait
         heir.claims_again()
         async with asyncio.timeout(10):
@@ -97,12 +97,12 @@ async def test_who_lost_its_jobs_stops_computing_them(data):
                 await asyncio.sleep(0.02)
         assert (await read_events(heir.queue.follow(job_id)))[:2] == (alone([5], 500), EndReason.LENGTH)
         (num_lost, none), (num_found,) = (
-            told_by("jobs_lost_total", zombie, heir),
-            told_by("jobs_taken_over_total", heir),
+            received_by("jobs_lost_total", zombie, heir),
+            received_by("jobs_taken_over_total", heir),
         )
         assert 1 <= num_lost <= num_found, "it may claim what it has lost, and lose it again"
         assert none == 0
-        assert told_by("num_jobs_held", zombie) == [0]
+        assert received_by("num_jobs_held", zombie) == [0]
 
 
 async def test_an_engine_that_hangs_loses_its_jobs(data):
@@ -159,10 +159,10 @@ async def serve_with_many_lives(data, is_over):
 async def test_a_job_that_kills_engines_is_buried_and_all_others_complete(data):
     is_over = asyncio.Event()
     supervisor = asyncio.create_task(serve_with_many_lives(data, is_over))
-    door = WorkerHarness(memory_pair(data))
-    jobs = [await door.submit([n, 1], max_tokens=40) for n in range(10)]
-    _, poisoned = await door.submit([POISON, 2], max_tokens=40)
-    jobs += [await door.submit([n, 1], max_tokens=40) for n in range(10, 20)]
+    gateway = WorkerHarness(memory_pair(data))
+    jobs = [await gateway.submit([n, 1], max_tokens=40) for n in range(10)]
+    _, poisoned = await gateway.submit([POISON, 2], max_tokens=40)
+    jobs += [await gateway.submit([n, 1], max_tokens=40) for n in range(10, 20)]
     for n, (_, events) in enumerate(jobs):
         assert (await read_events(events))[:2] == (alone([n, 1], 40), EndReason.LENGTH)
     assert (await read_events(poisoned))[1] is EndReason.POISONED
@@ -173,13 +173,13 @@ async def test_a_job_that_kills_engines_is_buried_and_all_others_complete(data):
 
 
 async def test_suspects_are_tried_one_by_one_and_the_innocent_go_on_together(data):
-    door = memory_pair(data)
+    gateway = memory_pair(data)
     async with join(data, step_s=0.005) as worker:
         worker.duties.cancel()
         jobs = [await worker.submit([n], max_tokens=100) for n in range(3)]
         for _ in range(SUSPECT_AFTER_DEATHS):
-            await door.fetch(4, 0.0)
-            await door.hand_back([job_id for job_id, _ in jobs], "somebody was to blame")
+            await gateway.fetch(4, 0.0)
+            await gateway.hand_back([job_id for job_id, _ in jobs], "somebody was to blame")
         tried, fetch_suspect = [], worker.queue.fetch_suspect
 
         async def fetch_and_note():
@@ -217,7 +217,7 @@ async def test_a_cancel_heard_between_claim_and_start_counts(data):
         assert (await read_events(events))[1] is EndReason.CANCELLED
 
 
-def test_the_past_of_each_branch_is_what_was_told_of_it():
+def test_the_past_of_each_branch_is_what_was_reported_of_it():
     def part(branch, ids, logprobs=None, end=None):
         packed = None
         if logprobs is not None:

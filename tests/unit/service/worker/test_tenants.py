@@ -27,7 +27,7 @@ async def flood(worker, max_tokens=LONG):
     return [(*job, first) for job, first in zip(jobs, firsts, strict=True)]
 
 
-async def test_newcomers_are_answered_before_the_flood_and_nobody_loses_a_token():
+async def test_newcomers_are_answered_before_the_flood_and_none_loses_a_token():
     async with WorkerHarness(memory_pair(), step_s=STEP_S) as worker:
         jobs, logs = await flood(worker), worker.queue.data.logs
         small = [await worker.submit([n, 3], tenant=f"small{n}", max_tokens=SHORT) for n in range(6)]

@@ -67,7 +67,7 @@ class House:
         self.watchdog.stop()
 
 
-def test_a_hung_step_is_told_once_with_its_place(caplog):
+def test_a_hung_step_is_reported_once_with_its_place(caplog):
     gate = Gate()
     house = House(gate, step_timeout_s=0.2)
     house.work()
@@ -119,6 +119,6 @@ def test_a_step_that_holds_the_interpreter_is_ended_too():
     assert "hold_the_interpreter" in ended.stderr
 
 
-def test_a_watchdog_that_was_stopped_bites_nobody():
+def test_a_watchdog_that_was_stopped_ends_no_process():
     ended = run_python(ARMED + "dog.stop(); time.sleep(1.5)")
     assert (ended.returncode, ended.stderr) == (0, "")

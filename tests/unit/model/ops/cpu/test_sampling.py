@@ -225,10 +225,10 @@ def test_rows_without_a_number_are_flagged_and_leave_the_others_alone():
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-38, 1e-45])
-@pytest.mark.parametrize("wishes", [{}, {"top_p": 0.9}, {"top_k": 3, "min_p": 0.1}], ids=str)
-def test_a_tiny_temperature_is_greedy_not_nan(temperature, wishes):
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 3, "min_p": 0.1}], ids=str)
+def test_a_tiny_temperature_is_greedy_not_nan(temperature, options):
     """Even where logits divided by it are more than a number can be."""
     logits = np.array([[1, 2, 4, 3], [-1, -2, -0.5, -4], [-2, -1, 0, -3]] * 4, np.float32)
-    sampled = sample(logits, temperature=temperature, **wishes)
+    sampled = sample(logits, temperature=temperature, **options)
     assert sampled.token_ids.tolist() == [2] * 12
     assert not sampled.is_nan.any()

@@ -38,8 +38,10 @@ with ThreadPoolExecutor(4) as threads:
     cubins = threads.map(lambda _: compile_cubin("copy_blocks", "90a", {"QUIRE_DTYPE": 2}), range(4))
     print([cubin[:4] for cubin in cubins])
 """
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
-    assert told.strip() == str([b"\x7fELF"] * 4)
+    received = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    assert received.strip() == str([b"\x7fELF"] * 4)
 
 
 def test_a_kernel_is_compiled_once(tmp_path, compiled):

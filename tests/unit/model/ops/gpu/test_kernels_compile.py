@@ -217,7 +217,7 @@ def test_it_compiles(name, dtype, architecture):
         assert kernels.compile_cubin(name, architecture, defines).startswith(b"\x7fELF")
 
 
-def test_a_mistake_is_told_with_its_line():
+def test_a_mistake_is_reported_with_its_line():
     reason = "no compiler: needs the packages of the compile extra"
     kernels = pytest.importorskip("model.ops.gpu.kernels", reason=reason, exc_type=ImportError)
     with pytest.raises(kernels.KernelError, match=r"types\.cuh\(\d+\).*QUIRE_DTYPE is 0, 1 or 2"):

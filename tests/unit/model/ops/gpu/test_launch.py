@@ -29,11 +29,11 @@ class LookingDriver:
     def _look(self, config: int, kernel: int, addresses: int, extra: int | None) -> int:
         at = (ctypes.c_void_p * len(self.kinds)).from_address(addresses)
         values = tuple(map(self._read, self.kinds, at))
-        told = _Config.from_address(config)
-        attribute = told.attributes[0]
-        sizes = (tuple(told.grid), tuple(told.block), told.shared_bytes)
-        early = (told.num_attributes, attribute.id, attribute.value)
-        self.launches.append((kernel, sizes, told.stream, early, values, extra))
+        received = _Config.from_address(config)
+        attribute = received.attributes[0]
+        sizes = (tuple(received.grid), tuple(received.block), received.shared_bytes)
+        early = (received.num_attributes, attribute.id, attribute.value)
+        self.launches.append((kernel, sizes, received.stream, early, values, extra))
         return self._status
 
     @staticmethod
@@ -73,8 +73,8 @@ def test_a_refused_launch_is_an_error():
         launcher(LookingDriver(status=700))(KERNEL, (2,), 32, (), 0)
 
 
-@pytest.mark.parametrize(("overlaps", "told"), [(True, [(6, 1), (4, 5)]), (False, [(4, 5)])])
-def test_blocks_of_a_cluster_are_told_beside_the_early_start_or_alone(overlaps, told):
+@pytest.mark.parametrize(("overlaps", "received"), [(True, [(6, 1), (4, 5)]), (False, [(4, 5)])])
+def test_blocks_of_a_cluster_are_reported_beside_the_early_start_or_alone(overlaps, received):
     seen = []
 
     def look(config: int, *_) -> int:
@@ -88,7 +88,7 @@ def test_blocks_of_a_cluster_are_told_beside_the_early_start_or_alone(overlaps, 
     launch = launcher(driver)
     launch(KERNEL, (10,), 32, (), 0, overlaps=overlaps, cluster=5)
     launch(KERNEL, (10,), 32, (), 0)
-    assert seen == [told, [(6, 1)]]
+    assert seen == [received, [(6, 1)]]
 
 
 def test_a_device_is_asked_how_many_clusters_it_has_room_for():

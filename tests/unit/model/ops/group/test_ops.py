@@ -11,7 +11,7 @@ from model.ops.group.arrays import PartialSums, Section, Split, SplitArray, divi
 from model.ops.group.ops import GroupOps
 from model.ops.weight import Weight
 from tests.support.group import group_of, loaded
-from tests.support.sampling_cases import random_bias, random_mask, random_penalties, random_wishes, uploaded
+from tests.support.sampling_cases import random_bias, random_mask, random_options, random_penalties, uploaded
 
 ONE = NumpyOps()
 
@@ -90,8 +90,8 @@ def test_tokens_and_logprobs_are_those_of_one_rank(rng, num_ranks: int, vocab: i
     }
     parts = split_on(ops, logits, Split(1, (Section(vocab),)))
     for kept in ({}, fixed, {"with_logprobs": True, "num_logprobs": 5}, {"adjusts_logprobs": True} | fixed):
-        wishes = random_wishes(rng, 24, vocab, **kept)
-        sampled, expected = ops.sample(parts, uploaded(wishes, ops.upload)), ONE.sample(logits, wishes)
+        options = random_options(rng, 24, vocab, **kept)
+        sampled, expected = ops.sample(parts, uploaded(options, ops.upload)), ONE.sample(logits, options)
         for name, array in vars(expected).items():
             if array is not None:
                 assert ops.download(getattr(sampled, name)).tobytes() == array.tobytes(), name
@@ -117,8 +117,8 @@ def test_the_best_of_the_parts_is_the_whole_s(rng, monkeypatch, num_ranks: int, 
     parts, out = split_on(ops, logits, Split(1, (Section(vocab),))), ops.empty((64,), np.dtype(np.int32))
     penalties, bias = random_penalties(rng, 64, vocab), random_bias(rng, 64, vocab)
     for shaped in ({}, {"penalties": penalties, "bias": bias}):
-        wishes = random_wishes(rng, 64, vocab, temperature=temperature, **off, **shaped)
-        sampled, expected = ops.sample(parts, uploaded(wishes, ops.upload), out), ONE.sample(logits, wishes)
+        options = random_options(rng, 64, vocab, temperature=temperature, **off, **shaped)
+        sampled, expected = ops.sample(parts, uploaded(options, ops.upload), out), ONE.sample(logits, options)
         np.testing.assert_array_equal(ops.download(sampled.is_nan), expected.is_nan)
         np.testing.assert_array_equal(ops.download(sampled.token_ids), expected.token_ids)
         np.testing.assert_array_equal(ops.download(out), expected.token_ids)

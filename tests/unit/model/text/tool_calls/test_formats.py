@@ -93,11 +93,11 @@ def read(form: str, pieces: list[str], names=NAMES, max_calls=None) -> tuple[str
 
 @pytest.mark.parametrize(("form", "text", "said", "calls"), READINGS)
 def test_readings(form, text, said, calls):
-    told = read(form, [text])
-    assert told == (text if said is None else said, calls)
-    assert read(form, list(text)) == told
+    received = read(form, [text])
+    assert received == (text if said is None else said, calls)
+    assert read(form, list(text)) == received
     for size in (2, 3, 7):
-        assert read(form, [text[i : i + size] for i in range(0, len(text), size)]) == told
+        assert read(form, [text[i : i + size] for i in range(0, len(text), size)]) == received
 
 
 WORDS = [
@@ -113,7 +113,7 @@ WORDS = [
     st.lists(st.sampled_from(WORDS), max_size=10),
     st.randoms(use_true_random=False),
 )
-def test_however_it_arrives_it_is_told_the_same(form, words, rng):
+def test_however_it_arrives_it_reads_the_same(form, words, rng):
     text = "".join(words)
     whole = read(form, [text])
     cuts = sorted(rng.sample(range(len(text) + 1), k=min(len(text) + 1, 5)))
@@ -123,7 +123,7 @@ def test_however_it_arrives_it_is_told_the_same(form, words, rng):
         assert whole[0] == text
 
 
-def test_arguments_are_told_while_they_come():
+def test_arguments_are_sent_while_they_come():
     stream = ToolCallStream(HERMES.syntax, dict.fromkeys(NAMES))
     assert stream.push('<tool_call>{"name": "stop", "arg') == []
     assert stream.push('uments": {"a": "b') == [CallStart(0, "stop"), ArgumentsDelta(0, '{"a": "b')]

@@ -94,7 +94,7 @@ def test_readings(text, said, calls):
     assert check("pythonic", text) == (said, [(call, "{}") if isinstance(call, str) else call for call in calls])
 
 
-def test_arguments_are_told_while_they_come():
+def test_arguments_are_sent_while_they_come():
     stream = ToolCallStream(PYTHONIC.syntax, SCHEMAS)
     assert stream.push("[get_weather(ci") == []
     assert stream.push("ty='Os") == [CallStart(0, "get_weather"), ArgumentsDelta(0, '{"city": "Os')]

@@ -17,10 +17,10 @@ from model.text.tool_calls.reader import CallReader
 from model.text.tool_calls.stream import MAX_RESCANS, ArgumentsDelta, CallStart, TextDelta, ToolCallStream
 
 SCHEMAS = {"get_weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}, "stop": None}
-Told = tuple[str, list[tuple[str, str]]]
+Received = tuple[str, list[tuple[str, str]]]
 
 
-def read(form: str, parts: Sequence[str], *, holds_calls: bool = False) -> Told:
+def read(form: str, parts: Sequence[str], *, holds_calls: bool = False) -> Received:
     stream = ToolCallStream(CALL_FORMATS[form].syntax, SCHEMAS, holds_calls=holds_calls)
     said, calls = "", []
     for news in [one for part in parts for one in stream.push(part)] + stream.flush():
@@ -44,18 +44,18 @@ def is_whole(arguments: str) -> bool:
         return False
 
 
-def check(form: str, text: str, cuts: Sequence[int] = ()) -> Told:
+def check(form: str, text: str, cuts: Sequence[int] = ()) -> Received:
     """Check the invariants of any text and return its events."""
-    told = {}
+    received = {}
     for holds in (False, True):
-        told[holds] = read(form, [text], holds_calls=holds)
+        received[holds] = read(form, [text], holds_calls=holds)
         bounds = [0, *sorted(cuts), len(text)]
-        assert read(form, list(text), holds_calls=holds) == told[holds]
+        assert read(form, list(text), holds_calls=holds) == received[holds]
         parts = [text[i:j] for i, j in itertools.pairwise(bounds)]
-        assert read(form, parts, holds_calls=holds) == told[holds]
-    said, calls = told[True]
+        assert read(form, parts, holds_calls=holds) == received[holds]
+    said, calls = received[True]
     assert all(name in SCHEMAS and is_whole(arguments) for name, arguments in calls)
-    assert [call for call in told[False][1] if is_whole(call[1])] == calls  # what is streamed and whole is the same
+    assert [call for call in received[False][1] if is_whole(call[1])] == calls  # what is streamed and whole is the same
     rest = iter(text)
     assert all(char in rest for char in said)
     if not calls:
@@ -196,10 +196,10 @@ def test_every_valid_call_is_found_and_the_rest_is_text(mixture, rng):
     ],
 )  # fmt: skip
 def test_readings(form, text, said, calls):
-    told = check(form, text, [len(text) // 2])
-    assert told[1] == calls
+    received = check(form, text, [len(text) // 2])
+    assert received[1] == calls
     if said is not None:
-        assert told[0] == said
+        assert received[0] == said
 
 
 @pytest.mark.parametrize(

@@ -64,14 +64,14 @@ READINGS = [
 
 @pytest.mark.parametrize(("text", "said", "calls"), READINGS)
 def test_readings(text, said, calls):
-    told = read("qwen3_coder", [text], SCHEMAS)
-    assert told == (text if said is None else said, calls)
-    assert read("qwen3_coder", list(text), SCHEMAS) == told
+    received = read("qwen3_coder", [text], SCHEMAS)
+    assert received == (text if said is None else said, calls)
+    assert read("qwen3_coder", list(text), SCHEMAS) == received
     for size in (2, 3, 7):
-        assert read("qwen3_coder", [text[i : i + size] for i in range(0, len(text), size)], SCHEMAS) == told
+        assert read("qwen3_coder", [text[i : i + size] for i in range(0, len(text), size)], SCHEMAS) == received
 
 
-def test_a_text_is_told_while_it_comes():
+def test_a_text_is_sent_while_it_comes():
     stream = ToolCallStream(QWEN3_CODER.syntax, SCHEMAS)
     assert stream.push("<tool_call>\n<function=get_weather>\n<parameter") == []
     assert stream.push("=city>\nOs") == [CallStart(0, "get_weather"), ArgumentsDelta(0, '{"city": "Os')]

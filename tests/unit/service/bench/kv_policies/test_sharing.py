@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_said():
         share("parallel", 6, (8, 16), num_blocks=12)
 
 
-def test_wishes():
+def test_options():
     assert (params_for("parallel", 4, 9, 0).num_branches, params_for("beam", 4, 9, 0).num_branches) == (4, 4)
     assert params_for("beam", 4, 9, 0).beam.width == params_for("beam", 4, 9, 0).n == 4
 

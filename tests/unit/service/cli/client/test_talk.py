@@ -64,10 +64,10 @@ async def test_a_refusal_is_one_line(folder, capsys):
             (["--api-key", "right", "--model", "other", "Hi"], "model"),
         ):
             assert await quire("chat", "--url", gateway.url, *flags) == 1
-            told = capsys.readouterr().err
-            assert told.startswith("quire chat: ")
-            assert complaint in told
-            assert told.count("\n") == 1
+            received = capsys.readouterr().err
+            assert received.startswith("quire chat: ")
+            assert complaint in received
+            assert received.count("\n") == 1
 
 
 async def test_an_answer_that_fails_behind_its_beginning_fails(folder, capsys):
@@ -113,10 +113,10 @@ async def test_ctrl_c_where_a_line_is_awaited_leaves_the_chat(folder):
         quire = await asyncio.create_subprocess_exec(*argv, gateway.url, stdin=theirs, stdout=theirs, stderr=theirs)
         os.close(theirs)
         os.write(ours, b"Hi\n")
-        told = b""
-        while told.count(b"> ") < 2:
-            told += await asyncio.to_thread(os.read, ours, 4096)
-        assert b"Hello world." in told
+        received = b""
+        while received.count(b"> ") < 2:
+            received += await asyncio.to_thread(os.read, ours, 4096)
+        assert b"Hello world." in received
         while Path(f"/proc/{quire.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
             await asyncio.sleep(0.01)  # it has yet to begin to wait
         quire.send_signal(signal.SIGINT)
@@ -131,10 +131,10 @@ async def test_top_draws_a_live_service(folder, capsys):
         gateway.worker.stats = {"steps_total": 5.0, "num_blocks_free": 8.0, "num_blocks_used": 8.0}
         await gateway.worker.announce()
         assert await quire("top", "--url", gateway.url, "--once", "--every", "0.1") == 0
-    told = capsys.readouterr().out
-    assert "requests  0 open" in told
-    assert "worker    scripted" in told
-    assert "8 used" in told
+    received = capsys.readouterr().out
+    assert "requests  0 open" in received
+    assert "worker    scripted" in received
+    assert "8 used" in received
 
 
 def test_top_refuses_a_span_that_is_none(capsys):

@@ -5,7 +5,7 @@ from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import SamplingParams
 from service.engine.request import EngineRequest
 from tests.support.demo_engine import DemoEngines
-from tests.support.told import run_steps
+from tests.support.received import run_steps
 
 LONG = (0, 3, *range(300, 360), 1, 4)
 
@@ -23,7 +23,7 @@ def request(name, prompt=LONG, **params):
 def run(engine, *requests):
     for one in requests:
         engine.add_request(one)
-    return {name: told.branches for name, told in run_steps(engine).items()}
+    return {name: received.branches for name, received in run_steps(engine).items()}
 
 
 def test_the_model_itself_drafts_what_it_says(engines):

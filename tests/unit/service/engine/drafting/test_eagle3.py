@@ -8,7 +8,7 @@ from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import SamplingParams
 from service.engine.request import EngineRequest
 from tests.support.demo_engine import DEMO, MAX_LEN, DemoEngines
-from tests.support.told import run_steps
+from tests.support.received import run_steps
 
 PROMPT = (0, 3, *range(300, 360), 1, 4)
 

@@ -5,7 +5,7 @@ import pytest
 
 from model.config import ModelConfig
 from model.ops.cpu.ops import NumpyOps
-from tests.support.demo_engine import DEMO, TWO_LAYERS, DemoEngines, tell_all
+from tests.support.demo_engine import DEMO, TWO_LAYERS, DemoEngines, run_all
 
 FLOAT32 = np.dtype(np.float32)
 DEMO_VOCAB_SIZE = ModelConfig.read(DEMO).vocab_size
@@ -51,30 +51,30 @@ def alone():
 
 @pytest.mark.parametrize("budget", [64, 16])
 def test_together_as_alone(engines, alone, budget):
-    told = tell_all(engines.make(budget=budget))
-    assert {name: tokens for name, (tokens, _) in told.items()} == alone
-    assert [len(told[name][1]) for name in "35"] == [len(told[name][0]) for name in "35"]
-    assert all(len(logprob.top_ids) == 3 for logprob in told["3"][1])
+    received = run_all(engines.make(budget=budget))
+    assert {name: tokens for name, (tokens, _) in received.items()} == alone
+    assert [len(received[name][1]) for name in "35"] == [len(received[name][0]) for name in "35"]
+    assert all(len(logprob.top_ids) == 3 for logprob in received["3"][1])
 
 
 def test_preempted_as_alone(engines, alone):
     engine = engines.make(num_blocks=22)
-    told = tell_all(engine)
+    received = run_all(engine)
     assert engine.stats().num_preemptions > 0
-    assert {name: tokens for name, (tokens, _) in told.items()} == alone
+    assert {name: tokens for name, (tokens, _) in received.items()} == alone
 
 
 def test_penalties_see_every_token(engines):
-    told = tell_all(engines.make(), [{"temperature": 0.0, "frequency_penalty": 2.0, "ignore_eos": True}] * 2)
-    assert len(set(told["0"][0])) > len(told["0"][0]) * 0.6
+    received = run_all(engines.make(), [{"temperature": 0.0, "frequency_penalty": 2.0, "ignore_eos": True}] * 2)
+    assert len(set(received["0"][0])) > len(received["0"][0]) * 0.6
 
 
 def test_the_heads_product_runs_in_the_sizes_met_at_start_alone(alone):
     """Whatever number of sequences a step samples, and for scores of prompts."""
     ops = SizedOps(FLOAT32)
     engines = DemoEngines(ops, num_layers=TWO_LAYERS)
-    told = tell_all(engines.make(budget=64))
-    assert {name: tokens for name, (tokens, _) in told.items()} == alone
-    tell_all(engines.make(), [{"max_tokens": 1, "prompt_logprobs": 2}])
+    received = run_all(engines.make(budget=64))
+    assert {name: tokens for name, (tokens, _) in received.items()} == alone
+    run_all(engines.make(), [{"max_tokens": 1, "prompt_logprobs": 2}])
     assert set(ops.head_rows) <= set(SizedOps.SIZES)
     assert len(ops.head_rows) > 3

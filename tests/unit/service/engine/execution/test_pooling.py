@@ -45,7 +45,7 @@ def ask(name: str, prompt=PROMPT, pooling: str | None = "mean", **params) -> Eng
 
 def run(engine, *requests) -> dict[str, np.ndarray]:
     """By request its vector, told once and with its end; none where none is told."""
-    told = {}
+    received = {}
     for request in requests:
         engine.add_request(request)
     while engine.has_work:
@@ -54,18 +54,18 @@ def run(engine, *requests) -> dict[str, np.ndarray]:
         for output in engine.drain_request_outputs():
             if output.embedding:
                 assert output.end is EndReason.LENGTH
-                assert output.request_id not in told
-                told[output.request_id] = np.frombuffer(output.embedding, "<f4")
-    return told
+                assert output.request_id not in received
+                received[output.request_id] = np.frombuffer(output.embedding, "<f4")
+    return received
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 @pytest.mark.parametrize("budget", [256, 16, 7])
 def test_chunks_make_the_vector_of_the_whole(engines, expected, pooling, budget):
     others = [ask(f"other{i}", PROMPT[i : i + 20], pooling=None, max_tokens=30) for i in range(3)]
-    told = run(engines.make(budget=budget), *others, ask("r", pooling=pooling))
-    assert list(told) == ["r"]
-    np.testing.assert_allclose(told["r"], expected(pooling), atol=1e-5)
+    received = run(engines.make(budget=budget), *others, ask("r", pooling=pooling))
+    assert list(received) == ["r"]
+    np.testing.assert_allclose(received["r"], expected(pooling), atol=1e-5)
 
 
 def test_an_executor_that_runs_ahead_pools_alike(expected):
@@ -73,33 +73,33 @@ def test_an_executor_that_runs_ahead_pools_alike(expected):
     engine = DemoEngines(AheadOps(FLOAT32), num_layers=TWO_LAYERS).make(
         budget=16
     )  # one engine: its captures take long on a CPU
-    told = run(engine, *others, ask("a"), ask("b", pooling="last"))
-    np.testing.assert_allclose(told["a"], expected("mean"), atol=1e-5)
-    np.testing.assert_allclose(told["b"], expected("last"), atol=1e-5)
+    received = run(engine, *others, ask("a"), ask("b", pooling="last"))
+    np.testing.assert_allclose(received["a"], expected("mean"), atol=1e-5)
+    np.testing.assert_allclose(received["b"], expected("last"), atol=1e-5)
 
 
-def test_prompts_of_one_step_are_told_apart(engines, expected):
+def test_prompts_of_one_step_are_distinguished(engines, expected):
     prompts = {"a": PROMPT[:9], "b": PROMPT[9:40], "c": PROMPT[40:41]}
-    told = run(engines.make(budget=256), *(ask(name, prompt) for name, prompt in prompts.items()))
+    received = run(engines.make(budget=256), *(ask(name, prompt) for name, prompt in prompts.items()))
     for name, prompt in prompts.items():
-        np.testing.assert_allclose(told[name], expected("mean", prompt), atol=1e-5)
+        np.testing.assert_allclose(received[name], expected("mean", prompt), atol=1e-5)
 
 
 def test_a_prompt_that_is_in_memory_is_pooled_all_the_same(engines, expected):
     engine = engines.make(prefix_caching=True)
     run(engine, ask("before", pooling=None, max_tokens=4))
-    told = run(engine, ask("a"), ask("b", pooling="last"))
-    np.testing.assert_allclose(told["a"], expected("mean"), atol=1e-5)
-    np.testing.assert_allclose(told["b"], expected("last"), atol=1e-5)
+    received = run(engine, ask("a"), ask("b", pooling="last"))
+    np.testing.assert_allclose(received["a"], expected("mean"), atol=1e-5)
+    np.testing.assert_allclose(received["b"], expected("last"), atol=1e-5)
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 24])
 def test_vectors_survive_preemption(engines, expected, num_host_blocks):
     engine = engines.make(num_blocks=24, budget=24, num_host_blocks=num_host_blocks)
-    told = run(engine, *(ask(f"{i}", max_tokens=40) for i in range(3)))
+    received = run(engine, *(ask(f"{i}", max_tokens=40) for i in range(3)))
     assert engine.stats().num_preemptions > 0
-    assert len(told) == 3
-    for vector in told.values():
+    assert len(received) == 3
+    for vector in received.values():
         np.testing.assert_allclose(vector, expected("mean"), atol=1e-5)
 
 

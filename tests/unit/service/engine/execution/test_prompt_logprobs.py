@@ -46,16 +46,16 @@ def run(engine, *requests):
 
 
 @pytest.fixture(scope="module")
-def told(engines):
+def received(engines):
     """A prompt of 70 tokens, the last 50 of which were generated, and what was said of those."""
     _, said = run(engines.make(), ask("r", max_tokens=50, logprobs=3))
     ids, logprobs = said["r"]
     return (*START, *ids), logprobs
 
 
-def assert_alike(scored, told, first=1):
+def assert_alike(scored, received, first=1):
     ids, logprobs = scored
-    prompt, generated = told
+    prompt, generated = received
     assert tuple(ids) == prompt[first:]
     assert len(logprobs) == len(ids)
     for one, other in zip(logprobs[-len(generated) :], generated, strict=True):
@@ -65,50 +65,50 @@ def assert_alike(scored, told, first=1):
 
 
 @pytest.mark.parametrize("budget", [256, 16, 7])
-def test_scores_are_what_generation_says(engines, told, budget):
+def test_scores_are_what_generation_says(engines, received, budget):
     others = [ask(f"other{i}", START[i:], max_tokens=30) for i in range(3)]
-    scored, _ = run(engines.make(budget=budget), *others, ask("r", told[0], prompt_logprobs=3))
+    scored, _ = run(engines.make(budget=budget), *others, ask("r", received[0], prompt_logprobs=3))
     assert list(scored) == ["r"]
-    assert_alike(scored["r"], told)
+    assert_alike(scored["r"], received)
     assert scored["r"][1][0].top_ids != ()
 
 
-def test_rows_are_taken_a_few_at_a_time(engines, told, monkeypatch):
+def test_rows_are_taken_a_few_at_a_time(engines, received, monkeypatch):
     monkeypatch.setattr("service.engine.execution.prompt_logprobs.MAX_ROWS", 8)
-    scored, _ = run(engines.make(budget=256), ask("r", told[0], prompt_logprobs=3))
-    assert_alike(scored["r"], told)
+    scored, _ = run(engines.make(budget=256), ask("r", received[0], prompt_logprobs=3))
+    assert_alike(scored["r"], received)
 
 
-def test_a_prompt_that_is_in_memory_is_scored_all_the_same(engines, told):
+def test_a_prompt_that_is_in_memory_is_scored_all_the_same(engines, received):
     engine = engines.make()
-    run(engine, ask("before", told[0]))
-    scored, _ = run(engine, ask("a", told[0], prompt_logprobs=3), ask("b", told[0], prompt_logprobs=3))
-    assert_alike(scored["a"], told)
-    assert_alike(scored["b"], told)
+    run(engine, ask("before", received[0]))
+    scored, _ = run(engine, ask("a", received[0], prompt_logprobs=3), ask("b", received[0], prompt_logprobs=3))
+    assert_alike(scored["a"], received)
+    assert_alike(scored["b"], received)
 
 
-def test_branches_have_one_prompt(engines, told):
+def test_branches_have_one_prompt(engines, received):
     params = {"prompt_logprobs": 3, "n": 3, "best_of": 3, "temperature": 1.0}
-    scored, said = run(engines.make(), ask("r", told[0], **params))
-    assert_alike(scored["r"], told)
+    scored, said = run(engines.make(), ask("r", received[0], **params))
+    assert_alike(scored["r"], received)
     assert len(said["r"][0]) == 6
 
 
-def test_scores_survive_preemption(engines, told):
+def test_scores_survive_preemption(engines, received):
     engine = engines.make(num_blocks=24, budget=24)
-    requests = [ask(f"{i}", told[0], prompt_logprobs=3, max_tokens=40) for i in range(3)]
+    requests = [ask(f"{i}", received[0], prompt_logprobs=3, max_tokens=40) for i in range(3)]
     scored, _ = run(engine, *requests)
     assert engine.stats().num_preemptions > 0
     for i in range(3):
-        assert_alike(scored[f"{i}"], told)
+        assert_alike(scored[f"{i}"], received)
 
 
-def test_another_engine_tells_only_what_was_not_told(engines, told):
-    scored, _ = run(engines.make(budget=16), ask("r", told[0], num_scored_tokens=33, prompt_logprobs=3))
+def test_another_engine_tells_only_what_was_not_received(engines, received):
+    scored, _ = run(engines.make(budget=16), ask("r", received[0], num_scored_tokens=33, prompt_logprobs=3))
     ids, logprobs = scored["r"]
-    assert tuple(ids) == told[0][33:]
+    assert tuple(ids) == received[0][33:]
     assert len(logprobs) == len(ids) == 37
-    scored, _ = run(engines.make(), ask("r", told[0], num_scored_tokens=len(told[0]), prompt_logprobs=3))
+    scored, _ = run(engines.make(), ask("r", received[0], num_scored_tokens=len(received[0]), prompt_logprobs=3))
     assert not scored
 
 
@@ -118,9 +118,9 @@ def test_a_prompt_of_one_token_has_nothing_to_tell(engines):
     assert len(said["r"][0]) == 2
 
 
-def test_a_cancelled_request_tells_no_more(engines, told):
+def test_a_cancelled_request_tells_no_more(engines, received):
     engine = engines.make(budget=16)
-    engine.add_request(ask("r", told[0], prompt_logprobs=0))
+    engine.add_request(ask("r", received[0], prompt_logprobs=0))
     engine.step()
     engine.cancel("r", EndReason.CANCELLED)
     scored, _ = run(engine)

@@ -103,7 +103,7 @@ def test_every_block_shows_whose_it_is():
     assert sorted(picture).count(FREE) == 4
 
 
-def test_what_copies_fill_shows_until_somebody_counts_on_it():
+def test_what_copies_fill_shows_until_something_counts_on_it():
     pool = BlockPool(4)
     swapped, saved = pool.allocate(2)
     picture = render_blocks(pool, [("a", [swapped])], moving=[swapped, saved])

@@ -15,7 +15,7 @@ from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import PROTECTED_STEPS, Preemption
 from service.engine.scheduling.swap_cost import COPY_SLOWDOWN, EngineLoad, Rates, SwapCostModel
 from tests.fakes.scripted_executor import ScriptedExecutor
-from tests.support.demo_engine import DEMO, DemoEngines, tell_all
+from tests.support.demo_engine import DEMO, DemoEngines, run_all
 from tests.support.random_operations import alone
 
 SIZE = 4
@@ -41,14 +41,16 @@ def load(engine, count=6, prompt_len=10, max_tokens=30):
         params = SamplingParams(max_tokens=max_tokens)
         prompt = (n, *range(20, 20 + prompt_len - 1))
         engine.add_request(EngineRequest(request_id=str(n), prompt=prompt, sampling=params))
-    told = {}
+    received = {}
     while engine.has_work:
         engine.step()
         engine.check_invariants()
         for output in engine.drain_request_outputs():
-            told.setdefault(output.request_id, []).extend(token for part in output.parts for token in part.token_ids)
+            received.setdefault(output.request_id, []).extend(
+                token for part in output.parts for token in part.token_ids
+            )
     for n in range(count):
-        assert told[str(n)] == alone((n, *range(20, 20 + prompt_len - 1)), 0, max_tokens)[0]
+        assert received[str(n)] == alone((n, *range(20, 20 + prompt_len - 1)), 0, max_tokens)[0]
 
 
 @pytest.mark.parametrize("caching", [False, True])
@@ -89,7 +91,7 @@ def test_what_preemptions_cost_is_counted(mode, num_host_blocks):
     assert (stats.swap_in_s > 0) == (mode == "swap" and num_host_blocks > 0)
 
 
-def test_nothing_is_counted_as_computed_again_that_nobody_had_to_leave():
+def test_nothing_is_counted_as_computed_again_that_none_had_to_leave():
     engine, _, _ = engine_of(mode="recompute", num_blocks=128)
     load(engine)
     stats = engine.stats()
@@ -258,10 +260,10 @@ def by_themselves(engines):
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_the_demo_model_says_the_same_after_a_swap_on_poisoned_blocks(engines, by_themselves, prefix_caching):
     engine = engines.make(num_blocks=22, num_host_blocks=60, prefix_caching=prefix_caching, poisons=True)
-    told = tell_all(engine)
+    received = run_all(engine)
     assert engine._scheduler.preemption.num_swapped > 0
     assert engine._kv.host.num_blocks_in > 0
-    assert {name: tokens for name, (tokens, _) in told.items()} == by_themselves
+    assert {name: tokens for name, (tokens, _) in received.items()} == by_themselves
 
 
 @pytest.mark.parametrize("max_model_len", [2, 3, 4])

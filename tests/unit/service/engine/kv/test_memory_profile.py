@@ -48,7 +48,7 @@ def test_a_gpu_gives_its_share_less_what_is_taken():
     assert plan(SizedOps("cuda", 60 * GIB), reserved_bytes=10 * GIB, max_num_seqs=4096).num_blocks < memory.num_blocks
 
 
-def test_a_cpu_gives_a_bounded_part_and_nobody_more_than_the_sequences_can_use():
+def test_a_cpu_gives_a_bounded_part_and_none_more_than_the_sequences_can_use():
     assert plan(SizedOps("numpy", 60 * GIB), max_num_seqs=4096).num_blocks * 524288 == 2 * GIB
     assert plan(SizedOps("cuda", 60 * GIB), max_num_seqs=2).num_blocks == 2 * 4096 // 16
 
@@ -86,12 +86,12 @@ def test_check_tells_the_pool_that_serve_makes(capsys, monkeypatch, free_gib, fl
     monkeypatch.setattr(NumpyOps, "memory_bytes", lambda self: (int(free_gib * GIB), 80 * GIB))
     flags = ["--device", "cpu", *flags]
     assert main(["check", *flags]) == 0
-    told = capsys.readouterr().out
+    received = capsys.readouterr().out
     settings = read_settings(SERVE, make_parser().parse_args([SERVE, *flags]), {})
     made = build_engine(replace(settings, model=DEMO_MODEL), progress=False)
     pool = made.engine.pool
-    assert f"{pool.num_blocks} of {made.memory.block_size} tokens, {made.memory.block_bytes} bytes each" in told
-    assert re.search(rf"longest sequence +{made.memory.max_model_len} tokens", told)
+    assert f"{pool.num_blocks} of {made.memory.block_size} tokens, {made.memory.block_bytes} bytes each" in received
+    assert re.search(rf"longest sequence +{made.memory.max_model_len} tokens", received)
     assert made.executor.kv.shape[0] == pool.num_blocks
 
 

@@ -12,7 +12,7 @@ from service.engine.scheduling.preemption import PROTECTED_STEPS, Preemption
 from service.errors import EndReason
 from tests.fakes.scripted_executor import ScriptedExecutor
 from tests.support.random_operations import alone
-from tests.support.told import run_steps
+from tests.support.received import run_steps
 
 SIZE = 4
 EOS = 7
@@ -33,7 +33,7 @@ class EngineLoad:
         preemption = Preemption(kv, FairShare(kv, MAX_SEQS), mode=mode)
         self.engine = Engine(executor, kv, limits, frozenset({EOS}), preemption=preemption)
         self.asked: dict[str, EngineRequest] = {}
-        self.told = {}
+        self.received = {}
 
     def ask(self, tenant, count=1, prompt_len=3, max_tokens=40, **params):
         """So many requests; their ids are the tenant's name and their numbers."""
@@ -46,7 +46,7 @@ class EngineLoad:
             self.engine.add_request(request)
 
     def step(self, count=1):
-        run_steps(self.engine, self.told, count)
+        run_steps(self.engine, self.received, count)
 
     def running(self, tenant=None):
         """Requests that run, the oldest first."""
@@ -59,12 +59,12 @@ class EngineLoad:
 
     def finish(self):
         """Every answer is what it would be alone, and nothing is held."""
-        run_steps(self.engine, self.told)
+        run_steps(self.engine, self.received)
         assert not self.engine.has_work
         for name, request in self.asked.items():
-            if self.told[name].end is EndReason.CANCELLED or request.sampling.beam is not None:
+            if self.received[name].end is EndReason.CANCELLED or request.sampling.beam is not None:
                 continue
-            for branch, (tokens, end) in self.told[name].by_branch().items():
+            for branch, (tokens, end) in self.received[name].by_branch().items():
                 assert tokens == _alone(request, branch)
                 assert end is EndReason.LENGTH
         assert self.engine.stats().num_blocks_used == 0
@@ -186,7 +186,7 @@ def test_beams_leave_and_come_back_too():
     crowd.step(4)
     assert len(crowd.running("small")) == 2
     crowd.finish()
-    assert all(told.end is not None for told in crowd.told.values())
+    assert all(received.end is not None for received in crowd.received.values())
 
 
 def test_a_tenant_with_its_share_waits_for_its_own():
@@ -214,12 +214,12 @@ def test_blocks_are_called_back_like_places(num_host_blocks, transfer_steps):
     assert "small4" in crowd.running()
     assert crowd.running("flood") == ["flood0", "flood1", "flood2"]
     crowd.step(20)
-    assert "small4" in crowd.told, "it is not the victim of those that grow"
-    assert len(crowd.told["small4"].branches[0]) == 20
+    assert "small4" in crowd.received, "it is not the victim of those that grow"
+    assert len(crowd.received["small4"].branches[0]) == 20
     crowd.finish()
 
 
-def test_nobody_leaves_for_who_could_not_begin_all_the_same():
+def test_none_leaves_for_who_could_not_begin_all_the_same():
     crowd = EngineLoad(num_blocks=60)
     crowd.ask("flood", 2, prompt_len=100, max_tokens=8)
     crowd.step(6)
@@ -248,4 +248,4 @@ def test_a_cancel_or_an_end_while_it_waits_to_come_back():
     for number in (6, 7):
         crowd.engine.cancel(f"flood{number}", EndReason.CANCELLED)
     crowd.finish()
-    assert crowd.told["flood7"].end is EndReason.CANCELLED
+    assert crowd.received["flood7"].end is EndReason.CANCELLED

@@ -61,8 +61,8 @@ async def test_embeddings(model_folder, is_enabled):
         gateway.worker.script = lambda job: Script([[5]], EndReason.LENGTH, embedding=(0.5, 0.25))
         batch = await ended(client, (await submit(client, jsonl(*lines), EMBEDDINGS)).id)
         if not is_enabled:
-            told = await answers(client, batch.error_file_id)
-            assert [each["response"]["body"]["error"]["code"] for each in told] == ["embeddings_disabled"] * 2
+            received = await answers(client, batch.error_file_id)
+            assert [each["response"]["body"]["error"]["code"] for each in received] == ["embeddings_disabled"] * 2
             return
         first, second = [each["response"]["body"] for each in await answers(client, batch.output_file_id)]
         assert [each["embedding"] for each in first["data"]] == [[0.5, 0.25], [0.5, 0.25]]

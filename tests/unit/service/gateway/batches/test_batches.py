@@ -128,9 +128,9 @@ async def test_a_batch_answers_every_line_in_order_and_in_the_lowest_lane(folder
         batch = await ended(client, created.id)
         assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 150, 0)
         assert batch.error_file_id is None
-        told = await answers(client, batch.output_file_id)
-        assert [each["custom_id"] for each in told] == [f"line-{number}" for number in range(150)]
-        for each in told:
+        received = await answers(client, batch.output_file_id)
+        assert [each["custom_id"] for each in received] == [f"line-{number}" for number in range(150)]
+        for each in received:
             assert each["error"] is None
             assert each["response"]["status_code"] == 200
             assert each["response"]["body"]["choices"][0]["message"]["content"] == "Hello world."
@@ -142,7 +142,7 @@ async def test_a_batch_answers_every_line_in_order_and_in_the_lowest_lane(folder
     assert batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
 
 
-async def test_a_line_that_runs_past_its_own_timeout_is_told_so(folder):
+async def test_a_line_that_runs_past_its_own_timeout_is_reported(folder):
     slow, other = line(0), line(1)
     slow["body"] = {**slow["body"], "timeout": 0.05}
     async with open_gateway(folder) as gateway, client_of(gateway) as client:
@@ -151,9 +151,9 @@ async def test_a_line_that_runs_past_its_own_timeout_is_told_so(folder):
         )
         batch = await ended(client, (await submit(client, jsonl(slow, other))).id)
         assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 1, 1)
-        (told,) = await answers(client, batch.error_file_id)
-    assert (told["custom_id"], told["response"]["status_code"]) == ("line-0", 504)
-    assert told["response"]["body"]["error"]["code"] == "deadline"
+        (received,) = await answers(client, batch.error_file_id)
+    assert (received["custom_id"], received["response"]["status_code"]) == ("line-0", 504)
+    assert received["response"]["body"]["error"]["code"] == "deadline"
 
 
 async def test_a_line_that_never_comes_to_its_end_is_given_up(folder):
@@ -162,9 +162,9 @@ async def test_a_line_that_never_comes_to_its_end_is_given_up(folder):
         batch = await ended(client, (await submit(client, jsonl(line(0)))).id)
         assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 0, 1)
         assert len(gateway.worker.jobs) == progress.MAX_LATE == 3
-        (told,) = await answers(client, batch.error_file_id)
-    assert (told["custom_id"], told["response"]["status_code"]) == ("line-0", 504)
-    error = told["response"]["body"]["error"]
+        (received,) = await answers(client, batch.error_file_id)
+    assert (received["custom_id"], received["response"]["status_code"]) == ("line-0", 504)
+    error = received["response"]["body"]["error"]
     assert error["code"] == "deadline"
     assert error["message"].endswith("So it did each of the 3 times that it was asked.")
 
@@ -220,13 +220,13 @@ async def test_lines_that_cannot_be_answered_stand_in_the_error_file(folder):
         failing["body"] = {**failing["body"], "seed": 7}
         batch = await ended(client, (await submit(client, jsonl(line(0), bad_wish, stream, failing))).id)
         assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 1, 3)
-        told = await answers(client, batch.error_file_id)
-    assert [(each["custom_id"], each["response"]["status_code"]) for each in told] == [
+        received = await answers(client, batch.error_file_id)
+    assert [(each["custom_id"], each["response"]["status_code"]) for each in received] == [
         ("line-1", 400),
         ("line-2", 400),
         ("line-3", 500),
     ]
-    assert told[0]["response"]["body"]["error"]["param"] == "temperature"
+    assert received[0]["response"]["body"]["error"]["param"] == "temperature"
 
 
 @pytest.mark.parametrize(
@@ -292,8 +292,8 @@ async def test_a_cancelled_batch_keeps_what_was_answered(folder):
         assert (batch.status, batch.request_counts.completed) == ("cancelled", 3)
         assert batch.request_counts.failed == 97
         assert len(await answers(client, batch.output_file_id)) == 3
-        told = await answers(client, batch.error_file_id)
-        assert {each["error"]["code"] for each in told} == {"batch_cancelled"}
+        received = await answers(client, batch.error_file_id)
+        assert {each["error"]["code"] for each in received} == {"batch_cancelled"}
         await gateway.worker.cancelled(50)
         with pytest.raises(openai.ConflictError):
             await client.batches.cancel(created.id)
@@ -316,9 +316,9 @@ async def test_another_gateway_goes_on_where_one_died(folder, monkeypatch):
         settings = Settings(model=folder, served_model_name=MODEL, port=0, drain_timeout=0.2)
         async with serving(settings, gateway.model, MemoryGatewayQueue(queue.data)):
             batch = await ended(client, created.id)
-        told = await answers(client, batch.output_file_id)
+        received = await answers(client, batch.output_file_id)
     assert (batch.status, batch.request_counts.completed) == ("completed", 120)
-    assert len({each["custom_id"] for each in told}) == 120
+    assert len({each["custom_id"] for each in received}) == 120
     assert len(asked) == 120, "a line was asked twice"
 
 

@@ -62,7 +62,7 @@ def test_errors_name_their_lines():
 
 
 @pytest.mark.parametrize("size", [1, 64, 5000])
-def test_a_line_that_is_too_long_is_told_and_not_kept(size):
+def test_a_line_that_is_too_long_is_reported_and_not_kept(size):
     data = row(1) + b"\n" + row(2, body={"x": "y" * 3000}) + b"\n" + row(3) + b"\n[]\n"
     assert wrong(data, sizes=size) == [
         ("The line is longer than 1000 bytes.", 2),

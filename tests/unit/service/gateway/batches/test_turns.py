@@ -27,7 +27,7 @@ def waiting(*names: str) -> list[OpenBatch]:
     return [OpenBatch(name, name[0]) for name in names]
 
 
-def test_tenants_take_turns_and_nobody_has_more_than_two():
+def test_tenants_take_turns_and_none_has_more_than_two():
     many = [f"a{number}" for number in range(30)]
     assert taken(BatchTurns(), waiting(*many), []) == ["a0", "a1"]
     assert taken(BatchTurns(), waiting(*many, "b0", "b1", "b2"), []) == ["a0", "b0", "a1", "b1"]

@@ -179,7 +179,7 @@ async def test_the_same_grammar_is_compiled_once(tokens):
     assert heard == ["compiled", "refused"]
 
 
-async def test_who_waits_too_long_is_told_to_come_again(tokens):
+async def test_who_waits_too_long_gets_a_retry_after(tokens):
     async with open_pool(tokens, num_processes=1, max_cpu_s=WAIT_S, max_wall_s=WAIT_S, max_wait_s=0.2) as pool:
         with pytest.raises(RequestError) as caught:
             await pool.compile(hard(1), "a")

@@ -58,7 +58,7 @@ def test_keys_are_kept_nowhere(tmp_path):
     assert len(make_key()) > 50
 
 
-def test_an_empty_file_lets_nobody_in_and_no_file_everybody(tmp_path):
+def test_an_empty_file_lets_none_in_and_no_file_all(tmp_path):
     assert enters(ring_of(tmp_path / "keys"), "any") is None
     assert KeyRing(()).client_of([]).tenant == "anonymous"
 

@@ -110,7 +110,7 @@ async def test_a_client_that_closes_its_own_side_within_its_request_is_gone(gate
     await client.close()
 
 
-async def test_what_an_old_client_means_by_closing_its_side_cannot_be_told(gateway):
+async def test_what_an_old_client_means_by_closing_its_side_cannot_be_known(gateway):
     """HTTP/1.0 has no interim responses, so the client cannot be probed."""
     gateway.worker.script = lambda job: Script([], None)
     client = await RawClient.connect(gateway.url)

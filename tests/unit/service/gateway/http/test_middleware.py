@@ -86,7 +86,7 @@ def bearer(key):
 
 
 @pytest.mark.parametrize("key", KEYS)
-async def test_known_keys_enter_and_are_told_apart(locked, key):
+async def test_known_keys_enter_and_are_distinguished(locked, key):
     assert (await locked.post(CHAT, BODY, headers=bearer(key)))[0] == 200
     assert (await locked.post(CHAT, BODY, headers={"Authorization": f"bearer {key}"}))[0] == 200
     tenants = {job.tenant for job in locked.worker.jobs}

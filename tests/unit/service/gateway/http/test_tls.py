@@ -69,7 +69,7 @@ async def test_certificate_and_key_in_one_file(made, tmp_path):
         assert context is None
 
 
-async def test_an_encrypted_key_asks_nobody(made, tmp_path):
+async def test_an_encrypted_key_asks_none(made, tmp_path):
     locked = tmp_path / "locked.key"
     command = [OPENSSL, "pkey", "-in", made.key, "-aes128", "-passout", "pass:x", "-out", locked]
     await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True, timeout=30)

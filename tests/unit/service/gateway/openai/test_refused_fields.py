@@ -109,7 +109,7 @@ BOTH = {
 }
 
 
-ONE_DOOR = {
+BY_ENDPOINT = {
     COMPLETIONS: {
         "prompt": [
             "",
@@ -200,9 +200,9 @@ def test_bad_values_are_refused_by_name(endpoint, name):
         assert name in error.message
 
 
-@pytest.mark.parametrize(("endpoint", "name"), [(door, name) for door, names in ONE_DOOR.items() for name in names])
-def test_bad_values_of_one_door_are_refused_by_name(endpoint, name):
-    for value in ONE_DOOR[endpoint][name]:
+@pytest.mark.parametrize(("endpoint", "name"), [(one, name) for one, names in BY_ENDPOINT.items() for name in names])
+def test_bad_values_of_one_endpoint_are_refused_by_name(endpoint, name):
+    for value in BY_ENDPOINT[endpoint][name]:
         error = refused(endpoint, {**BODIES[endpoint], name: value})
         assert error.param.startswith(name), value
         assert name in error.message
@@ -288,7 +288,7 @@ def test_missing_and_null_fields_are_named(endpoint):
 def test_no_value_is_ever_echoed(endpoint):
     secret = "s3cr3t"
     values = (secret, [secret], {"a": secret}, [{"a": secret}], [[secret]])
-    for name in set(BOTH) | set(ONE_DOOR[endpoint]):
+    for name in set(BOTH) | set(BY_ENDPOINT[endpoint]):
         for value in values:
             with contextlib.suppress(RequestError):
                 read_request(endpoint, {**BODIES[endpoint], name: value})

@@ -41,14 +41,14 @@ EVERYTHING = {
 
 def test_everything_that_works():
     request = read_request(COMPLETIONS, EVERYTHING)
-    wishes = request.sampling
+    options = request.sampling
     assert request.prompts == ((1, 2, 3),)
-    assert (wishes.max_tokens, wishes.min_tokens, wishes.temperature, wishes.top_p) == (7, 2, 0, 0.5)
-    assert (wishes.top_k, wishes.min_p, wishes.repetition_penalty) == (4, 0.1, 1.1)
-    assert (wishes.presence_penalty, wishes.frequency_penalty) == (1, -1)
-    assert wishes.logit_bias == ((5, -100.0), (0, 3.5))
-    assert wishes.seed == 2**64 - 1
-    assert (wishes.stop_token_ids, wishes.ignore_eos, wishes.logprobs) == ((9, 8), True, 3)
+    assert (options.max_tokens, options.min_tokens, options.temperature, options.top_p) == (7, 2, 0, 0.5)
+    assert (options.top_k, options.min_p, options.repetition_penalty) == (4, 0.1, 1.1)
+    assert (options.presence_penalty, options.frequency_penalty) == (1, -1)
+    assert options.logit_bias == ((5, -100.0), (0, 3.5))
+    assert options.seed == 2**64 - 1
+    assert (options.stop_token_ids, options.ignore_eos, options.logprobs) == ((9, 8), True, 3)
     assert (request.stop, request.timeout_s) == (("a", "b"), 5)
     assert request.stream
     assert request.include_usage
@@ -85,8 +85,8 @@ def test_chat_logprobs_and_lengths():
 @pytest.mark.parametrize("endpoint", BODIES)
 def test_how_many_choices(endpoint):
     def choices(**more):
-        wishes = read_request(endpoint, {**BODIES[endpoint], **more}).sampling
-        return wishes.n, wishes.best_of, wishes.beam
+        options = read_request(endpoint, {**BODIES[endpoint], **more}).sampling
+        return options.n, options.best_of, options.beam
 
     def beams(**more):
         return choices(use_beam_search=True, **more)

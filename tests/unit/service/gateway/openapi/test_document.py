@@ -71,7 +71,7 @@ async def test_it_has_the_documented_routes_of_the_table_and_their_need_of_a_key
         ("/nowhere", None, answers.Refusal),
     ],
 )
-async def test_answers_have_the_shape_that_is_told(folder, path, body, shape):
+async def test_answers_have_the_shape_that_is_documented(folder, path, body, shape):
     async with open_gateway(folder) as gateway:
         if body is None:
             _, answer = await gateway.get(path)
@@ -81,7 +81,7 @@ async def test_answers_have_the_shape_that_is_told(folder, path, body, shape):
     msgspec.convert(answer, shape, strict=True)
 
 
-async def test_requests_have_the_shape_that_is_told(folder):
+async def test_requests_have_the_shape_that_is_documented(folder):
     async with open_gateway(folder) as gateway:
         _, queued = await gateway.post(COMPLETIONS, {"model": MODEL, "prompt": "the", "background": True})
         msgspec.convert(queued, answers.RequestState, strict=True)
@@ -104,20 +104,20 @@ async def test_requests_have_the_shape_that_is_told(folder):
         ("/v1/requests/{id}", {"Last-Event-ID": "x"}),
     ],
 )
-async def test_what_may_be_asked_beside_a_body_is_told_and_held_to(folder, path, wrong):
+async def test_what_may_be_asked_beside_a_body_is_reported_and_held_to(folder, path, wrong):
     async with open_gateway(folder) as gateway:
         _, document = await gateway.get("/openapi.json")
-        told = {each["name"]: each["in"] for each in document["paths"][path]["get"]["parameters"]}
+        received = {each["name"]: each["in"] for each in document["paths"][path]["get"]["parameters"]}
         _, made = await gateway.post(RESPONSES, {"model": MODEL, "input": "Hi"})
         url = path.format(response_id=made["id"], id=made["id"].removeprefix("resp_"))
         for name, value in wrong.items():
-            how = {"headers": {name: value}} if told[name] == "header" else {"params": {name: value}}
+            how = {"headers": {name: value}} if received[name] == "header" else {"params": {name: value}}
             how.setdefault("params", {})["stream"] = "true"
             status, answer = await gateway.get(url, **how)
             assert (status, answer["error"]["param"]) == (400, name)
 
 
-def test_ranges_and_refused_wishes_are_told():
+def test_ranges_and_refused_options_are_reported():
     fields = openapi_document("1", "m", keys_required=True)["components"]["schemas"]["ChatBody"]["properties"]
     assert fields["temperature"]["anyOf"][0]["maximum"] == 2
     assert {"type": "null"} in fields["top_p"]["anyOf"]

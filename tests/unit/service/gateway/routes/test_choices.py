@@ -317,7 +317,7 @@ async def replies_of(gateway, name, **more):
             await asyncio.sleep(0.005)
 
 
-async def test_choices_at_the_queue_door(gateway):
+async def test_choices_at_the_queue_gateway(gateway):
     gateway.worker.script = saying(gateway, TEXTS[0], TEXTS[2])
     first, second = await replies_of(gateway, "whole", n=2)
     assert (first.index, first.text, first.finish_reason, first.usage, first.done) == (0, TEXTS[0], "stop", None, False)

@@ -1,4 +1,4 @@
-"""`/v1/embeddings` at the door, by the official client: in all forms of input and output, or refused."""
+"""`/v1/embeddings` at the gateway, by the official client: in all forms of input and output, or refused."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ async def test_what_it_does_not_know(model_folder):
         assert await asyncio.to_thread(ask, port, "/livez", "HEAD") == (200, None)
 
 
-async def test_nobody_holds_it_up(model_folder):
+async def test_none_holds_it_up(model_folder):
     async with open_probes(model_folder) as (port, _):
         slow = [socket.create_connection((HOST, port)) for _ in range(2 * probes.MAX_CLIENTS)]
         for sock in slow:

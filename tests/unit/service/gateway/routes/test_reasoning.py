@@ -105,10 +105,10 @@ async def test_without_an_end_there_is_no_content(gateway):
 
 async def test_it_goes_back_to_the_template(gateway):
     for name in ("reasoning", "reasoning_content"):
-        told = {"role": "assistant", "content": None, name: "thus"}
-        await message_of(gateway, messages=[*MESSAGES, told, *MESSAGES])
+        received = {"role": "assistant", "content": None, name: "thus"}
+        await message_of(gateway, messages=[*MESSAGES, received, *MESSAGES])
         assert "<think>thus</think>" in prompt_of(gateway)
-    for bad in ({"role": "user", "content": "a", "reasoning": "b"}, {**told, "reasoning": "other"}):
+    for bad in ({"role": "user", "content": "a", "reasoning": "b"}, {**received, "reasoning": "other"}):
         status, answer = await gateway.post(CHAT, {"messages": [bad]})
         assert status == 400
         assert answer["error"]["param"].startswith("messages[0].reasoning")

@@ -1,4 +1,4 @@
-"""`/v1/responses` at the door, by the official client: whole answers, conversations that go on, and what is refused."""
+"""`/v1/responses`, by the official client: whole answers, conversations that go on, and what is refused."""
 
 from __future__ import annotations
 

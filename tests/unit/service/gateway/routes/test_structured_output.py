@@ -1,4 +1,4 @@
-"""Structured answers at the door: each way to ask becomes one grammar in the job, or is refused by name."""
+"""Structured answers at the gateway: each way to ask becomes one grammar in the job, or is refused by name."""
 
 import json
 

@@ -53,7 +53,7 @@ async def test_embeddings_without_a_model(embedding):
     assert (status, answer["model"]) == (200, MODEL)
 
 
-async def test_prompt_logprobs_are_null_where_nobody_asked(gateway):
+async def test_prompt_logprobs_are_null_where_none_asked(gateway):
     _, chat = await gateway.post(CHAT, BODIES[CHAT])
     _, completion = await gateway.post(COMPLETIONS, {**BODIES[COMPLETIONS], "n": 2})
     assert chat["prompt_logprobs"] is None

@@ -1,4 +1,4 @@
-"""Gateways over one real Redis, in this process or in one of their own: what the measures of the doors run on."""
+"""Gateways over one real Redis, in this process or in one of their own: what the measures of the gateways run on."""
 
 from __future__ import annotations
 

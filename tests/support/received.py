@@ -9,7 +9,7 @@ from service.engine.step import TokenLogprob
 from service.errors import EndReason
 
 
-class Told:
+class Received:
     """All that was said of one request; nothing may follow the end of it or of a branch."""
 
     def __init__(self) -> None:
@@ -50,18 +50,20 @@ class Told:
         )
 
 
-def run_steps(engine: Engine, told: dict[str, Told] | None = None, num_steps: int = 10_000) -> dict[str, Told]:
+def run_steps(
+    engine: Engine, received: dict[str, Received] | None = None, num_steps: int = 10_000
+) -> dict[str, Received]:
     """By request id, what is told in so many steps, or to the end; the engine's books are checked after each."""
-    told = {} if told is None else told
+    received = {} if received is None else received
     while engine.has_work and num_steps:
         num_steps -= 1
         engine.step()
         engine.check_invariants()
-        _hear(engine, told)
-    _hear(engine, told)
-    return told
+        _receive(engine, received)
+    _receive(engine, received)
+    return received
 
 
-def _hear(engine: Engine, told: dict[str, Told]) -> None:
+def _receive(engine: Engine, received: dict[str, Received]) -> None:
     for output in engine.drain_request_outputs():
-        told.setdefault(output.request_id, Told()).hear(output)
+        received.setdefault(output.request_id, Received()).hear(output)
