@@ -54,9 +54,10 @@ def fits_small_m(shape: GemmShape) -> bool:
 
 def file_name(device_name: str, cublaslt_version: int) -> str:
     parts = [device_name, str(cublaslt_version), repr(GEMV_BUILDS), repr((SMALL_M_SPLITS, AHEAD_BYTES))]
-    for kernel, header in ((GEMV, "gemv.cuh"), (SMALL_M, "small_m.cuh")):
+    for kernel, headers in ((GEMV, ("gemv.cuh", "dense_product.cuh")), (SMALL_M, ("small_m.cuh",))):
         path = source_path(kernel)
-        parts += [code_of(source.read_text(encoding="utf-8")) for source in (path, path.with_name(header))]
+        sources = (path, *map(path.with_name, headers))
+        parts += [code_of(source.read_text(encoding="utf-8")) for source in sources]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     return f"linear-{digest}.json"
 
