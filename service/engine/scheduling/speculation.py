@@ -16,6 +16,9 @@ from service.engine.step import Chunk, StepPlan, StepResult
 
 HOST_WEIGHT = 0.05
 """Weight of the last step in the mean of host time."""
+SEQUENCES_PER_WAIT, MAX_WAIT = 8, 3
+"""Steps without a look at guesses after one that drafted nothing: one for so many sequences. A look compares all tokens
+since the last one."""
 
 
 class Speculation:
@@ -43,6 +46,7 @@ class Speculation:
         self._shadows = ShadowDrafts(drafter, max_drafts) if drafter is not None and is_free else None
         self._acceptance = Acceptance()
         self._drafting_s = 0.0
+        self._steps_to_wait = 0
         self.lengths = lengths or DraftLengths()
         self.stats = DraftStats()
         self.last_drafts: dict[Sequence, tuple[int, int]] = {}  # (drafted, accepted) in the last step with decodes
@@ -157,7 +161,19 @@ class Speculation:
     def _choose_shadows(
         self, shadows: ShadowDrafts, rooms: dict[Sequence, int], num_rows: int
     ) -> list[tuple[Sequence, tuple[int, ...]]]:
-        """Return the guesses that are worth their rows. The first ones of a sequence with pending tokens are those."""
+        """Return the guesses that are worth their rows, if this step looks at them."""
+        if self._steps_to_wait:
+            self._steps_to_wait -= 1
+            return []
+        chosen = self._worthwhile(shadows, rooms, num_rows)
+        if not chosen:
+            self._steps_to_wait = min(MAX_WAIT, len(rooms) // SEQUENCES_PER_WAIT)
+        return chosen
+
+    def _worthwhile(
+        self, shadows: ShadowDrafts, rooms: dict[Sequence, int], num_rows: int
+    ) -> list[tuple[Sequence, tuple[int, ...]]]:
+        """Return the guesses that are worth their rows. A sequence's first ones are of its pending tokens."""
         found, gains = [], []
         for sequence, shadow in shadows.look(one for one, room in rooms.items() if room):
             first, room = shadow.num_right + sequence.num_pending_tokens, rooms[sequence]

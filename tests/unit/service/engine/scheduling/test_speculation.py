@@ -106,3 +106,22 @@ def test_a_step_with_drafts_is_collected_before_the_next_is_planned():
             assert plans[1].chunks[0].start > plans[0].chunks[0].start
         engine.drain_outputs()
     assert engine.stats().num_accepted_tokens > 40
+
+
+class CountedDrafter(SilentDrafter):
+    def __init__(self):
+        self.num_calls = 0
+
+    def draft(self, sequences, max_tokens):
+        self.num_calls += 1
+        return super().draft(sequences, max_tokens)
+
+
+def test_many_sequences_that_draft_nothing_are_looked_at_less_often():
+    looks = {}
+    for num_requests in (3, 8):
+        drafter = CountedDrafter()
+        engine, _ = engine_of(drafter)
+        run(engine, num_requests)
+        looks[num_requests] = drafter.num_calls / engine._num_steps
+    assert looks[8] < 0.7 * looks[3]
