@@ -35,7 +35,7 @@ from service.errors import StartupError
 TIMEOUT_S = 300
 
 PARTS = {
-    "device": (build, "open_ops"),
+    "device": (build, "open_devices"),
     "weights, kernels": (build, "size_engine"),
     "of these the weights": (build, "load_model"),
     "graphs": (StepGraphs, "capture"),
