@@ -46,9 +46,17 @@ def request_output(
         num_output = group.num_output_tokens
     num_cached = group.num_cached_tokens or 0
     embedding = group.embedding if choices else b""
-    drafts = group.num_draft_tokens, group.num_accepted_tokens
     return RequestOutput(
-        group.request_id, parts, end, choices, group.num_prompt_tokens, num_output, num_cached, embedding, *drafts
+        group.request_id,
+        parts,
+        end,
+        choices,
+        group.num_prompt_tokens,
+        num_output,
+        num_cached,
+        embedding,
+        group.num_draft_tokens,
+        group.num_accepted_tokens,
     )
 
 
