@@ -26,7 +26,7 @@ SHIPPED = {".py", ".lua", ".json", ".jinja", ".safetensors", ".cu", ".cuh", ".ht
 """Suffixes of the files in a wheel."""
 
 PYTHON_API = Path("service", "offline", "public", "__init__.py")
-"""What `import quire` runs; an editable install maps `quire` to its folder."""
+"""Source of the package `quire`; an editable install maps `quire` to its folder."""
 
 LEFT_OUT = ("__pycache__", "training")
 PAGES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md")

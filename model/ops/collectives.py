@@ -11,7 +11,7 @@ from model.ops.weight import Array
 
 
 class Collectives(Protocol):
-    """Every rank gets the same bits. Results live as those of `Ops`."""
+    """Every rank gets the same bits. Results live as long as those of `Ops`."""
 
     def sum(self, parts: Sequence[Array]) -> list[Array]:
         """Return on each rank the sum of one array per rank: in rank order in float32, rounded once to their dtype."""

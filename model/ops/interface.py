@@ -423,9 +423,9 @@ class PartOps(Ops, Protocol):
     """A backend that samples by parts of the vocabulary, as a rank of a group does."""
 
     def sample_part(self, logits: Array, how: SamplingArrays, first_token: int) -> TokenCandidates:
-        """Return each row's best token of logits [R, n], those of tokens `first_token` to `first_token + n`.
+        """Return each row's best token. logits [R, n] are those of tokens `first_token` to `first_token + n - 1`.
 
-        The order, noise and ties are those of `sample`, without mask, thresholds and log-probabilities.
+        Order, noise and ties as in `sample`; no mask, thresholds or log-probabilities.
         """
 
     def best_candidates(self, parts: TokenCandidates, out: Array | None = None) -> Sampled:

@@ -246,14 +246,14 @@ class Settings:
     )
     tensor_parallel_size: int = _one_of(
         1,
-        "ranks that the model is divided among, on a CPU; a GPU runs it whole",
+        "ranks that the model is divided among, on a CPU; a GPU takes 1 only",
         (1, 2, 4, 8),
         verbs=_ENGINE_VERBS,
     )
     data_parallel_size: int = _integer(
         1,
-        "workers, each with the whole model on --tensor-parallel-size devices of its own; requests go to the one that "
-        "has their prefix or the most room",
+        "workers, each with the whole model on its own --tensor-parallel-size devices; a request goes to the worker "
+        "with its prefix or the most room",
         verbs=(SERVE,),
         low=1,
         high=64,

@@ -41,7 +41,7 @@ class GatewayGroup:
 
 
 class SharedNumbers:
-    """Float64 numbers, those of each gateway in a file, to which its successor adds. For one thread."""
+    """Float64 numbers, a file per gateway. A restarted gateway adds to its predecessor's file. For one thread."""
 
     def __init__(self, name: str, num: int, group: GatewayGroup | None) -> None:
         self._all: list[memoryview[float]] = (

@@ -53,7 +53,7 @@ class Generation:
     def advance(self) -> RequestOutput | None:
         """Take the engine's new outputs. Return an output if there is something new to show.
 
-        Raises ValueError for a request that the engine refuses, RuntimeError for one that failed.
+        Raises ValueError if the engine refuses the request, RuntimeError if it failed.
         """
         new = self._opened.drain()
         if new is None:

@@ -35,7 +35,7 @@ DEFAULT_DRAFTS = 3
 
 
 def check_speculation(settings: Settings, ops: Ops) -> None:
-    """Raises StartupError if the device cannot verify drafts, or make those of a draft model."""
+    """Raises StartupError if the device cannot verify drafts or run the draft model."""
     wanted = settings.speculative_config
     if wanted is not None and ops.name == "cuda":
         raise StartupError("--speculative-config: a GPU does not verify drafts yet (--device cpu)")
@@ -104,7 +104,7 @@ def measure_step_cost(model: Llama, kv: Array, max_model_len: int) -> StepCost:
 
 
 def _seconds(model: Llama, kv: Array, batch: Batch) -> float:
-    """Return the seconds of a forward pass; on one CPU thread without those of other threads."""
+    """Return the seconds of a forward pass: this thread's CPU time on a single NumPy rank, else wall time."""
     is_alone = model.ops.name == "numpy" and model.ops.num_ranks == 1
     clock = time.thread_time if is_alone else time.perf_counter
     start_s = clock()

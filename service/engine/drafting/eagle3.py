@@ -166,7 +166,7 @@ class Eagle3Drafter:
         return hidden[ends - 1], q[ends - 1], int(ends[-1])
 
     def _write_keys(self, sequence: Sequence, kept: _States) -> None:
-        """Write the keys of those of `kept` whose next token is known, and drop them."""
+        """Write the keys of states in `kept` whose next token is known, and drop these states."""
         end = min(kept.end, len(sequence.token_ids) - 1)
         if end <= kept.start:
             return

@@ -1,7 +1,7 @@
 """The adapters in the device's slots.
 
-A group runs only while its adapter has a slot. One that finds none is passed over, at most MAX_OVERTAKEN times: then
-one slot takes no younger group until it is free, and no younger group takes a free one.
+A group runs only while its adapter has a slot. A group without one may be overtaken MAX_OVERTAKEN times.
+Then one slot is reserved: younger groups neither join it nor take a free slot.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from service.engine.sequence import Sequence, SequenceGroup
 from service.engine.step import AdapterLoad
 
 MAX_OVERTAKEN = 16
-"""Groups with other adapters that start before one that waits for a slot."""
+"""Limit of groups with other adapters that may start before a group that waits for a slot."""
 
 
 class AdapterSlotPool:

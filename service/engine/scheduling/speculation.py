@@ -17,8 +17,8 @@ from service.engine.step import Chunk, StepPlan, StepResult
 HOST_WEIGHT = 0.05
 """Weight of the last step in the mean of host time."""
 SEQUENCES_PER_WAIT, MAX_WAIT = 8, 3
-"""Steps without a look at guesses after one that drafted nothing: one for so many sequences. A look compares all tokens
-since the last one."""
+"""After a step that drafts nothing, guesses are not compared for one step per 8 sequences, at most 3. The next
+comparison covers all tokens since."""
 
 
 class Speculation:

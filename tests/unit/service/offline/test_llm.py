@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from service.offline import api, public
 from service.offline.api import (
     LLM,
     BeamSearchParams,
@@ -182,3 +183,8 @@ def test_a_dead_engine_is_an_error_of_every_call(monkeypatch):
     for _ in range(2):
         with pytest.raises(RuntimeError, match="died"):
             made.generate([START] * 3, GREEDY, use_tqdm=False)
+
+
+def test_both_lists_of_public_names_agree():
+    assert public.__all__ == api.__all__
+    assert all(getattr(public, name) is getattr(api, name) for name in api.__all__)
