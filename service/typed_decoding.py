@@ -1,15 +1,18 @@
-"""Decoding into a type, safe in threads.
+"""Decoding into a type and describing it, safe in threads.
 
 msgspec 0.22 builds a type's table at its first use, and a second thread that uses it meanwhile reads NULL: the process
-dies. So the first use of each type is alone. `msgspec.json.Decoder(Kind)` in a module is safe too.
+dies. So the first use of each type is alone. Inspecting a type and its JSON schema build the table too.
+`msgspec.json.Decoder(Kind)` in a module is safe.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 Kind = TypeVar("Kind")
 
@@ -33,6 +36,22 @@ def decode_msgpack(data: bytes, kind: type[Kind]) -> Kind:
     """Raises msgspec.DecodeError, or ValidationError, a kind of it."""
     _build(kind)
     return msgspec.msgpack.decode(data, type=kind)
+
+
+def fields_of(kind: type[msgspec.Struct]) -> tuple[inspect.Field, ...]:
+    """Return the fields of a struct in their order."""
+    _build(kind)
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    return info.fields
+
+
+def schemas_of(kinds: Iterable[Any], ref_template: str) -> dict[str, Any]:
+    """Return the JSON schemas of `kinds` and of the types in them, by name."""
+    kinds = tuple(kinds)
+    for kind in kinds:
+        _build(kind)
+    return msgspec.json.schema_components(kinds, ref_template=ref_template)[1]
 
 
 def _build(kind: Any) -> None:

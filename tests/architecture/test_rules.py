@@ -35,6 +35,8 @@ KEY_PREFIX = "{quire}:"
 KEY_PAGE = "service.queue.keys"
 METRIC_PAGE = "service.observability.metrics"
 DECODING_PAGE = "service.typed_decoding"
+BUILDING = (".type_info", ".multi_type_info", ".schema", ".schema_components")
+"""Functions of msgspec that build a type's table besides decoding."""
 
 
 def large_files(modules: list[Source]) -> list[str]:
@@ -116,7 +118,8 @@ def unsafe_decoding(modules: list[Source]) -> list[str]:
         for call in _calls(module):
             name = ast.unparse(call.func)
             is_typed = name.endswith(".decode") and any(word.arg == "type" for word in call.keywords)
-            if name == "msgspec.convert" or (name.startswith("msgspec.") and is_typed):
+            is_typed |= name.endswith(BUILDING)
+            if name == "msgspec.convert" or (name.startswith(("msgspec.", "inspect.")) and is_typed):
                 found.append(f"{module.name}:{call.lineno} calls {ast.unparse(call)[:60]}")
     return found
 
@@ -168,6 +171,10 @@ BROKEN = [
     ("unprefixed_keys", KEY_PAGE, "def events(job_id):\n    return job_id"),
     ("unsafe_decoding", "service.x", "msgspec.convert(fields, Body)"),
     ("unsafe_decoding", "service.x", "msgspec.json.decode(data, type=Body)"),
+    ("unsafe_decoding", "service.x", "inspect.type_info(Body)"),
+    ("unsafe_decoding", "service.x", "msgspec.inspect.multi_type_info([Body])"),
+    ("unsafe_decoding", "service.x", "msgspec.json.schema(Body)"),
+    ("unsafe_decoding", "service.x", "msgspec.json.schema_components([Body], ref_template='')"),
 ]
 
 

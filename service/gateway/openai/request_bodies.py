@@ -358,14 +358,8 @@ def present(value: Any, kind: type[msgspec.Struct]) -> Any:
 
 @cache
 def _inner_kinds(kind: type[msgspec.Struct]) -> Mapping[str, type[msgspec.Struct]]:
-    found = {field.encode_name: _struct_in(field.type) for field in _fields(kind)}
+    found = {field.encode_name: _struct_in(field.type) for field in typed_decoding.fields_of(kind)}
     return {name: inner for name, inner in found.items() if inner is not None}
-
-
-def _fields(kind: type[msgspec.Struct]) -> tuple[inspect.Field, ...]:
-    info = inspect.type_info(kind)
-    assert isinstance(info, inspect.StructType)
-    return info.fields
 
 
 def _struct_in(of: inspect.Type) -> type[msgspec.Struct] | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from service import typed_decoding
 from service.gateway.anthropic.messages_body import (
     IDLE_COUNT_FIELDS,
     IDLE_MESSAGES_FIELDS,
@@ -105,7 +106,7 @@ ASKED: Mapping[str, tuple[str, Json]] = {
 
 def openapi_document(version: str, model_name: str, *, keys_required: bool, root_path: str = "") -> Json:
     """Return the OpenAPI 3.1 document of a gateway that serves this model."""
-    _, schemas = msgspec.json.schema_components((*BODIES, *answers.ANSWERS), ref_template=REF)
+    schemas = typed_decoding.schemas_of((*BODIES, *answers.ANSWERS), REF)
     for name, schema in schemas.items():
         if name in _REQUEST_PARTS or name in {body.__name__ for body in BODIES}:
             if "model" in schema["properties"]:

@@ -6,13 +6,13 @@ import sys
 import msgspec
 import pytest
 
-from service.typed_decoding import convert, decode_json, decode_msgpack
+from service.typed_decoding import convert, decode_json, decode_msgpack, fields_of, schemas_of
 from tests.support.source_tree import ROOT
 
 FIRST_USES = """
 import sys, threading
 import msgspec
-from service.typed_decoding import convert, decode_json
+from service.typed_decoding import convert, decode_json, fields_of, schemas_of
 
 sys.setswitchinterval(1e-6)
 for _ in range(20):
@@ -22,10 +22,14 @@ for _ in range(20):
 
     def use(number, kind=body, start=start):
         start.wait()
-        if number % 2:
+        if number % 4 == 0:
             convert({"b4": {"x": [{"p1": 2}]}}, kind)
-        else:
+        elif number % 4 == 1:
             decode_json(b'{"b4": {"x": [{"p1": 2}]}}', kind)
+        elif number % 4 == 2:
+            fields_of(kind)
+        else:
+            schemas_of([kind], "{name}")
 
     threads = [threading.Thread(target=use, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -56,3 +60,8 @@ def test_values_are_decoded():
 def test_types_are_strict(fields):
     with pytest.raises(msgspec.ValidationError):
         convert(fields, Body)
+
+
+def test_types_are_described():
+    assert [field.name for field in fields_of(Body)] == ["name", "data"]
+    assert schemas_of([Body], "{name}")["Body"]["required"] == ["name"]
