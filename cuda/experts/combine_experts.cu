@@ -1,6 +1,6 @@
 // combine_experts: out[t] = sum over j of weights[t, j] * x[places[t, j]], added in float32 from j = 0 on.
 //
-//   x [P, H] of sorted pairs, places int32 [T, k], weights float32 [T, k], out [T, H]
+//   x [P, H] of sorted pairs, places int32 [T, k] (-1: no pair), weights float32 [T, k], out [T, H]
 //   grid (T), block (256); without 16-byte alignment a thread takes its elements one by one
 //   reference: NumpyOps.combine_experts
 //   roofline: T (k + 1) H elements moved; 0.8 of copy bandwidth from T k H of 16 MB on
@@ -18,6 +18,7 @@ extern "C" __global__ void __launch_bounds__(256)
         for (int i = threadIdx.x * SIZE; i < width; i += blockDim.x * SIZE) {
             float sum[SIZE] = {};
             for (int j = 0; j < num_used; j++) {
+                if (from[j] < 0) continue;
                 const Vec<T> vec = load_vec(x + static_cast<i64>(from[j]) * width + i);
                 const float weight = by[j];
 #pragma unroll
@@ -32,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(256)
         for (int i = threadIdx.x; i < width; i += blockDim.x) {
             float sum = 0.0f;
             for (int j = 0; j < num_used; j++)
-                sum = fmaf(by[j], to_float(x[static_cast<i64>(from[j]) * width + i]), sum);
+                if (from[j] >= 0) sum = fmaf(by[j], to_float(x[static_cast<i64>(from[j]) * width + i]), sum);
             to[i] = from_float<T>(sum);
         }
     }

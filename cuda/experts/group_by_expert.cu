@@ -1,7 +1,8 @@
 // group_by_expert: sorts pairs of a row and an expert by expert, then by row, and counts each expert's.
 //
 //   ids int32 [T, k], rows int32 [P] (each sorted pair's row), places int32 [T, k] (where pairs are sorted to), offsets
-//   int32 [E + 1]; P = T k, E <= 1024. An id outside 0..E-1 writes nothing.
+//   int32 [E + 1]; P = T k, E <= 1024. A pair with an id outside 0..E-1 is left out: its place is -1, and rows from
+//   offsets[E] on are not written.
 //   grid (1), block (512), dynamic shared memory: 16 E counters of four bytes
 //   reference: NumpyOps.group_by_expert
 //   roofline: 16 P bytes moved; bound by P / 512 rounds of a warp: about 3 us for P = 512, 25 us for P = 65,536
@@ -62,10 +63,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         const int pair = first + lane, id = pair < end ? ids[pair] : -1;
         const bool is_known = id >= 0 && id < num_experts;
         const Alike alike(id);
-        const int place = is_known ? own[id] + alike.before : 0;
+        const int place = is_known ? own[id] + alike.before : -1;
         __syncwarp();
+        if (pair < end) places[pair] = place;
         if (is_known) {
-            places[pair] = place;
             rows[place] = pair / num_used;
             if (alike.before == 0) own[id] += __popc(alike.lanes);
         }

@@ -1,6 +1,7 @@
 // route_experts: the k most probable experts of each row, best first, ties by lower id, and their softmax over all experts.
 //
-//   logits float32 [T, E], ids int32 [T, k], weights float32 [T, k], divided by their sum if `renormalise`; k <= E
+//   logits float32 [T, E], ids int32 [T, k], weights float32 [T, k], divided by their sum if `renormalise`; k <= E; slots
+//   int64 [T] or null: a row whose slot is outside 0..num_slots - 1 is padding, with ids of -1 and weights of 0
 //   A build defines PER_LANE: ceil(E / 32), at most 32.
 //   grid (ceil(T / 8)), block (256): a warp a row
 //   reference: NumpyOps.route_experts
@@ -15,12 +16,21 @@ __device__ __forceinline__ u64 rank_of(float logit, int id) {
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    route_experts(const float* logits, int* ids, float* weights, int num_rows, int num_experts, int num_used,
-                  int renormalise) {
+    route_experts(const float* logits, const i64* slots, int* ids, float* weights, int num_rows, int num_experts,
+                  int num_used, int renormalise, i64 num_slots) {
     start_next_kernel();
     wait_for_previous_kernel();
     const int row = blockIdx.x * (blockDim.x / WARP_SIZE) + threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     if (row >= num_rows) return;
+    int* to_ids = ids + static_cast<i64>(row) * num_used;
+    float* to_weights = weights + static_cast<i64>(row) * num_used;
+    if (slots != nullptr && (slots[row] < 0 || slots[row] >= num_slots)) {
+        for (int j = lane; j < num_used; j += WARP_SIZE) {
+            to_ids[j] = -1;
+            to_weights[j] = 0.0f;
+        }
+        return;
+    }
     const float* from = logits + static_cast<i64>(row) * num_experts;
     float own[PER_LANE], largest = -positive_infinity();
     u64 ranks[PER_LANE];
@@ -38,8 +48,6 @@ extern "C" __global__ void __launch_bounds__(256)
         if (n * WARP_SIZE + lane < num_experts) total += expf(own[n] - largest);
     total = warp_sum(total);
 
-    int* to_ids = ids + static_cast<i64>(row) * num_used;
-    float* to_weights = weights + static_cast<i64>(row) * num_used;
     float sum = 0.0f;
     for (int j = 0; j < num_used; j++) {
         u64 best = 0;

@@ -20,13 +20,16 @@ class Experts:
     down: Weight  # [E, H, I]
 
 
-def experts_mlp(ops: Ops, config: ExpertsConfig, experts: Experts, x: Array) -> Array:
-    """x [T, H] -> [T, H]: the sum of each token's experts, weighted by the router's softmax.
+def experts_mlp(
+    ops: Ops, config: ExpertsConfig, experts: Experts, x: Array, slots: Array | None = None, num_slots: int = 0
+) -> Array:
+    """x [T, H] -> [T, H]: the sum of each token's experts, weighted by the router's softmax; zeros for padding, whose
+    slot is outside 0..num_slots - 1.
 
     Every size follows from T, so a step of T rows can be captured.
     """
     logits = ops.linear(x, experts.router, dtype=np.dtype(np.float32))
-    ids, weights = ops.route_experts(logits, config.num_used, config.renormalises)
+    ids, weights = ops.route_experts(logits, config.num_used, config.renormalises, slots, num_slots)
     groups = ops.group_by_expert(ids, config.num_experts)
     rows = ops.quantise_rows(x) if _takes_fp8(ops, experts.gate_up) else x
     gate_up = ops.experts_linear(rows, experts.gate_up, groups)

@@ -127,7 +127,7 @@ class Llama:
             with ops.scratch():
                 attended = self._attention(index, normed, batch, kv, plans)
                 mlp_input = self._add_norm(attended, residual, layer.mlp_norm, self._mlp_takes_fp8(layer))
-                normed = self._add_norm(self._mlp(index, mlp_input, batch), residual, norm, is_fp8, outputs[is_fp8])
+                normed = self._add_norm(self._mlp(index, mlp_input, batch, kv), residual, norm, is_fp8, outputs[is_fp8])
         return normed
 
     def _hidden_norm_after(self, residual: Array, batch: Batch, kv: Array, plans: Mapping[int, Array | None]) -> Array:
@@ -138,7 +138,7 @@ class Llama:
             with ops.scratch():
                 attended = self._attention(index, self._input(residual, layer.qkv), batch, kv, plans)
                 ops.add_rms_norm(ops.rms_norm(attended, layer.attention_norm, eps), residual, final_norm, eps, normed)
-                mlp = self._mlp(index, self._input(residual, layer.gate_up), batch)
+                mlp = self._mlp(index, self._input(residual, layer.gate_up), batch, kv)
                 ops.add_rms_norm(ops.rms_norm(mlp, layer.mlp_norm, eps), residual, final_norm, eps, normed)
         return normed
 
@@ -209,12 +209,12 @@ class Llama:
         ops.rope_kv_write(qkv, rotation, *target)  # overwrites the scaled keys
         return q
 
-    def _mlp(self, index: int, x: Array | Fp8Rows, batch: Batch) -> Array:
+    def _mlp(self, index: int, x: Array | Fp8Rows, batch: Batch, kv: Array) -> Array:
         """x [T, H] -> [T, H]: SwiGLU, dense or of experts."""
         ops, layer = self.ops, self.weights.layers[index]
         if layer.router is not None and self.config.experts is not None:
             experts = Experts(layer.router, layer.gate_up, layer.down)
-            return experts_mlp(ops, self.config.experts, experts, x)
+            return experts_mlp(ops, self.config.experts, experts, x, batch.slots, kv.shape[0] * kv.shape[4])
         gate_up = self._product(index, "gate_up", x, batch)
         activation = ops.silu_mul_quantised if self._takes_fp8(layer.down) else ops.silu_mul
         return self._product(index, "down", activation(gate_up), batch)

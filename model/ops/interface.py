@@ -114,10 +114,10 @@ class Fp8Rows:
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Pairs of a row and an expert, sorted by expert, then by row."""
+    """Pairs of a row and an expert, sorted by expert, then by row; undefined from offsets[E] on."""
 
     rows: Array  # int32[P], each sorted pair's row
-    places: Array  # int32[T, k], where the pairs of a row are sorted to
+    places: Array  # int32[T, k], where the pairs of a row are sorted to; -1 for padding
     offsets: Array  # int32[E + 1]: expert e has the sorted pairs offsets[e]:offsets[e + 1]
 
 
@@ -364,20 +364,24 @@ class Ops(Device, Protocol):
     def silu_mul_quantised(self, gate_up: Array) -> Fp8Rows:
         """`quantise_rows` of `silu_mul`."""
 
-    def route_experts(self, logits: Array, num_used: int, renormalise: bool) -> tuple[Array, Array]:
+    def route_experts(
+        self, logits: Array, num_used: int, renormalise: bool, slots: Array | None = None, num_slots: int = 0
+    ) -> tuple[Array, Array]:
         """Return each row's k = num_used most probable experts int32[T, k] and probabilities float32[T, k].
 
         logits float32[T, E]; softmax over all E, in float32; best first, ties by lower id. `renormalise` divides by the
-        sum of the k. A row that holds NaN or only -inf gives k different ids, and NaN.
+        sum of the k. A row that holds NaN or only -inf gives k different ids, and NaN. A row whose slot, of slots
+        int64[T], is outside 0..num_slots - 1 is padding: ids of -1 and zeros, so that it reads no weights.
         """
 
     def group_by_expert(self, ids: Array, num_experts: int) -> ExpertGroups:
-        """Sort the pairs of ids int32[T, k], each in 0..num_experts - 1 and different within a row."""
+        """Sort the pairs of ids int32[T, k], each in 0..num_experts - 1 and different within a row, or -1: left out."""
 
     def experts_linear(
         self, x: Array | Fp8Rows, weight: Weight, groups: ExpertGroups, *, is_sorted: bool = False
     ) -> Array:
-        """Return the product [P, N] of each sorted pair's row and its expert's matrix, of weight [E, N, K].
+        """Return the product [P, N] of each sorted pair's row and its expert's matrix, of weight [E, N, K]; undefined
+        from groups.offsets[E] on.
 
         x is as in `linear`: [T, K], or [P, K] of sorted pairs if `is_sorted`.
         """
@@ -385,7 +389,7 @@ class Ops(Device, Protocol):
     def combine_experts(self, x: Array, groups: ExpertGroups, weights: Array) -> Array:
         """x [P, H] of sorted pairs, weights float32[T, k] -> [T, H]: the sum of weights[t, j] * x[places[t, j]].
 
-        Added in float32, from j = 0 on, so that a row's sum does not depend on other rows.
+        Added in float32, from j = 0 on, so that a row's sum does not depend on other rows. Padding gives zeros.
         """
 
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:

@@ -17,3 +17,17 @@ def test_sums(open_ops, rng, dtype, width):
     with ops.scratch():
         out = ops.download(ops.combine_experts(ops.upload(x), upload_groups(ops, groups), ops.upload(weights)))
     assert_close(out, NumpyOps(NUMPY_DTYPES[dtype]).combine_experts(x, groups, weights), dtype)
+
+
+@pytest.mark.parametrize("width", [100, 2048])
+def test_padding_gives_zeros(open_ops, rng, width):
+    ops, ids = open_ops("bfloat16"), routed_ids(rng, 9, 11, 3)
+    ids[4:6] = -1
+    groups, weights = REFERENCE.group_by_expert(ids, 11), rng.random((9, 3), np.float32)
+    x = normal(rng, (27, width), "bfloat16")
+    x[groups.offsets[-1] :] = np.nan
+    with ops.scratch():
+        out = ops.download(ops.combine_experts(ops.upload(x), upload_groups(ops, groups), ops.upload(weights)))
+    assert not out[4:6].any()
+    x[groups.offsets[-1] :] = 0
+    assert_close(out, NumpyOps(NUMPY_DTYPES["bfloat16"]).combine_experts(x, groups, weights), "bfloat16")

@@ -32,3 +32,16 @@ def test_a_broken_row_takes_different_experts(open_ops, rng, value):
     assert ((ids >= 0) & (ids < 40)).all()
     assert np.isnan(weights[1]).all()
     assert np.isfinite(weights[[0, 2]]).all()
+
+
+def test_rows_outside_the_cache_take_none(open_ops, rng):
+    ops, logits = open_ops("bfloat16"), rng.standard_normal((21, 60)).astype(np.float32)
+    slots = rng.integers(0, 64, 21)
+    slots[[3, 7, 20]] = 64, -1, 1 << 40
+    with ops.scratch():
+        routed = ops.route_experts(ops.upload(logits), 4, True, ops.upload(slots), 64)
+        ids, weights = map(ops.download, routed)
+    expected_ids, expected = REFERENCE.route_experts(logits, 4, True, slots, 64)
+    assert (ids[[3, 7, 20]] == -1).all()
+    np.testing.assert_array_equal(ids, expected_ids)
+    np.testing.assert_allclose(weights, expected, rtol=1e-5)

@@ -205,8 +205,10 @@ class NumpyOps(NumpyDevice):
     def lora_expand(self, shrunk: Array, matrix: AdapterMatrix, adapters: AdapterRows, out: Array) -> None:
         lora.expand(shrunk, matrix, adapters, out)
 
-    def route_experts(self, logits: Array, num_used: int, renormalise: bool) -> tuple[Array, Array]:
-        return route_experts(logits, num_used, renormalise)
+    def route_experts(
+        self, logits: Array, num_used: int, renormalise: bool, slots: Array | None = None, num_slots: int = 0
+    ) -> tuple[Array, Array]:
+        return route_experts(logits, num_used, renormalise, slots, num_slots)
 
     def group_by_expert(self, ids: Array, num_experts: int) -> ExpertGroups:
         return group_by_expert(ids, num_experts)
@@ -221,6 +223,7 @@ class NumpyOps(NumpyDevice):
             rows = pairs if is_sorted else groups.rows[pairs]
             picked = Fp8Rows(x.data[rows], x.scale[rows]) if isinstance(x, Fp8Rows) else x[rows]
             self.linear(picked, weight.expert(int(expert)), out=out[pairs])
+        out[groups.offsets[-1] :] = 0  # of padding
         return out
 
     def combine_experts(self, x: Array, groups: ExpertGroups, weights: Array) -> Array:

@@ -291,8 +291,10 @@ class CudaOps(CudaDevice):
         expect("gate_up", gate_up, self.dtype, rows, 2 * width)
         return quantised_by(self, "silu_mul_quantised", (gate_up,), rows, width)
 
-    def route_experts(self, logits: Array, num_used: int, renormalise: bool) -> tuple[Array, Array]:
-        return route_experts(self, logits, num_used, renormalise)
+    def route_experts(
+        self, logits: Array, num_used: int, renormalise: bool, slots: Array | None = None, num_slots: int = 0
+    ) -> tuple[Array, Array]:
+        return route_experts(self, logits, (num_used, renormalise), slots, num_slots)
 
     def group_by_expert(self, ids: Array, num_experts: int) -> ExpertGroups:
         return group_by_expert(self, ids, num_experts)

@@ -158,8 +158,12 @@ class GroupOps(GroupDevice):
         rows: Fp8Rows = self._each(lambda ops, x: ops.silu_mul_quantised(x), gate_up)
         return rows
 
-    def route_experts(self, logits: Array, num_used: int, renormalise: bool) -> tuple[Array, Array]:
-        routes: tuple[Array, Array] = self._each(lambda ops, own: ops.route_experts(own, num_used, renormalise), logits)
+    def route_experts(
+        self, logits: Array, num_used: int, renormalise: bool, slots: Array | None = None, num_slots: int = 0
+    ) -> tuple[Array, Array]:
+        routes: tuple[Array, Array] = self._each(
+            lambda ops, own, slots: ops.route_experts(own, num_used, renormalise, slots, num_slots), logits, slots
+        )
         return routes
 
     def group_by_expert(self, ids: Array, num_experts: int) -> ExpertGroups:

@@ -19,21 +19,25 @@ _BLOCK = 128  # side of an FP8_BLOCK block
 _GROUP_WARPS = 16  # WARPS of group_by_expert.cu
 _ROUTED_ROWS = 8  # of a block of route_experts.cu
 _WARP = 32
-_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+_INT32, _INT64, _FLOAT32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
 _INT8, _UINT8 = np.dtype(np.int8), np.dtype(np.uint8)
 _BYTE_FORMATS = (WeightFormat.FP8, WeightFormat.FP8_BLOCK, WeightFormat.INT8)
 
 
-def route_experts(device: KernelLauncher, logits: Array, num_used: int, renormalise: bool) -> tuple[Array, Array]:
-    """`Ops.route_experts`."""
+def route_experts(
+    device: KernelLauncher, logits: Array, how: tuple[int, bool], slots: Array | None, num_slots: int
+) -> tuple[Array, Array]:
+    """`Ops.route_experts`; `how`: num_used, renormalise."""
     expect("logits", logits, _FLOAT32, None, None)
-    num_rows, num_experts = logits.shape
+    (num_rows, num_experts), (num_used, renormalise) = logits.shape, how
+    if slots is not None:
+        expect("slots", slots, _INT64, num_rows)
     if not 1 <= num_used <= num_experts <= MAX_EXPERTS:
         raise ValueError(f"route_experts: {num_used} of {num_experts} experts is not supported (1..{MAX_EXPERTS})")
     ids, weights = (device.temporary((num_rows, num_used), dtype) for dtype in (_INT32, _FLOAT32))
     sizes = map(np.int32, (num_rows, num_experts, num_used, renormalise))
     grid = (math.ceil(num_rows / _ROUTED_ROWS),)
-    args = (logits, ids, weights, *sizes)
+    args = (logits, slots, ids, weights, *sizes, np.int64(num_slots))
     device.launch("route_experts", grid, args, overlaps=True, PER_LANE=math.ceil(num_experts / _WARP))
     return ids, weights
 

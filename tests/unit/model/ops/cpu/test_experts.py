@@ -115,3 +115,21 @@ def test_one_row_goes_the_same_way_alone():
 def test_a_prepared_stack_takes_no_more_memory():
     weight, _ = stack(WeightFormat.DENSE)
     assert OPS.prepare_weight(weight).data is weight.data
+
+
+def test_rows_outside_the_cache_take_no_expert():
+    rng = np.random.default_rng(3)
+    logits = rng.standard_normal((ROWS, EXPERTS)).astype(np.float32)
+    slots = np.arange(ROWS, dtype=np.int64)
+    slots[[5, 6, 36]] = ROWS, -1, 1 << 40
+    ids, weights = OPS.route_experts(logits, USED, True, slots, ROWS)
+    groups = OPS.group_by_expert(ids, EXPERTS)
+    x, stack = rng.standard_normal((ROWS, WIDTH)).astype(np.float32), rng.standard_normal((EXPERTS, OUT, WIDTH))
+    sums = OPS.combine_experts(OPS.experts_linear(x, Weight(stack.astype(np.float32)), groups), groups, weights)
+    assert groups.offsets[-1] == (ROWS - 3) * USED
+    assert not sums[[5, 6, 36]].any()
+    kept = np.delete(np.arange(ROWS), [5, 6, 36])
+    alone_ids, alone_weights = OPS.route_experts(logits[kept], USED, True)
+    alone = OPS.group_by_expert(alone_ids, EXPERTS)
+    product = OPS.experts_linear(x[kept], Weight(stack.astype(np.float32)), alone)
+    np.testing.assert_allclose(sums[kept], OPS.combine_experts(product, alone, alone_weights), rtol=1e-5, atol=1e-6)

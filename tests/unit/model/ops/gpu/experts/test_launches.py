@@ -88,14 +88,15 @@ def test_what_no_kernel_takes_is_refused():
     with pytest.raises(ValueError, match="x in e4m3 and weights in int8 do not go together"):
         launched_for(4, WeightFormat.INT8, in_e4m3=True)
     with pytest.raises(ValueError, match="9 of 8 experts"):
-        launches.route_experts(Launcher(), Stacked((4, 8), np.float32), 9, True)
+        launches.route_experts(Launcher(), Stacked((4, 8), np.float32), (9, True), None, 0)
     with pytest.raises(ValueError, match="2000 experts"):
         launches.group_by_expert(Launcher(), Stacked((4, 8), np.int32), 2000)
 
 
 def test_routing_and_summing_are_one_launch_each():
     ops = Launcher()
-    ids, weights = launches.route_experts(ops, Stacked((4, EXPERTS), np.float32), USED, True)
+    logits, slots = Stacked((4, EXPERTS), np.float32), Stacked((4,), np.int64)
+    ids, weights = launches.route_experts(ops, logits, (USED, True), slots, 64)
     groups = launches.group_by_expert(ops, ids, EXPERTS)
     out = launches.combine_experts(ops, Stacked((4 * USED, N), BFLOAT16), groups, weights)
     assert ops.launched == ["route_experts", "group_by_expert", "combine_experts"]
