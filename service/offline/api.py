@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from service.offline.async_llm import AsyncLLM
 from service.offline.llm import LLM
+from service.offline.lora import LoRARequest
 from service.offline.outputs import CompletionOutput, Logprob, RequestOutput
 from service.offline.prompts import TextPrompt, TokensPrompt
 from service.offline.sampling_params import (
@@ -21,6 +22,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "GuidedDecodingParams",
+    "LoRARequest",
     "Logprob",
     "PoolingParams",
     "RequestOutput",

@@ -15,9 +15,9 @@ import numpy as np
 from model.text.tokenizer import Tokenizer
 from service.config.settings import Settings
 from service.gateway.core.request import GenerationRequest
-from service.offline.engine import OfflineEngine, OpenRequest
+from service.offline.engine import OfflineEngine, OpenRequest, PreparedRequest
 from service.offline.generation import Generation
-from service.offline.llm import refuse_lora
+from service.offline.lora import LoRARequest
 from service.offline.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from service.offline.prompts import Prompt, text_of, with_prompt
 from service.offline.sampling_params import (
@@ -63,29 +63,34 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str = "",
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs as `sampling_params.output_kind` says; leaving before the last cancels the request.
 
-        Raises ValueError for a wrong prompt or a `request_id` in use, RuntimeError if the engine fails.
+        Raises ValueError for a wrong prompt or adapter or a `request_id` in use, RuntimeError if the engine fails.
         """
-        refuse_lora(lora_request)
         if priority:
             raise ValueError("'priority' is not supported (0)")
         params = sampling_params or await self.get_default_sampling_params()
         request = with_prompt(params.request(), prompt)
-        opened = self._opened(request, request_id, text_of(prompt), params.output_kind, has_text=params.detokenize)
+        prepared = await self._prepared(request, request_id, lora_request)
+        opened = self._opened(prepared, text_of(prompt), params.output_kind, has_text=params.detokenize)
         async with contextlib.aclosing(opened) as outputs:
             async for output, _ in outputs:
                 yield output
 
     async def encode(
-        self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str = ""
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Yield the prompt's pooled hidden states, once. Raises like `generate`."""
         request = with_prompt((pooling_params or PoolingParams()).request(), prompt)
-        opened = self._opened(request, request_id, None, RequestOutputKind.FINAL_ONLY)
+        prepared = await self._prepared(request, request_id, lora_request)
+        opened = self._opened(prepared, None, RequestOutputKind.FINAL_ONLY)
         async with contextlib.aclosing(opened) as outputs:
             async for output, generation in outputs:
                 data = PoolingOutput(np.frombuffer(generation.embedding, np.float32))
@@ -129,17 +134,14 @@ class AsyncLLM:
     ) -> None:
         await asyncio.to_thread(self.shutdown)
 
-    async def _opened(
-        self,
-        request: GenerationRequest,
-        request_id: str,
-        text: str | None,
-        kind: RequestOutputKind,
-        *,
-        has_text: bool = True,
-    ) -> AsyncGenerator[tuple[RequestOutput, Generation], None]:
+    async def _prepared(self, request: GenerationRequest, request_id: str, lora: LoRARequest | None) -> PreparedRequest:
         request_id = request_id or self._engine.new_id()
-        prepared = await asyncio.to_thread(self._engine.prepare, request, request_id)
+        return await asyncio.to_thread(self._engine.prepare, request, request_id, lora)
+
+    async def _opened(
+        self, prepared: PreparedRequest, text: str | None, kind: RequestOutputKind, *, has_text: bool = True
+    ) -> AsyncGenerator[tuple[RequestOutput, Generation], None]:
+        request_id = prepared.engine_request.request_id
         inbox = self._own_inbox()
         generation = Generation(self._engine, prepared, inbox, prompt=text, kind=kind, has_text=has_text)
         arrived = inbox.arrived[request_id] = asyncio.Event()
@@ -152,6 +154,8 @@ class AsyncLLM:
                 output = generation.advance()
                 if output is not None:
                     yield output, generation
+                if self._engine.is_dead:  # its death may have come with the last outputs, in one wake
+                    arrived.set()
         finally:
             self._aborted.discard(request_id)
             del inbox.arrived[request_id]

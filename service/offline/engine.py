@@ -25,6 +25,7 @@ from service.gateway.core.request import GenerationRequest
 from service.gateway.core.sampling_resolver import SamplingResolver
 from service.gateway.core.served_model import ServedModel
 from service.gateway.grammars.pool import PackedTask
+from service.offline.lora import AdapterFiles, LoRARequest
 from service.worker.engine_thread import Add, Cancel, EngineThread, Stop
 
 MAX_GRAMMARS = 256
@@ -36,6 +37,7 @@ NO_HEAD = "this model has no head: it only embeds (LLM.embed)"
 class PreparedRequest:
     request: GenerationRequest
     engine_request: EngineRequest
+    lora: LoRARequest | None
 
 
 class Mailbox(Protocol):
@@ -84,6 +86,7 @@ class OfflineEngine:
         self._settings = settings
         self._seed = seed
         self._resolver = SamplingResolver(self.model.defaults, settings)
+        self._adapters = AdapterFiles(built.config, settings)
         self._numbers = count()
         self._grammars: dict[bytes, str] = {}
         self._open: dict[str, OpenRequest] = {}
@@ -92,14 +95,24 @@ class OfflineEngine:
         self._thread = EngineThread(built.engine, self._on_outputs, self._on_death)
         self._thread.start()
 
+    @property
+    def is_dead(self) -> bool:
+        return self._death is not None
+
     def new_id(self) -> str:
         return str(next(self._numbers))
 
-    def prepare(self, request: GenerationRequest, request_id: str, model: ServedModel | None = None) -> PreparedRequest:
+    def prepare(
+        self,
+        request: GenerationRequest,
+        request_id: str,
+        lora: LoRARequest | None = None,
+        model: ServedModel | None = None,
+    ) -> PreparedRequest:
         """Tokenize and resolve a request with one prompt. Callable from any thread. `model`: with another chat
         template. Raises ValueError."""
         try:
-            return self._prepared(request, request_id, model or self.model)
+            return self._prepared(request, request_id, lora, model or self.model)
         except RequestError as error:
             raise ValueError(error.message) from None
 
@@ -137,7 +150,9 @@ class OfflineEngine:
             self._thread.send(Stop(EndReason.SHUTDOWN))
             self._thread.join(JOIN_S)
 
-    def _prepared(self, request: GenerationRequest, request_id: str, model: ServedModel) -> PreparedRequest:
+    def _prepared(
+        self, request: GenerationRequest, request_id: str, lora: LoRARequest | None, model: ServedModel
+    ) -> PreparedRequest:
         if not model.generates and not request.sampling.embeds:
             raise ValueError(NO_HEAD)
         reader = PromptReader(model, self._settings)
@@ -155,8 +170,9 @@ class OfflineEngine:
             prompt=tuple(prompt),
             sampling=sampling,
             cache_salt=request.cache_salt,
+            adapter=None if lora is None else self._adapters.source(lora),
         )
-        return PreparedRequest(request, engine_request)
+        return PreparedRequest(request, engine_request, lora)
 
     def _seed_of(self, request_id: str) -> int:
         return secrets.randbits(64) if self._seed is None else seed_of(f"{self._seed}/{request_id}")

@@ -33,6 +33,7 @@ class Generation:
         self.prompt_token_ids = list(prepared.engine_request.prompt)
         self.is_finished = False
         self._prompt = prompt
+        self._lora = prepared.lora
         self._kind = kind
         self._engine = engine
         self._assembler = ResponseAssembler(request, engine.model)
@@ -76,6 +77,7 @@ class Generation:
             return None
         output = self._builder.output(self.request_id, self._prompt, self.prompt_token_ids, finished=self.is_finished)
         output.num_cached_tokens = self._assembler.cached_tokens
+        output.lora_request = self._lora
         return output
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from service.config.settings import Settings
 from service.gateway.core.request import GenerationRequest
 from service.gateway.core.served_model import ServedModel
 from service.offline.engine import OfflineEngine
+from service.offline.lora import LoRARequest, LoRARequests, each_adapter
 from service.offline.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -58,20 +59,20 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: Progress = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Return one output per prompt, in their order. `sampling_params`: one, or one per prompt; None: the model's
-        defaults. `priority`: one per prompt; lower ones start first.
+        """Return one output per prompt, in their order. `sampling_params` (None: the model's defaults), `lora_request`:
+        one, or one per prompt. `priority`: one per prompt; lower ones start first.
 
-        Raises ValueError for a wrong prompt, RuntimeError if the engine fails.
+        Raises ValueError for a wrong prompt or adapter, RuntimeError if the engine fails.
         """
-        refuse_lora(lora_request)
         asked = listed(prompts)
         params = self._params(sampling_params, len(asked))
         requests = [with_prompt(request, prompt) for request, prompt in zip(_requests(params), asked, strict=True)]
         work = self._work(
             requests,
+            lora_request,
             texts=[text_of(prompt) for prompt in asked],
             has_text=[each.detokenize for each in params],
             order=_order(priority, len(asked)),
@@ -83,7 +84,7 @@ class LLM:
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Progress = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         chat_template: str | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
@@ -92,7 +93,6 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return one output per conversation, like `generate`. `chat_template`: a file or a text, in place of the
         model's. Tools are only in the prompt: calls and reasoning are part of the text."""
-        refuse_lora(lora_request)
         model = self._engine.model if chat_template is None else self._with_template(chat_template)
         options = {
             "add_generation_prompt": add_generation_prompt,
@@ -106,21 +106,20 @@ class LLM:
             with_conversation(request, {"messages": one, **options})
             for request, one in zip(_requests(params), asked, strict=True)
         ]
-        work = self._work(requests, has_text=[each.detokenize for each in params], model=model)
+        work = self._work(requests, lora_request, has_text=[each.detokenize for each in params], model=model)
         return [output for output, _ in run_all(self._engine, work, use_tqdm)]
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         use_tqdm: Progress = False,
     ) -> list[BeamSearchOutput]:
         """Return the best `beam_width` continuations of each prompt. Raises like `generate`."""
-        refuse_lora(lora_request)
         asked = listed(prompts)
         requests = [with_prompt(params.request(), prompt) for prompt in asked]
-        work = self._work(requests, texts=[text_of(prompt) for prompt in asked])
+        work = self._work(requests, lora_request, texts=[text_of(prompt) for prompt in asked])
         return [self._beams(output) for output, _ in run_all(self._engine, work, use_tqdm)]
 
     def encode(
@@ -129,12 +128,11 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         *,
         use_tqdm: Progress = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
     ) -> list[PoolingRequestOutput]:
         """Return each prompt's pooled hidden states (keyword `pooling`), of length 1. Raises like `generate`."""
-        refuse_lora(lora_request)
         template = (pooling_params or PoolingParams()).request()
-        work = self._work([with_prompt(template, prompt) for prompt in listed(prompts)])
+        work = self._work([with_prompt(template, prompt) for prompt in listed(prompts)], lora_request)
         return [
             PoolingRequestOutput(output.request_id, PoolingOutput(_vector(data)), output.prompt_token_ids)
             for output, data in run_all(self._engine, work, use_tqdm)
@@ -146,7 +144,7 @@ class LLM:
         *,
         use_tqdm: Progress = True,
         pooling_params: PoolingParams | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return the vectors of `encode` as lists."""
         return [
@@ -155,13 +153,18 @@ class LLM:
         ]
 
     def score(
-        self, text_1: Prompt | Sequence[Prompt], text_2: Prompt | Sequence[Prompt], *, use_tqdm: Progress = True
+        self,
+        text_1: Prompt | Sequence[Prompt],
+        text_2: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: Progress = True,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """Return the cosine of the embeddings of each pair. One `text_1` is compared with all of `text_2`."""
         left, right = listed(text_1), listed(text_2)
         if len(left) not in (1, len(right)):
             raise ValueError("'text_1' must be one text, or as many as 'text_2'")
-        encoded = self.encode([*left, *right], use_tqdm=use_tqdm)
+        encoded = self.encode([*left, *right], use_tqdm=use_tqdm, lora_request=lora_request)
         firsts, seconds = encoded[: len(left)], encoded[len(left) :]
         pairs = zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True)
         return [
@@ -213,6 +216,7 @@ class LLM:
     def _work(
         self,
         requests: Sequence[GenerationRequest],
+        lora: LoRARequests,
         *,
         texts: Sequence[str | None] = (),
         has_text: Sequence[bool] = (),
@@ -226,6 +230,7 @@ class LLM:
             texts=texts or [None] * num,
             has_text=has_text or [True] * num,
             order=order or range(num),
+            adapters=each_adapter(lora, num),
             model=model,
         )
 
@@ -262,9 +267,3 @@ def _order(priority: Sequence[int] | None, num_prompts: int) -> Sequence[int]:
 
 def _vector(data: bytes) -> np.ndarray:
     return np.frombuffer(data, np.float32)
-
-
-def refuse_lora(lora_request: object) -> None:
-    """Raises ValueError: adapters are not served offline."""
-    if lora_request is not None:
-        raise ValueError("'lora_request' is not supported (None)")

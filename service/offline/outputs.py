@@ -10,6 +10,7 @@ import numpy as np
 from service.gateway.core.request import GenerationRequest
 from service.gateway.core.response_stream import ChoiceDelta, TokenLogprob
 from service.gateway.openai.logprobs import TokenWords
+from service.offline.lora import LoRARequest
 from service.offline.sampling_params import RequestOutputKind
 
 
@@ -47,6 +48,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int | None = None
+    lora_request: LoRARequest | None = None
 
 
 @dataclass

@@ -14,6 +14,7 @@ from service.gateway.core.request import GenerationRequest
 from service.gateway.core.served_model import ServedModel
 from service.offline.engine import OfflineEngine, OpenRequest
 from service.offline.generation import Generation
+from service.offline.lora import LoRARequest
 from service.offline.outputs import RequestOutput
 
 Progress = bool | Callable[..., Any]
@@ -29,6 +30,7 @@ class Work:
     texts: Sequence[str | None]  # of the prompts, for the outputs
     has_text: Sequence[bool]  # of the answers
     order: Sequence[int]  # indices, in the order of their start
+    adapters: Sequence[LoRARequest | None]
     model: ServedModel | None = None  # with another chat template
 
 
@@ -80,7 +82,7 @@ def run_all(engine: OfflineEngine, work: Work, progress: Progress) -> list[Finis
 
 
 def _start(engine: OfflineEngine, work: Work, index: int, inbox: _Inbox) -> Generation:
-    prepared = engine.prepare(work.requests[index], work.request_ids[index], work.model)
+    prepared = engine.prepare(work.requests[index], work.request_ids[index], work.adapters[index], work.model)
     return Generation(engine, prepared, inbox, prompt=work.texts[index], has_text=work.has_text[index])
 
 

@@ -25,7 +25,8 @@ KEYWORDS = (
     "generation_config", "override_generation_config", "dtype", "max_model_len", "load_format", "quantization",
     "kv_cache_dtype", "device", "block_size", "gpu_memory_utilization", "num_gpu_blocks", "swap_space",
     "preemption_mode", "enable_prefix_caching", "max_num_seqs", "max_num_batched_tokens", "max_prefill_chunk",
-    "speculative_config", "tensor_parallel_size", "pooling",
+    "speculative_config", "tensor_parallel_size", "pooling", "enable_lora", "max_loras", "max_lora_rank",
+    "max_cpu_loras",
 )  # fmt: skip
 """Settings of an engine without a service around it."""
 

@@ -13,6 +13,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "GuidedDecodingParams",
+    "LoRARequest",
     "Logprob",
     "PoolingParams",
     "RequestOutput",

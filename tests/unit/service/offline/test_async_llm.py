@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 
@@ -72,13 +72,18 @@ async def test_stop_strings_and_vectors(llm):
 
 async def test_a_dead_engine_ends_its_streams(monkeypatch):
     async with AsyncLLM(max_model_len=64) as llm:
+        engine, steps = llm._engine._thread._engine, count()
+        step = engine.step
+
+        def die_at_the_third():
+            if next(steps) == 2:
+                raise MemoryError("no more")
+            step()
+
+        monkeypatch.setattr(engine, "step", die_at_the_third)
         stream = llm.generate(START, params(max_tokens=40))
         await anext(stream)
-
-        def die():
-            raise MemoryError("no more")
-
-        monkeypatch.setattr(llm._engine._thread._engine, "step", die)
+        assert llm._engine._thread.join(60)  # the loop is blocked: its last outputs and its death arrive in one wake
         with pytest.raises(RuntimeError, match="died"):
             await collect(stream)
         with pytest.raises(RuntimeError, match="died"):

@@ -126,8 +126,6 @@ def test_a_form_holds_and_a_bad_one_is_named(llm):
 def test_a_wrong_request_is_named_and_the_others_are_cancelled(llm, prompts, params, name):
     with pytest.raises(ValueError, match=name):
         llm.generate(["x", *prompts] if params is None else prompts, params, use_tqdm=False)
-    with pytest.raises(ValueError, match="lora_request"):
-        llm.generate("x", lora_request=object())
     assert texts(llm.generate("The fox", GREEDY, use_tqdm=False))[0]
 
 
