@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from model.config import ModelConfig
+from model.ops.group.device import upload_parts
 from model.ops.interface import AdapterMatrix, AdapterOps, AdapterRows, Array, Fp8Rows, Ops
-from model.weights.lora.adapter import LoraAdapter, product_shapes
+from model.weights.lora.adapter import LoraAdapter, Part, ProductPart, product_parts
+from model.weights.sharding import Sharding
 
 NO_SLOT = -1
 """Slot of a row without an adapter, in `ForwardInputs.adapter_slots`."""
@@ -17,13 +19,15 @@ NO_SLOT = -1
 
 class AdapterSlots:
     def __init__(self, config: ModelConfig, ops: Ops, adapter_ops: AdapterOps, num_slots: int, max_rank: int):
-        """Allocate `num_slots` adapters of rank `max_rank` for every product of every layer."""
+        """Allocate `num_slots` adapters of rank `max_rank` for every product of every layer, on each rank its part."""
         self.ops = ops
         self.adapter_ops = adapter_ops
         self.num_slots = num_slots
+        sharding = Sharding(config, ops.num_ranks)
+        self._parts = tuple(product_parts(config, layer, sharding) for layer in range(config.num_layers))
         self._layers = tuple(
-            {name: self._matrix(shape, num_slots, max_rank) for name, shape in product_shapes(config, layer).items()}
-            for layer in range(config.num_layers)
+            {product: self._matrix(parts, num_slots, max_rank) for product, parts in layer.items()}
+            for layer in self._parts
         )
 
     def matrix(self, layer: int, product: str) -> AdapterMatrix:
@@ -31,41 +35,44 @@ class AdapterSlots:
 
     def write(self, slot: int, adapter: LoraAdapter) -> None:
         """Replace the slot's adapter; its rank is at most `max_rank`."""
-        for layer, matrices in enumerate(self._layers):
-            for product, matrix in matrices.items():
-                self._write_matrix(matrix, slot, adapter.products.get((layer, product), {}))
+        for layer, parts_of in enumerate(self._parts):
+            for product, parts in parts_of.items():
+                values = adapter.products.get((layer, product), {})
+                self._write_matrix(self._layers[layer][product], parts, slot, values)
 
-    def _matrix(self, parts: Sequence[tuple[int, int]], num_slots: int, max_rank: int) -> AdapterMatrix:
-        """Allocate for parts of (N, K)."""
-        ends = np.cumsum([num_outputs for num_outputs, _ in parts]).tolist()
+    def _matrix(self, parts: Sequence[ProductPart], num_slots: int, max_rank: int) -> AdapterMatrix:
+        ends = np.cumsum([part.num_outputs for part in parts]).tolist()
         return AdapterMatrix(
-            a=self.ops.empty((num_slots, len(parts), max_rank, parts[0][1]), self.ops.dtype),
+            a=self.ops.empty((num_slots, len(parts), max_rank, parts[0].num_inputs), self.ops.dtype),
             b=self.ops.empty((num_slots, ends[-1], max_rank), self.ops.dtype),
             ranks=self.ops.upload(np.zeros(num_slots, np.int32)),
             part_ends=tuple(ends),
         )
 
     def _write_matrix(
-        self, matrix: AdapterMatrix, slot: int, parts: Mapping[int, tuple[np.ndarray, np.ndarray]]
+        self, matrix: AdapterMatrix, parts: Sequence[ProductPart], slot: int, values: Mapping[int, Part]
     ) -> None:
-        rank = max((len(a) for a, _ in parts.values()), default=0)
+        rank = max((len(a) for a, _ in values.values()), default=0)
         matrix.ranks[slot] = rank
         if not rank:
             return
         first = 0
-        for part, end in enumerate(matrix.part_ends):
-            matrix.a[slot, part], matrix.b[slot, first:end] = 0, 0
-            if part in parts:
-                a, b = parts[part]
-                matrix.a[slot, part, : len(a)] = self.ops.upload(a)
-                matrix.b[slot, first:end, : len(a)] = self.ops.upload(b)
+        for number, (part, end) in enumerate(zip(parts, matrix.part_ends, strict=True)):
+            matrix.a[slot, number], matrix.b[slot, first:end] = 0, 0
+            if number in values:
+                (a, b), split = values[number], part.split
+                by_inputs = split is not None and split.axis == 1
+                matrix.a[slot, number, : len(a)] = upload_parts(self.ops, a, split if by_inputs else None)
+                matrix.b[slot, first:end, : len(a)] = upload_parts(self.ops, b, None if by_inputs else split)
             first = end
 
 
-def slot_bytes(config: ModelConfig, dtype: np.dtype, max_rank: int) -> int:
-    """Return the bytes of one slot."""
-    shapes = [shape for layer in range(config.num_layers) for shape in product_shapes(config, layer).values()]
-    return sum(max_rank * sum(map(sum, parts)) for parts in shapes) * dtype.itemsize
+def slot_bytes(config: ModelConfig, dtype: np.dtype, max_rank: int, num_ranks: int = 1) -> int:
+    """Return a rank's bytes of one slot."""
+    sharding = Sharding(config, num_ranks)
+    layers = [product_parts(config, layer, sharding) for layer in range(config.num_layers)]
+    parts = [part for layer in layers for parts in layer.values() for part in parts]
+    return max_rank * sum(part.num_outputs + part.num_inputs for part in parts) * dtype.itemsize
 
 
 @dataclass(frozen=True)

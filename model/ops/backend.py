@@ -10,6 +10,7 @@ from model.dtypes import NUMPY_DTYPES
 from model.errors import ModelError
 from model.ops.collectives import NumpyCollectives
 from model.ops.cpu.ops import NumpyOps
+from model.ops.group.adapters import GroupAdapterOps
 from model.ops.group.ops import GroupOps
 from model.ops.interface import AdapterOps, Ops
 
@@ -52,6 +53,9 @@ def open_ops(device: str, dtype: str, model_dtype: str, kv_dtype: str = "auto") 
 
 def adapter_ops(ops: Ops) -> AdapterOps | None:
     """Return the backend's products of LoRA adapters; None: it has none yet."""
+    if isinstance(ops, GroupOps):
+        ranks = [own for rank in ops.ranks if (own := adapter_ops(rank)) is not None]
+        return GroupAdapterOps(ranks) if len(ranks) == ops.num_ranks else None
     return ops if isinstance(ops, NumpyOps) else None
 
 

@@ -18,6 +18,7 @@ from model.errors import ModelError
 from model.families.llama import Layer, LayerRotation, Llama, LlamaWeights
 from model.kv_cache import part_of_heads
 from model.ops.group.arrays import Split, divided, each_rank, own_rows, stacked, whole_nbytes
+from model.ops.group.device import upload_parts
 from model.ops.interface import Array, Ops
 from model.ops.weight import Weight, WeightFormat
 from model.rope import query_scale, rope_tables
@@ -182,19 +183,7 @@ def _kv_scales(source: DummyWeights | Checkpoint, config: ModelConfig, ops: Ops)
         return None, False
     stored = source.kv_scales()
     scales = np.ones((config.num_layers, 2, config.num_kv_heads), np.float32) if stored is None else stored
-    return _uploaded(ops, scales, part_of_heads(config, ops.num_ranks)), stored is not None
-
-
-def _uploaded(ops: Ops, host: np.ndarray, split: Split) -> Array:
-    if ops.num_ranks == 1:
-        return ops.upload(host)
-    array = divided(ops.empty(split.part_shape(host.shape, ops.num_ranks), host.dtype), split)
-
-    def read(_: int, start: int, out: np.ndarray) -> None:
-        out[...] = host.reshape(-1)[start : start + out.size]
-
-    ops.load_parallel([array], read)
-    return array
+    return upload_parts(ops, scales, part_of_heads(config, ops.num_ranks)), stored is not None
 
 
 @dataclass(frozen=True)

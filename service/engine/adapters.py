@@ -93,8 +93,6 @@ def check_adapters(settings: Settings, ops: Ops) -> None:
     """Raises StartupError for adapters where they are not served."""
     if not settings.enable_lora:
         return
-    if settings.tensor_parallel_size > 1:
-        raise StartupError("--enable-lora: not with --tensor-parallel-size yet (1)")
     if adapter_ops(ops) is None:
         raise StartupError("--enable-lora: not on a GPU yet (--device cpu, or merge the adapter into the weights)")
     if settings.max_cpu_loras is not None and settings.max_cpu_loras < settings.max_loras:
@@ -110,7 +108,9 @@ def open_slots(settings: Settings, config: ModelConfig, ops: Ops) -> AdapterSlot
 
 
 def slots_bytes(settings: Settings, config: ModelConfig, ops: Ops) -> int:
-    return settings.max_loras * slot_bytes(config, ops.dtype, settings.max_lora_rank) if settings.enable_lora else 0
+    if not settings.enable_lora:
+        return 0
+    return settings.max_loras * slot_bytes(config, ops.dtype, settings.max_lora_rank, ops.num_ranks)
 
 
 def build_adapters(settings: Settings, config: ModelConfig, ops: Ops) -> Adapters:

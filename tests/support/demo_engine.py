@@ -11,6 +11,7 @@ from model.families.eagle3 import Eagle3Head
 from model.families.llama import Llama
 from model.kv_cache import allocate, allocate_with_draft, block_shape
 from model.kv_scales import kv_format
+from model.ops.backend import adapter_ops
 from model.ops.interface import Ops
 from model.sampling_params import SamplingParams
 from model.text.grammar_matcher import GrammarCompiler
@@ -133,7 +134,7 @@ class DemoEngines:
         slots = None
         if num_adapter_slots:
             ops = self.model.ops
-            slots = AdapterSlots(self._config, ops, ops, num_adapter_slots, MAX_LORA_RANK)
+            slots = AdapterSlots(self._config, ops, adapter_ops(ops), num_adapter_slots, MAX_LORA_RANK)
         executor.attach(cache, adapters=slots, num_host_blocks=num_host_blocks)
         return executor
 

@@ -53,6 +53,14 @@ class Split:
         """Return the whole of parts of this `shape`."""
         return (*shape[: self.axis], self.size, *shape[self.axis + 1 :])
 
+    def part_of(self, whole: np.ndarray, rank: int, num_ranks: int) -> np.ndarray:
+        """Return a rank's part of `whole`, padded with zeros."""
+        part = np.zeros(self.part_shape(whole.shape, num_ranks), whole.dtype)
+        before = (slice(None),) * self.axis
+        for at, start, stop in self.ranges(rank, num_ranks):
+            part[(*before, slice(at, at + stop - start))] = whole[(*before, slice(start, stop))]
+        return part
+
     def ranges(self, rank: int, num_ranks: int) -> Iterator[Range]:
         """Yield a rank's elements of each section."""
         at = begin = 0

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from model.ops.group.arrays import GroupArray, PartialSums, SplitArray, joined, on_rank
+from model.ops.group.arrays import GroupArray, PartialSums, Split, SplitArray, joined, on_rank
 from model.ops.group.host_blocks import GroupHostBlocks
 from model.ops.group.loading import load_group
-from model.ops.interface import Array, Ops
+from model.ops.interface import Array, Device, Ops
 from model.ops.packing import TableRows
 
 
@@ -101,6 +101,14 @@ class GroupDevice:
     def _each(self, work: Callable[..., Any], *values: Any) -> Any:
         """Return work(ops, own values) of all ranks as one."""
         return joined([work(ops, *on_rank(values, rank)) for rank, ops in enumerate(self.ranks)])
+
+
+def upload_parts(ops: Device, whole: np.ndarray, split: Split | None) -> Array:
+    """Return `whole` on a single device, or its parts on the ranks of a group; None: whole on each."""
+    if split is None or not isinstance(ops, GroupDevice):
+        return ops.upload(whole)
+    parts = [own.upload(split.part_of(whole, rank, ops.num_ranks)) for rank, own in enumerate(ops.ranks)]
+    return SplitArray(tuple(parts), split)
 
 
 def _whole(array: Array, parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -13,10 +13,12 @@ import numpy as np
 from model.config import ModelConfig
 from model.dtypes import all_finite
 from model.errors import ModelError
+from model.ops.group.arrays import Split
 from model.weights.checkpoint import expected_shapes, layer_shapes
 from model.weights.folding import row_orders
 from model.weights.lora.config import AdapterConfig, read_adapter_config
 from model.weights.safetensors_file import FLOAT_DTYPES, StoredTensor, read_safetensors
+from model.weights.sharding import Sharding
 
 TENSORS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
@@ -57,13 +59,24 @@ class _Place:
     row_order: np.ndarray | None  # of its outputs, where loading reorders them
 
 
-def product_shapes(config: ModelConfig, layer: int) -> dict[str, list[tuple[int, int]]]:
-    """Return each product's parts of a layer, as (N, K)."""
+@dataclass(frozen=True)
+class ProductPart:
+    """A module of a layer's stacked product, as a rank has it."""
+
+    num_outputs: int
+    num_inputs: int
+    split: Split | None  # of its weight [N, K]: A [r, K] or B [N, r] is divided likewise
+
+
+def product_parts(config: ModelConfig, layer: int, sharding: Sharding) -> dict[str, list[ProductPart]]:
+    """Return the parts of each product of a layer."""
     shapes = layer_shapes(config, layer)
-    return {
-        product: [_two(shapes[f"{module}.weight"]) for module in modules]
-        for product, modules in _modules(config, layer).items()
-    }
+
+    def part(module: str) -> ProductPart:
+        name, shape = f"model.layers.{layer}.{module}.weight", shapes[f"{module}.weight"]
+        return ProductPart(*_two(sharding.part_shape(name, shape)), sharding.split(name))
+
+    return {product: list(map(part, modules)) for product, modules in _modules(config, layer).items()}
 
 
 def read_adapter(directory: Path, config: ModelConfig, dtype: np.dtype, max_rank: int) -> LoraAdapter:

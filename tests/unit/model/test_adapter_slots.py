@@ -8,12 +8,15 @@ import pytest
 from model.adapter_slots import NO_SLOT, AdapterSlots, BatchAdapters, adapter_rows, slot_bytes
 from model.config import ModelConfig
 from model.families.llama import Llama
+from model.ops.backend import adapter_ops
 from model.ops.cpu.ops import NumpyOps
+from model.ops.interface import Ops
 from model.weights.loader import load_model
 from model.weights.lora.adapter import read_adapter
-from tests.support.adapters import merged_model, write_adapter
+from tests.support.adapters import ALL, merged_model, write_adapter
 from tests.support.demo_engine import DEMO
-from tests.support.goldens import Golden
+from tests.support.goldens import Golden, relative_error
+from tests.support.group import group_of
 from tests.support.paged import PagedSequences
 
 MAX_LEN = 64
@@ -36,7 +39,7 @@ class AdaptedSequences(PagedSequences):
 
     def _batch(self, chunks):
         rows = np.concatenate([np.full(len(ids), self._slots_of[sequence]) for sequence, ids in chunks])
-        adapters = BatchAdapters(self._slots, adapter_rows(rows.astype(np.int32), NumpyOps()))
+        adapters = BatchAdapters(self._slots, adapter_rows(rows.astype(np.int32), self._model.ops))
         return replace(super()._batch(chunks), adapters=adapters)
 
 
@@ -96,6 +99,32 @@ def test_attention_of_a_model_with_experts_as_merged(tmp_path):
     assert np.abs(logits - golden.logits[:20]).max() > 1e-2
 
 
+FAMILIES = (
+    ("phi4_mini_longrope_bf16", 2, ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+    ("llama_biases_sharded_fp32", 4, ALL),
+    ("qwen3_moe_dense_layer_bf16", 2, ALL[:4]),
+)
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "targets"), FAMILIES, ids=[name for name, *_ in FAMILIES])
+def test_ranks_add_what_one_rank_adds(tmp_path, name, num_ranks, targets):
+    """Stacked projections whose heads rotate in part; copied KV heads and biases; layers of experts between."""
+    golden = Golden.load(name)
+    config = ModelConfig.read(golden.folder)
+    adapters = [write_adapter(tmp_path / "8", config, targets=targets, strength=2.0)]
+    adapters.append(write_adapter(tmp_path / "3", config, rank=3, seed=1, targets=targets[:1], strength=2.0))
+
+    def logits(ops: Ops) -> list[np.ndarray]:
+        slots = AdapterSlots(config, ops, adapter_ops(ops), 2, 8)
+        for slot, adapter in enumerate(adapters):
+            slots.write(slot, read_adapter(adapter.folder, config, FLOAT32, 8))
+        steps = run(AdaptedSequences(golden.model(ops), slots, [1, 0, NO_SLOT]), 3)
+        return [np.concatenate(each) for each in steps]
+
+    for own, one in zip(logits(group_of(num_ranks)), logits(NumpyOps()), strict=True):
+        assert relative_error(own, one) < 1e-5
+
+
 def test_a_slot_is_overwritten_whole(config, base, written):
     """The smaller adapter leaves nothing of the larger one."""
     slots = AdapterSlots(config, base.ops, base.ops, 1, 128)
@@ -119,3 +148,12 @@ def test_bytes_of_a_slot(config):
     products = [slots.matrix(layer, name) for layer in range(config.num_layers) for name in ("qkv", "output")]
     products += [slots.matrix(layer, name) for layer in range(config.num_layers) for name in ("gate_up", "down")]
     assert 3 * slot_bytes(config, FLOAT32, 16) == sum(one.a.nbytes + one.b.nbytes for one in products)
+
+
+def test_bytes_of_a_rank_s_slot(config):
+    ops = group_of(2)
+    slots = AdapterSlots(config, ops, adapter_ops(ops), 3, 16)
+    names = ("qkv", "output", "gate_up", "down")
+    products = [slots.matrix(layer, name) for layer in range(config.num_layers) for name in names]
+    assert 3 * slot_bytes(config, FLOAT32, 16, 2) == sum(one.a.nbytes + one.b.nbytes for one in products)
+    assert slot_bytes(config, FLOAT32, 16, 2) < slot_bytes(config, FLOAT32, 16)

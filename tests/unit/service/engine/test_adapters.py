@@ -21,6 +21,7 @@ from service.engine.sequence import SequenceGroup
 from service.errors import EndReason, StartupError
 from tests.support.adapters import merged_model, source_of, write_adapter
 from tests.support.demo_engine import DEMO, MAX_LEN, TWO_LAYERS, DemoEngines
+from tests.support.group import group_of
 from tests.support.received import run_steps
 
 FLOAT32 = np.dtype(np.float32)
@@ -150,8 +151,22 @@ def test_prefixes_are_found_by_adapter(engines, sources):
     assert hits == [0, 0, 0, 32]
 
 
+def test_ranks_say_what_one_rank_says(requests, alone):
+    """With drafts and preemption; some requests go on from what one rank sent."""
+    engines = DemoEngines(group_of(2), num_layers=TWO_LAYERS)
+    how = {"num_blocks": 40, "num_host_blocks": 20, "drafter": NgramDrafter(1, 4), "prefix_caching": True}
+    received = received_in_need(engines.make(num_adapter_slots=2, max_num_seqs=9, **how), requests)
+    for request in requests:
+        assert received[request.request_id].by_branch() == alone[request.request_id].by_branch(), request
+    check_resumed(engines, requests[5:8], alone)
+
+
 def test_a_request_goes_on_where_another_engine_stopped(engines, requests, alone):
-    for request in requests[1:3]:
+    check_resumed(engines, requests[1:3], alone)
+
+
+def check_resumed(engines, requests, alone):
+    for request in requests:
         histories = tuple(
             BranchHistory(token_ids=tuple(tokens[:4])) for tokens in alone[request.request_id].branches.values()
         )

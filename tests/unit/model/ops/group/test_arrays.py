@@ -38,6 +38,10 @@ def test_what_does_not_divide_is_padded_in_the_last_parts():
     split = Split(1, (Section(9),))
     assert [list(split.ranges(rank, 4)) for rank in range(4)] == [[(0, 0, 3)], [(0, 3, 6)], [(0, 6, 9)], [(0, 9, 9)]]
     assert split.whole_shape((2, 3)) == (2, 9)
+    whole = np.arange(1, 19).reshape(2, 9)
+    assert split.part_of(whole, 1, 4).tolist() == [[4, 5, 6], [13, 14, 15]]
+    assert split.part_of(whole, 3, 4).tolist() == [[0, 0, 0], [0, 0, 0]]
+    assert QKV.part_of(np.arange(24), 1, 4).tolist() == [4, 5, 6, 7, 16, 17, 20, 21]
 
 
 def test_stacked_splits_keep_their_order():

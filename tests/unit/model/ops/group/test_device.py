@@ -7,7 +7,8 @@ import pytest
 
 from model.ops.collectives import NumpyCollectives
 from model.ops.cpu.ops import FLOAT32, NumpyOps
-from model.ops.group.arrays import GroupArray, each_rank
+from model.ops.group.arrays import GroupArray, Section, Split, each_rank
+from model.ops.group.device import upload_parts
 from model.ops.group.ops import GroupOps
 from model.ops.packing import TableRows
 from tests.support.group import group_of
@@ -35,6 +36,15 @@ def test_uploads_go_to_every_rank_and_tables_too():
     assert [part.tolist() for part in first.parts] == [[0, 1, 2]] * 2
     assert ops.download(second).tolist() == [0, 1]
     assert ops.download(table)[2].tolist() == [7, 0]
+
+
+def test_parts_are_uploaded_to_their_ranks():
+    ops, whole, split = group_of(2), np.arange(8).reshape(2, 4), Split(1, (Section(2), Section(2)))
+    parts = upload_parts(ops, whole, split)
+    assert [part.tolist() for part in parts.parts] == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+    assert ops.download(parts).tolist() == whole.tolist()
+    assert ops.download(upload_parts(ops, whole, None)).tolist() == whole.tolist()
+    assert upload_parts(NumpyOps(), whole, split).tolist() == whole.tolist()
 
 
 def test_work_runs_once_for_all_ranks_when_it_is_warmed_up_and_when_it_is_replayed():

@@ -1,0 +1,26 @@
+"""Adapters' products of a group. Beside a weight divided by rows a rank has A and its rows of B; beside one divided
+by columns it has its columns of A and B, and adds its share to its partial sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from model.ops.group.arrays import GroupArray, joined, on_rank
+from model.ops.interface import AdapterMatrix, AdapterOps, AdapterRows, Array
+
+
+class GroupAdapterOps:
+    """`AdapterOps` of n ranks."""
+
+    def __init__(self, ranks: Sequence[AdapterOps]):
+        self._ranks = tuple(ranks)
+
+    def lora_shrink(self, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> Array:
+        arrays = x, matrix, adapters
+        return joined([ops.lora_shrink(*on_rank(arrays, rank)) for rank, ops in enumerate(self._ranks)])
+
+    def lora_expand(self, shrunk: Array, matrix: AdapterMatrix, adapters: AdapterRows, out: Array) -> None:
+        """Add to each rank's outputs, or to its part of `PartialSums`."""
+        arrays = shrunk, matrix, adapters, GroupArray(out.parts)
+        for rank, ops in enumerate(self._ranks):
+            ops.lora_expand(*on_rank(arrays, rank))
