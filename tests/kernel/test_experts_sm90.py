@@ -49,6 +49,21 @@ def test_rows_in_e4m3(open_hopper_ops, rng, shape, is_sorted):
     assert np.linalg.norm(out.astype(np.float64) - expected) <= 5e-3 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("kind", [WeightFormat.FP8, WeightFormat.FP8_BLOCK, WeightFormat.INT8])
+@pytest.mark.parametrize("shape", [(300, 4, 2, 200, 272), (900, 8, 2, 256, 512)])
+@pytest.mark.parametrize("range_bytes", [1 << 18, 1 << 26])
+def test_weights_of_8_bits_are_widened(open_hopper_ops, rng, monkeypatch, kind, shape, range_bytes):
+    """In one range of experts, and in several."""
+    monkeypatch.setattr("model.ops.gpu.experts.products.WIDENED_BYTES", range_bytes)
+    (rows, experts, used, n, k), ops = shape, open_hopper_ops("bfloat16")
+    groups = REFERENCE.group_by_expert(routed_ids(rng, rows, experts, used), experts)
+    weight, x = random_stack(rng, (experts, n, k), kind, ops.dtype), normal(rng, (rows, k), "bfloat16")
+    with ops.scratch():
+        on_device = ops.upload(x), upload_stack(ops, weight), upload_groups(ops, groups)
+        out = ops.download(ops.experts_linear(*on_device))
+    assert_close(out, product_of_pairs(x, weight, groups, is_sorted=False).astype(out.dtype), "bfloat16")
+
+
 def test_speed(open_hopper_ops, rng):
     """Gate and up of Qwen3-30B-A3B, 8192 tokens."""
     ops, rows, experts, used, n, k = open_hopper_ops("bfloat16"), 8192, 128, 8, 1536, 2048

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from model.ops.cpu.ops import NumpyOps
 from model.ops.fp8 import quantise
 from model.ops.interface import ExpertGroups, Fp8Rows
 from model.ops.weight import Weight, WeightFormat
+from tests.support.kernel_checks import NUMPY_DTYPES
 
 REFERENCE = NumpyOps()
 
@@ -35,9 +37,26 @@ def random_stack(rng: np.random.Generator, shape: tuple[int, int, int], kind: We
     return Weight(data, kind, scale.reshape(shape[:2]))
 
 
+def random_int4_stack(
+    rng: np.random.Generator, shape: tuple[int, int, int], group_size: int, has_zeros: bool, scale_dtype: str
+) -> Weight:
+    """A stack [E, N, K] of 4-bit weights whose products are near one."""
+    num_experts, num_outputs, num_inputs = shape
+    groups = (num_experts, num_outputs, num_inputs // group_size)
+    scale = (rng.random(groups, np.float32) + np.float32(0.5)) * np.float32(num_inputs**-0.5 / 4.6)
+    zeros = rng.integers(0, 16, groups, np.uint8) if has_zeros else None
+    data = rng.integers(0, 256, (num_experts, num_outputs, num_inputs // 2), np.uint8)
+    return Weight(data, WeightFormat.INT4, scale.astype(NUMPY_DTYPES[scale_dtype]), zeros, group_size)
+
+
 def upload_stack(ops, weight: Weight) -> Weight:
-    scale = None if weight.scale is None else ops.upload(weight.scale)
-    return Weight(ops.upload(weight.data), weight.format, scale)
+    """Return a copy on the device, as `prepare_weight` leaves it."""
+
+    def uploaded(array):
+        return None if array is None else ops.upload(array)
+
+    arrays = {name: uploaded(getattr(weight, name)) for name in ("data", "scale", "zero_point")}
+    return ops.prepare_weight(replace(weight, **arrays))
 
 
 def upload_groups(ops, groups: ExpertGroups) -> ExpertGroups:

@@ -40,3 +40,27 @@ class FakeLauncher:
 
     def dense(self, x, weight, bias, out):
         self.launched.append("linear")
+
+
+class FakeStack(FakeArray):
+    """Also views, slices and gathers as CuPy's arrays do."""
+
+    flags = SimpleNamespace(c_contiguous=True)
+
+    def view(self, dtype):
+        width = self.shape[-1] * self.dtype.itemsize // np.dtype(dtype).itemsize
+        return FakeStack((*self.shape[:-1], width), dtype)
+
+    def reshape(self, *shape):
+        return FakeStack(shape if -1 not in shape else (self.shape[0], *shape[1:]), self.dtype)
+
+    @property
+    def size(self):
+        return int(np.prod(self.shape))
+
+
+class StackLauncher(FakeLauncher):
+    dtype_code = 2
+
+    def temporary(self, shape, dtype):
+        return FakeStack(shape, dtype)

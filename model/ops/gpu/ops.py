@@ -13,13 +13,8 @@ import numpy as np
 from model.ops.cpu.quantised import dequantise
 from model.ops.gpu.attention import decode_attention, kv_build, plan_decode_attention, prefill_attention
 from model.ops.gpu.device import DTYPE_CODES, THREADS, CudaDevice, expect
-from model.ops.gpu.experts.launches import (
-    combine_experts,
-    dequantised_stack,
-    experts_linear,
-    group_by_expert,
-    route_experts,
-)
+from model.ops.gpu.experts.launches import combine_experts, group_by_expert, route_experts
+from model.ops.gpu.experts.products import dequantised_stack, experts_linear, pack_stack
 from model.ops.gpu.fp8 import Fp8Linear, as_weight, expect_fp8, quantised_by
 from model.ops.gpu.int4 import linear as int4
 from model.ops.gpu.linear import Linear
@@ -130,8 +125,12 @@ class CudaOps(CudaDevice):
         if weight.format in (WeightFormat.DENSE, WeightFormat.INT4_TILED):
             return weight
         is_stack = weight.data.ndim == 3
-        if weight.format is WeightFormat.INT4 and not is_stack and can_tile(weight):
-            return self._linear_int4.pack(weight)
+        if (
+            weight.format is WeightFormat.INT4
+            and can_tile(weight)
+            and not (is_stack and weight.input_order is not None)
+        ):
+            return pack_stack(weight, self._linear_int4.pack) if is_stack else self._linear_int4.pack(weight)
         _log.info("weights [%d, %d] in %s: no kernel, dequantised to %s", *weight.shape, weight.format, self.dtype.name)
         on_host = replace(
             weight,

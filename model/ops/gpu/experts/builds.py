@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from model.ops.gpu.int4.builds import BLOCK_ROWS, Int4Layout, SmallMW4Build
 from model.ops.gpu.linear_builds import GemvBuild, SmallMBuild
 from model.ops.gpu.w8.builds import GemvW8Build, SmallMW8Build
 
@@ -11,11 +12,39 @@ MAX_EXPERTS = 1024
 GEMV_PAIRS = 8
 """Mean pairs of an expert up to which weights are read once by the GEMV kernels; not measured yet."""
 
+MAX_REREAD_PAIRS = 32
+"""Mean pairs of an expert up to which the GEMV kernels read 8-bit weights again for each 16 pairs; more are widened for
+experts_sm90. Not measured yet."""
+
+
+@dataclass(frozen=True)
+class GemvW4Build:
+    """Macros of experts_gemv_w4a16.cu, and its blocks per SM."""
+
+    warps: int
+    row_tiles: int
+    col_tiles: int
+    stages: int
+    blocks_per_sm: int
+
+    def defines(self, layout: Int4Layout) -> dict[str, int]:
+        sizes = {"WARPS": self.warps, "ROW_TILES": self.row_tiles, "COL_TILES": self.col_tiles, "STAGES": self.stages}
+        return sizes | layout.defines
+
+    def shared_bytes(self, layout: Int4Layout) -> int:
+        """Bytes of rings and two sets of sums."""
+        ring = self.stages * self.row_tiles * (_SPAN_BYTES + layout.parameter_bytes)
+        sums = 2 * 8 * self.col_tiles * BLOCK_ROWS * self.row_tiles * 4
+        return self.warps * (ring + sums)
+
+
 _GEMV = (GemvBuild(4, 1, 128, 3, 4), GemvBuild(4, 1, 128, 3, 3, col_tiles=2))
 _GEMV_W8 = tuple(GemvW8Build(4, 1, 128, 4, 4, col_tiles) for col_tiles in (1, 2))
+_GEMV_W4 = (GemvW4Build(4, 1, 1, 4, 4), GemvW4Build(4, 1, 2, 4, 4))
+_SPAN_BYTES = 1024  # of 16 rows of 4-bit weights
 _TILE_ROWS = 128
 _COLS = (32, 64, 128)  # sorted pairs of a tile
-_STATIC_BYTES = 4 * MAX_EXPERTS  # `ends` of experts_sm90.cu
+_STATIC_BYTES = 4 * MAX_EXPERTS  # `ends` of the Hopper kernels
 _MIN_STAGES = 3
 
 
@@ -29,6 +58,11 @@ def gemv_w8_build(num_rows: int, mean_pairs: float) -> GemvW8Build:
     return _GEMV_W8[_takes_two_tiles(num_rows, mean_pairs)]
 
 
+def gemv_w4_build(num_rows: int, mean_pairs: float) -> GemvW4Build:
+    """Return the build of experts_gemv_w4a16."""
+    return _GEMV_W4[_takes_two_tiles(num_rows, mean_pairs)]
+
+
 def takes_sm90(num_rows: int, mean_pairs: float) -> bool:
     """Return whether experts have more rows than the GEMV kernels read weights once for.
 
@@ -39,12 +73,28 @@ def takes_sm90(num_rows: int, mean_pairs: float) -> bool:
 
 def sm90_build(mean_pairs: float, is_fp8: bool, max_shared_bytes: int) -> SmallMBuild | SmallMW8Build | None:
     """Return the build of experts_sm90, None if shared memory is short."""
-    cols = next((cols for cols in _COLS if cols >= mean_pairs), _COLS[-1])
+    cols, of_all = _cols(mean_pairs), max_shared_bytes - _STATIC_BYTES
     one: SmallMBuild | SmallMW8Build
     one = SmallMW8Build(_TILE_ROWS, cols, 1, 1, 1) if is_fp8 else SmallMBuild(_TILE_ROWS, cols, 1, 1)
-    of_stage = replace(one, stages=2).shared_bytes - one.shared_bytes
-    stages = 1 + (max_shared_bytes - _STATIC_BYTES - one.shared_bytes) // of_stage
+    stages = _num_stages(one.shared_bytes, replace(one, stages=2).shared_bytes, of_all)
     return replace(one, stages=stages) if stages >= _MIN_STAGES else None
+
+
+def w4_sm90_build(mean_pairs: float, layout: Int4Layout, max_shared_bytes: int) -> SmallMW4Build | None:
+    """Return the build of experts_w4a16_sm90, None if shared memory is short."""
+    one = SmallMW4Build(_TILE_ROWS // BLOCK_ROWS, _cols(mean_pairs), 1, 1, layout)
+    of_all = max_shared_bytes - _STATIC_BYTES
+    stages = _num_stages(one.shared_bytes, replace(one, stages=2).shared_bytes, of_all)
+    return replace(one, stages=stages) if stages >= _MIN_STAGES else None
+
+
+def _cols(mean_pairs: float) -> int:
+    return next((cols for cols in _COLS if cols >= mean_pairs), _COLS[-1])
+
+
+def _num_stages(one: int, two: int, all_bytes: int) -> int:
+    """Return the stages of a ring in `all_bytes` of shared memory, of which builds of one and two stages take these."""
+    return 1 + (all_bytes - one) // (two - one)
 
 
 def _takes_two_tiles(num_rows: int, mean_pairs: float) -> bool:

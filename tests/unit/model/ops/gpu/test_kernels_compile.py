@@ -159,14 +159,21 @@ def small_m_w8a16_builds(dtype_code: int, architecture: str) -> list[dict[str, i
 
 def expert_builds(name: str, dtype_code: int, architecture: str) -> list[dict[str, int]]:
     """The builds for few and many rows of each kind; there is none for float32, and `experts_sm90` for Hopper only."""
-    if dtype_code == DTYPE_CODES["float32"] or (name == "experts_sm90" and architecture != "90a"):
+    if dtype_code == DTYPE_CODES["float32"] or (name.endswith("_sm90") and architecture != "90a"):
         return []
     common = {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": 0}
+    if name == "experts_w4a16_sm90":
+        asked_w4 = [(16, LAYOUTS[0]), (64, LAYOUTS[1]), (512, LAYOUTS[0])]
+        builds_w4 = [experts.w4_sm90_build(mean, layout, 227 << 10) for mean, layout in asked_w4]
+        return [{**common, **build.defines} for build in builds_w4 if build is not None]
     if name == "experts_sm90":
         asked = [(16, False), (512, False), (512, True)]
         found = [(experts.sm90_build(mean, is_fp8, 227 << 10), is_fp8) for mean, is_fp8 in asked]
         return [{**common, "X_FP8": int(is_fp8), **build.defines} for build, is_fp8 in found if build is not None]
     sizes = ((1, 1 / 16), (64, 8))
+    if name == "experts_gemv_w4a16":
+        few = zip(sizes, LAYOUTS, strict=True)
+        return [{"QUIRE_DTYPE": dtype_code, **experts.gemv_w4_build(*size).defines(layout)} for size, layout in few]
     if name == "experts_gemv":
         return [{**common, **experts.gemv_build(*size).defines} for size in sizes]
     asked = zip(W8_KINDS, (*sizes, sizes[0]), strict=True)

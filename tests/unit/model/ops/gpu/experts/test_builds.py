@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from model.ops.gpu.experts.builds import MAX_EXPERTS, gemv_build, gemv_w8_build, sm90_build, takes_sm90
+from model.ops.gpu.experts.builds import (
+    MAX_EXPERTS,
+    gemv_build,
+    gemv_w4_build,
+    gemv_w8_build,
+    sm90_build,
+    takes_sm90,
+    w4_sm90_build,
+)
+from model.ops.gpu.int4.builds import Int4Layout
 
 SM_BYTES = {"sm_80": (164 << 10, 163 << 10), "sm_86": (100 << 10, 99 << 10), "sm_90": (228 << 10, 227 << 10)}
 """Shared memory of an SM and of a block."""
+
+LAYOUTS = [Int4Layout(1, False, True), Int4Layout(4, True, False)]
 
 
 @pytest.mark.parametrize("choose", [gemv_build, gemv_w8_build])
@@ -41,3 +52,22 @@ def test_few_rows_never_take_the_hopper_product():
     assert not takes_sm90(16, 16)
     assert not takes_sm90(64, 4)
     assert takes_sm90(64, 16)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("device", SM_BYTES)
+def test_blocks_of_4_bit_weights_fit(device: str, layout: Int4Layout):
+    of_sm, of_block = SM_BYTES[device]
+    for build in (gemv_w4_build(1, 1), gemv_w4_build(64, 8)):
+        assert build.shared_bytes(layout) + 4 * MAX_EXPERTS <= of_block
+        if device == "sm_90":
+            assert build.blocks_per_sm * (build.shared_bytes(layout) + 4 * 128 + 1024) <= of_sm
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_hopper_product_of_4_bit_weights_takes_tiles_of_about_a_mean_expert(layout: Int4Layout):
+    builds = [w4_sm90_build(mean, layout, 227 << 10) for mean in (9, 40, 100, 1000)]
+    assert [build.cols for build in builds if build is not None] == [32, 64, 128, 128]
+    assert all(build is not None and build.stages >= 3 for build in builds)
+    assert all(build is not None and build.shared_bytes + 4 * MAX_EXPERTS <= 227 << 10 for build in builds)
+    assert w4_sm90_build(100, layout, 99 << 10) is None

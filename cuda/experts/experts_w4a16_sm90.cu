@@ -1,0 +1,99 @@
+// experts_w4a16_sm90: out[p] = x[p] @ weight[expert of p].T for sorted pairs with 4-bit weights on Hopper (sm_90a), where
+// experts have more rows than experts_gemv_w4a16 takes at once.
+//
+//   x [P, K] as a 2-D tensor map with boxes of 64 elements x COLS rows and the 128-byte swizzle; of each expert, one after
+//   another, tiles, scale and zero (or null) as in int4.cuh; offsets int32 [E + 1], out [P, N]; E <= 1024; group_spans are
+//   the spans of 128 columns in a group (1 with GROUPS > 1)
+//   A build defines those of small_m_w4a16.cuh; SPLIT is 1, OUT_FLOAT 0.
+//   grid: up to one block an SM; block THREADS
+//   reference: NumpyOps.experts_linear
+//   needs: all arrays aligned to 16 bytes, N a multiple of 16, K of 128, 16-bit elements
+//   roofline: 2 P N K operations, and ceil(n / COLS) N K / 2 bytes and the scales moved for an expert of n rows, mostly
+//   from L2. Qwen3-30B-A3B, gate and up of 8192 tokens: 206 GFLOP, 0.26 ms at 790 TFLOP/s; 0.5 of it expected
+//
+// The order of an element's sums depends on K alone: a row gives the same bits with any other rows.
+#include "linear/small_m_w4a16.cuh"
+#include "experts/expert_items.cuh"
+
+static_assert(SPLIT == 1, "a block sums over all of K");
+
+constexpr int MAX_EXPERTS = 1024;
+using Items = ExpertItems<COLS, BLOCKS * BLOCK_ROWS>;
+
+// The weights of all experts.
+struct ExpertWeights {
+    const u8* tiles;
+    const u16* scale;
+    const u8* zero;
+    int num_blocks, num_spans, group_spans;  // sixteens of rows, then along K
+
+    // Fetches a stage: a span of an item's weights and rows of x.
+    __device__ __forceinline__ void fetch(const Shared& shared, const TensorMap& x_map, const ExpertItem& item, int span,
+                                          u32 iteration) const {
+        const int first = item.tile_row / BLOCK_ROWS, blocks = min(BLOCKS, num_blocks - first);
+        const u32 barrier = shared.full(iteration);
+        arrive_expecting(barrier, X_BYTES + blocks * (SPAN_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES)));
+        const i64 expert_spans = static_cast<i64>(item.expert) * num_spans;
+        const i64 piece = (expert_spans + span) * num_blocks + first;
+        copy_bytes(shared.weights(iteration), tiles + piece * SPAN_BYTES, blocks * SPAN_BYTES, barrier);
+#pragma unroll
+        for (int i = 0; i < GROUPS; ++i) {
+            const i64 group = GROUPS > 1 ? (expert_spans + span) * GROUPS + i : (expert_spans + span) / group_spans;
+            const i64 from = (group * num_blocks + first) * BLOCK_ROWS;
+            copy_bytes(shared.scales(iteration) + i * BLOCKS * SCALE_BYTES, scale + from, blocks * SCALE_BYTES, barrier);
+            if (ZEROS)
+                copy_bytes(shared.zeros(iteration) + i * BLOCKS * ZERO_BYTES, zero + from, blocks * ZERO_BYTES, barrier);
+        }
+        copy_box(shared.x(iteration), x_map, span * SPAN, item.first_pair, barrier);
+        copy_box(shared.x(iteration) + BOX_BYTES, x_map, span * SPAN + SPAN / 2, item.first_pair, barrier);
+    }
+};
+
+// Fetches the stages of all of the block's items.
+__device__ __forceinline__ void fetch_items(const Shared& shared, const Items& items, const ExpertWeights& weights,
+                                            const TensorMap& x_map) {
+    u32 iteration = 0;
+    for (int index = blockIdx.x; index < items.num_items; index += gridDim.x) {
+        const ExpertItem item = items.at(index);
+        for (int span = 0; span < weights.num_spans; ++span, ++iteration) {
+            if (iteration >= STAGES) wait_for(shared.empty(iteration), shared.parity(iteration) ^ 1);
+            weights.fetch(shared, x_map, item, span, iteration);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    experts_w4a16_sm90(const __grid_constant__ TensorMap x_map, const u8* tiles, const u16* scale, const u8* zero,
+                       const int* offsets, Out* out, int num_experts, int n_size, int k_size, int group_spans) {
+    extern __shared__ unsigned char memory[];
+    __shared__ int ends[MAX_EXPERTS];
+    const Shared shared{(shared_address(memory) + 1023) / 1024 * 1024};
+    const BlockWork work(n_size, k_size);  // for its spans
+    const bool fetches = threadIdx.x == CONSUMERS;
+    start_next_kernel();
+    if (fetches) {
+        prefetch_map(x_map);
+        for (int stage = 0; stage < STAGES; ++stage) {
+            make_barrier(shared.full(stage), 1);
+            make_barrier(shared.empty(stage), CONSUMERS / WARP_SIZE);
+        }
+        publish_barriers();
+    }
+    wait_for_previous_kernel();  // which may have made `offsets`
+    const Items items(offsets, ends, num_experts, n_size);
+    if (threadIdx.x >= CONSUMERS) {
+        give_up_registers<PRODUCER_REGISTERS>();
+        const ExpertWeights weights = {tiles, scale, zero, work.num_blocks, work.num_spans, group_spans};
+        if (fetches) fetch_items(shared, items, weights, x_map);
+        return;
+    }
+    take_registers<CONSUMER_REGISTERS>();
+    u32 iteration = 0;
+    for (int index = blockIdx.x; index < items.num_items; index += gridDim.x, iteration += work.num_spans) {
+        const ExpertItem item = items.at(index);
+        Sums sum;
+        sum_tile(sum, shared, work, iteration);
+        Out* rows = out + static_cast<i64>(item.first_pair) * n_size;
+        store_all(sum, OutputTile(rows, nullptr, item.tile_row / BLOCK_ROWS, item.num_pairs, n_size));
+    }
+}

@@ -1,0 +1,227 @@
+// What the Hopper products with 4-bit weights share (sm_90a): a tile of out, transposed, is 16 BLOCKS weight rows times
+// COLS rows of x, by wgmma: 64 weight rows a warpgroup, whose threads unpack their own weights into the registers that
+// wgmma reads, scaled and rounded to the build's type. One more warp fetches weights and x, 128 elements of K a stage.
+//
+// A build defines BLOCKS (at most 16), COLS (32, 64, 96, 128, 192, 256), STAGES (of the ring in shared memory), AHEAD
+// (stages whose weights do not wait for the previous kernel), SPLIT (blocks of a cluster that split K of a tile),
+// SHARED_BYTES, OUT_FLOAT, and those of int4.cuh.
+#pragma once
+
+#include "common/int4.cuh"
+#include "common/wgmma_registers.cuh"
+
+#if QUIRE_DTYPE == 0
+#error "the tensor cores take float16 and bfloat16"
+#endif
+#if OUT_FLOAT
+using Out = float;
+#else
+using Out = T;
+#endif
+
+constexpr int WARPGROUPS = (BLOCKS + 3) / 4;
+constexpr int CONSUMERS = WARPGROUP_SIZE * WARPGROUPS;
+constexpr int THREADS = CONSUMERS + WARPGROUP_SIZE;  // of the last warpgroup one warp fetches: it gives up its registers
+constexpr int PRODUCER_REGISTERS = 40;
+constexpr int CONSUMER_REGISTERS = WARPGROUPS <= 2 ? 232 : WARPGROUPS == 3 ? 152 : 104;
+constexpr int BOX_BYTES = COLS * 128;  // 64 elements of K of x
+constexpr int X_BYTES = 2 * BOX_BYTES;
+constexpr int STAGE_BYTES = X_BYTES + BLOCKS * SPAN_BYTES;
+constexpr int SCALES_BYTES = GROUPS * BLOCKS * SCALE_BYTES;                   // of a stage
+constexpr int PARAMETER_BYTES = SCALES_BYTES + GROUPS * BLOCKS * ZERO_BYTES;  // of a stage
+constexpr int CHUNKS = COLS / 8;                                     // of a warpgroup's sums: 8 rows of x, four sums a thread
+constexpr int OWN_CHUNKS = CHUNKS / SPLIT;
+constexpr int SENT_BYTES = (SPLIT - 1) * CONSUMERS * OWN_CHUNKS * 16;
+static_assert(AHEAD <= STAGES, "AHEAD stages fit in the ring");
+static_assert(BLOCKS <= 16 && CHUNKS % SPLIT == 0, "as registers allow; a block sums whole chunks");
+static_assert(SENT_BYTES <= STAGES * STAGE_BYTES, "what is sent fits in the ring");
+static_assert(SHARED_BYTES == 1024 + STAGES * (STAGE_BYTES + PARAMETER_BYTES + 16) + 16, "the launcher's memory is not this");
+
+// Shared memory: STAGES of x and weights, which in the end hold the sums from the other blocks; STAGES of scales and
+// zero points; barriers: full and empty for each stage, and one for the sums sent.
+struct Shared {
+    u32 base;
+
+    __device__ __forceinline__ u32 x(u32 iteration) const { return base + iteration % STAGES * STAGE_BYTES; }
+    __device__ __forceinline__ u32 weights(u32 iteration) const { return x(iteration) + X_BYTES; }
+    __device__ __forceinline__ u32 scales(u32 iteration) const {
+        return base + STAGES * STAGE_BYTES + iteration % STAGES * PARAMETER_BYTES;
+    }
+    __device__ __forceinline__ u32 zeros(u32 iteration) const { return scales(iteration) + SCALES_BYTES; }
+    __device__ __forceinline__ u32 barrier(int i) const {
+        return base + STAGES * (STAGE_BYTES + PARAMETER_BYTES) + 8 * i;
+    }
+    __device__ __forceinline__ u32 full(u32 iteration) const { return barrier(iteration % STAGES); }
+    __device__ __forceinline__ u32 empty(u32 iteration) const { return barrier(STAGES + iteration % STAGES); }
+    __device__ __forceinline__ u32 all_sent() const { return barrier(2 * STAGES); }
+    __device__ __forceinline__ u32 parity(u32 iteration) const { return iteration / STAGES % 2; }
+};
+
+// A block's share of the work: its split of K for one tile, then for the next. An iteration fills one stage.
+struct BlockWork {
+    int split, first_tile, num_tiles, first_span, num_spans, num_blocks;
+
+    __device__ __forceinline__ BlockWork(int n_size, int k_size) {
+        const int spans = k_size / SPAN, step = gridDim.x / SPLIT;
+        num_blocks = n_size / BLOCK_ROWS;
+        split = blockIdx.x % SPLIT;
+        first_tile = blockIdx.x / SPLIT;
+        num_tiles = ((num_blocks + BLOCKS - 1) / BLOCKS - first_tile + step - 1) / step;
+        first_span = spans * split / SPLIT;
+        num_spans = spans * (split + 1) / SPLIT - first_span;
+    }
+    __device__ __forceinline__ u32 num_iterations() const { return num_tiles * num_spans; }
+    __device__ __forceinline__ int span(u32 iteration) const { return first_span + iteration % num_spans; }
+    // Sixteens of weight rows.
+    __device__ __forceinline__ int first_block(int tile) const {
+        return (first_tile + tile * (gridDim.x / SPLIT)) * BLOCKS;
+    }
+};
+
+// Copies bytes that lie together, read once.
+__device__ __forceinline__ void copy_bytes(u32 to_shared, const void* from, int num_bytes, u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+        :
+        : "r"(to_shared), "l"(from), "r"(num_bytes), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
+// The same, read again by other blocks.
+__device__ __forceinline__ void copy_bytes(u32 to_shared, const void* from, int num_bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :
+                 : "r"(to_shared), "l"(from), "r"(num_bytes), "r"(barrier)
+                 : "memory");
+}
+
+__device__ __forceinline__ u32 load_word(u32 address) {
+    u32 word;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+    return word;
+}
+
+__device__ __forceinline__ u16 load_half_word(u32 address) {
+    u16 word;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(word) : "r"(address) : "memory");
+    return word;
+}
+
+__device__ __forceinline__ void load_words(u32 (&words)[4], u32 address) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// The scales of rows g and g + 8, rounded to the build's type, each twice.
+__device__ __forceinline__ void pair_scales(u32& near, u32& far, u32 both) {
+    if (SCALE_BF16 != (QUIRE_DTYPE == 2)) {
+        const float2 scales = widen_scales(both);
+        both = pack_pair(scales.x, scales.y);
+    }
+    near = __byte_perm(both, 0, 0x1010);
+    far = __byte_perm(both, 0, 0x3232);
+}
+
+using Sums = float[COLS / 2];
+
+// Unpacks a warp's 16 rows x 64 columns, half `half` of a stage.
+__device__ __forceinline__ void unpack_half(Fragments& a, const Shared& shared, u32 iteration, int half) {
+    const int lane = threadIdx.x % WARP_SIZE, g = lane / 4;
+    const int block = min(static_cast<int>(threadIdx.x) / WARP_SIZE, BLOCKS - 1);
+    u32 words[4];
+    load_words(words, shared.weights(iteration) + block * SPAN_BYTES + half * TILE_BYTES + lane * 16);
+    Zeros zeros;
+    u32 near = 0, far = 0;
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+        if (s == 0 || s % GROUP_STEPS == 0) {
+            const int group = (half * 4 + s) / GROUP_STEPS * BLOCKS + block;
+            pair_scales(near, far, load_word(shared.scales(iteration) + group * BLOCK_ROWS * 2 + g * 4));
+            if (ZEROS) zeros = Zeros(load_half_word(shared.zeros(iteration) + group * BLOCK_ROWS + g * 2));
+        }
+        unpack(a[s], words[s], zeros);
+        a[s][0] = multiply_pair(a[s][0], near);
+        a[s][1] = multiply_pair(a[s][1], far);
+        a[s][2] = multiply_pair(a[s][2], near);
+        a[s][3] = multiply_pair(a[s][3], far);
+    }
+}
+
+// The sums of one tile over this block's split of K, which starts at `iteration`. While the tensor cores multiply one
+// half of a stage, the threads unpack the next.
+__device__ __forceinline__ void sum_tile(Sums& sum, const Shared& shared, const BlockWork& work, u32 iteration) {
+    const bool arrives = threadIdx.x % WARP_SIZE == 0;
+    Fragments even, odd = {};
+#pragma unroll
+    for (int i = 0; i < COLS / 2; ++i) sum[i] = 0.0f;
+    for (int n = 0; n < work.num_spans; ++n, ++iteration) {
+        wait_for(shared.full(iteration), shared.parity(iteration));
+        unpack_half(even, shared, iteration, 0);
+        start_products(sum, even, shared.x(iteration));
+        wait_for_products<1>(sum);
+        hold(odd);
+        if (n > 0 && arrives) arrive(shared.empty(iteration - 1));
+        unpack_half(odd, shared, iteration, 1);
+        start_products(sum, odd, shared.x(iteration) + BOX_BYTES);
+        wait_for_products<1>(sum);
+        hold(even);
+    }
+    wait_for_products<0>(sum);
+    hold(odd);
+    if (work.num_spans > 0 && arrives) arrive(shared.empty(iteration - 1));
+}
+
+// A warp's part of the output tile, and the bias of this thread's two weight rows.
+struct OutputTile {
+    Out* out;
+    int first;  // weight row: of this warp's sixteen
+    int num_rows, n_size;
+    bool is_inside;
+    float bias[2];
+
+    __device__ __forceinline__ OutputTile(Out* out, const T* add, int first_block, int num_rows, int n_size)
+        : out(out), num_rows(num_rows), n_size(n_size) {
+        const int block = threadIdx.x / WARP_SIZE;
+        first = (first_block + block) * BLOCK_ROWS;
+        is_inside = block < BLOCKS && first < n_size;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = first + 8 * half + threadIdx.x % WARP_SIZE / 4;
+            bias[half] = add != nullptr && is_inside ? to_float(add[row]) : 0.0f;
+        }
+    }
+
+    // Stores rows 8 chunk to 8 chunk + 7 of x. 16-bit results are transposed first: lane t of a row stores elements 4t to
+    // 4t + 3 of the warp's sixteen.
+    __device__ __forceinline__ void store(int chunk, const float (&four)[4]) const {
+        const int lane = threadIdx.x % WARP_SIZE, g = lane / 4, t = lane % 4;
+        if (!is_inside) return;
+#if OUT_FLOAT
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int m = 8 * chunk + 2 * t + i % 2, n = first + g + i / 2 * 8;
+            if (m < num_rows) out[static_cast<i64>(m) * n_size + n] = four[i] + bias[i / 2];
+        }
+#else
+        const u32 near = transpose_matrix(pack_pair(four[0] + bias[0], four[1] + bias[0]));
+        const u32 far = transpose_matrix(pack_pair(four[2] + bias[1], four[3] + bias[1]));
+        const int from = lane / 4 * 4 + t % 2 * 2;
+        const u32 low[2] = {__shfl_sync(FULL_WARP, near, from), __shfl_sync(FULL_WARP, near, from + 1)};
+        const u32 high[2] = {__shfl_sync(FULL_WARP, far, from), __shfl_sync(FULL_WARP, far, from + 1)};
+        const int m = 8 * chunk + g;
+        if (m < num_rows)
+            *reinterpret_cast<uint2*>(out + static_cast<i64>(m) * n_size + first + 4 * t) =
+                t < 2 ? make_uint2(low[0], low[1]) : make_uint2(high[0], high[1]);
+#endif
+    }
+};
+
+__device__ __forceinline__ void store_all(const Sums& sum, const OutputTile& output) {
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        const float four[4] = {sum[4 * chunk], sum[4 * chunk + 1], sum[4 * chunk + 2], sum[4 * chunk + 3]};
+        output.store(chunk, four);
+    }
+}
