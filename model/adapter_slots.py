@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from model.config import ModelConfig
-from model.ops.group.device import upload_parts
-from model.ops.interface import AdapterMatrix, AdapterOps, AdapterRows, Array, Fp8Rows, Ops
+from model.ops.group.arrays import GroupArray, Split
+from model.ops.interface import AdapterMatrix, AdapterOps, AdapterRows, Array, AsyncWrite, Fp8Rows, Ops
 from model.weights.lora.adapter import LoraAdapter, Part, ProductPart, product_parts
 from model.weights.sharding import Sharding
 
@@ -33,12 +33,19 @@ class AdapterSlots:
     def matrix(self, layer: int, product: str) -> AdapterMatrix:
         return self._layers[layer][product]
 
-    def write(self, slot: int, adapter: LoraAdapter) -> None:
-        """Replace the slot's adapter; its rank is at most `max_rank`."""
+    def write(self, slot: int, adapter: LoraAdapter) -> AsyncWrite:
+        """Start to replace the slot's adapter; its rank is at most `max_rank`.
+
+        Work submitted so far may use the old one. No later work may use the slot until the write is done.
+        """
+        return self.adapter_ops.write_async(self._values(slot, adapter))
+
+    def _values(self, slot: int, adapter: LoraAdapter) -> Iterator[tuple[Array, Array]]:
+        """Yield arrays and what they become."""
         for layer, parts_of in enumerate(self._parts):
             for product, parts in parts_of.items():
                 values = adapter.products.get((layer, product), {})
-                self._write_matrix(self._layers[layer][product], parts, slot, values)
+                yield from self._matrix_values(self._layers[layer][product], parts, slot, values)
 
     def _matrix(self, parts: Sequence[ProductPart], num_slots: int, max_rank: int) -> AdapterMatrix:
         ends = np.cumsum([part.num_outputs for part in parts]).tolist()
@@ -49,22 +56,32 @@ class AdapterSlots:
             part_ends=tuple(ends),
         )
 
-    def _write_matrix(
+    def _matrix_values(
         self, matrix: AdapterMatrix, parts: Sequence[ProductPart], slot: int, values: Mapping[int, Part]
-    ) -> None:
+    ) -> Iterator[tuple[Array, Array]]:
         rank = max((len(a) for a, _ in values.values()), default=0)
-        matrix.ranks[slot] = rank
+        yield matrix.ranks[slot : slot + 1], np.array([rank], np.int32)
         if not rank:
             return
-        first = 0
+        first, max_rank = 0, matrix.b.shape[2]
         for number, (part, end) in enumerate(zip(parts, matrix.part_ends, strict=True)):
-            matrix.a[slot, number], matrix.b[slot, first:end] = 0, 0
+            to_a, to_b = matrix.a[slot, number, :rank], matrix.b[slot, first:end]
             if number in values:
                 (a, b), split = values[number], part.split
                 by_inputs = split is not None and split.axis == 1
-                matrix.a[slot, number, : len(a)] = upload_parts(self.ops, a, split if by_inputs else None)
-                matrix.b[slot, first:end, : len(a)] = upload_parts(self.ops, b, None if by_inputs else split)
+                yield to_a, self._parts_of(_padded(a, (rank, a.shape[1])), split if by_inputs else None)
+                yield to_b, self._parts_of(_padded(b, (len(b), max_rank)), None if by_inputs else split)
+            else:
+                yield to_a, np.zeros(to_a.shape, to_a.dtype)
+                yield to_b, np.zeros(to_b.shape, to_b.dtype)
             first = end
+
+    def _parts_of(self, whole: np.ndarray, split: Split | None) -> Array:
+        """Return each rank's part on the host; None: whole on each."""
+        num_ranks = self.ops.num_ranks
+        if split is None or num_ranks == 1:
+            return whole
+        return GroupArray(tuple(split.part_of(whole, rank, num_ranks) for rank in range(num_ranks)))
 
 
 def slot_bytes(config: ModelConfig, dtype: np.dtype, max_rank: int, num_ranks: int = 1) -> int:
@@ -89,11 +106,61 @@ class BatchAdapters:
         ops.lora_expand(ops.lora_shrink(inputs, matrix, self.rows), matrix, self.rows, out)
 
 
-def adapter_rows(slots: np.ndarray, ops: Ops) -> AdapterRows:
-    """Group int32[T] slots of rows (NO_SLOT: none) by slot, on the device."""
+class StaticAdapterRows:
+    """Arrays of `AdapterRows` at fixed addresses, for captured steps of at most `max_rows` rows."""
+
+    def __init__(self, slots: AdapterSlots, max_rows: int):
+        self._slots = slots
+        self._tile_rows = slots.adapter_ops.lora_tile_rows(max_rows)
+        self.padding = [np.zeros(max_rows, np.int32), np.zeros((self._num_tiles(max_rows), 3), np.int32)]
+        self._arrays: list[Array] = []
+
+    def place(self, arrays: list[Array]) -> None:
+        """Use these device arrays, of the shapes of `padding`."""
+        self._arrays = arrays
+
+    def batch(self, num_rows: int) -> BatchAdapters:
+        """Return the adapters of a step of `num_rows` rows."""
+        rows, tiles = self._arrays
+        return BatchAdapters(
+            self._slots, AdapterRows(rows[:num_rows], tiles[: self._num_tiles(num_rows)], self._tile_rows)
+        )
+
+    def host_rows(self, slots: np.ndarray) -> list[np.ndarray]:
+        """Return the arrays of int32[T] slots of rows, padded."""
+        padded = [np.zeros_like(array) for array in self.padding]
+        for array, known in zip(padded, group_rows(slots, self._tile_rows), strict=True):
+            array[: len(known)] = known
+        return padded
+
+    def _num_tiles(self, num_rows: int) -> int:
+        """Return the most tiles that rows of any adapters make."""
+        return num_rows // self._tile_rows + min(num_rows, self._slots.num_slots)
+
+
+def group_rows(slots: np.ndarray, tile_rows: int) -> list[np.ndarray]:
+    """Group int32[T] slots of rows (NO_SLOT: none) by slot: the `rows` and `tiles` of `AdapterRows`."""
     rows = np.flatnonzero(slots != NO_SLOT).astype(np.int32)
     rows = rows[np.argsort(slots[rows], kind="stable")]
     used, firsts, counts = np.unique(slots[rows], return_index=True, return_counts=True)
-    runs = np.stack([used, firsts, counts], axis=1).astype(np.int32)
-    sent_rows, sent_runs = ops.upload_all([rows, runs])
-    return AdapterRows(sent_rows, sent_runs, int(counts.max(initial=0)))
+    num_tiles = -(-counts // tile_rows)
+    of_run = np.repeat(np.arange(len(used)), num_tiles)
+    begins = tile_rows * (np.arange(len(of_run)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles))
+    sizes = np.minimum(counts[of_run] - begins, tile_rows)
+    return [rows, np.stack([used[of_run], firsts[of_run] + begins, sizes], axis=1).astype(np.int32)]
+
+
+def adapter_rows(slots: np.ndarray, ops: Ops, tile_rows: int | None = None) -> AdapterRows:
+    """Group int32[T] slots of rows on the device, in tiles of at most `tile_rows` (default: any number)."""
+    most = tile_rows or max(1, len(slots))
+    rows, tiles = ops.upload_all(group_rows(slots, most))
+    return AdapterRows(rows, tiles, most)
+
+
+def _padded(array: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Return the matrix with zeros after its rows and columns."""
+    if array.shape == shape:
+        return np.ascontiguousarray(array)
+    padded = np.zeros(shape, array.dtype)
+    padded[: array.shape[0], : array.shape[1]] = array
+    return padded

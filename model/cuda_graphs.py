@@ -2,19 +2,21 @@
 
 A size is a number of decodes (single-token rows) and of further rows. Chunks follow a step's decodes directly, and so
 use rows that decodes leave. A step runs on the smallest size that holds it; padding has no context, writes no key, and
-its logits are not read. A step that fits no size runs uncaptured.
+its logits are not read. A step that fits no size runs uncaptured. Each size is captured without adapters, and with them
+if there are slots: a step of the base model alone launches nothing for adapters.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 from tqdm import tqdm
 
+from model.adapter_slots import AdapterSlots, StaticAdapterRows
 from model.batch import Batch
 from model.families.llama import Llama
 from model.ops.interface import Array
@@ -72,10 +74,12 @@ class StepGraphs:
         self._num_tokens = len(padding[0])  # tokens in the columns, before padding
         self._decodes_only = decode_sizes(max_rows)
         self._decodes_beside_chunks = _decodes_beside_chunks(max_rows)
+        self._adapters: StaticAdapterRows | None = None
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
+        self._adapter_replays: dict[tuple[int, int], Callable[[], None]] = {}
         self._seconds: dict[tuple[int, int], float] = {}  # with chunks, on padding
 
-    def capture(self, kv: Array, *, progress: bool = False) -> None:
+    def capture(self, kv: Array, *, adapters: AdapterSlots | None = None, progress: bool = False) -> None:
         """Record the pass on this cache, the largest size first, so that smaller ones reuse its memory.
 
         Products are tuned for powers of two: each size costs about 0.2 s at a cold start.
@@ -85,14 +89,18 @@ class StepGraphs:
         sizes = self._sizes_with_chunks()
         sizes += [(decodes, 0) for decodes in self._decodes_only]
         Packing.of(self._padding()).fill(self._host, self._padding())
+        if adapters is not None:
+            self._add_adapters(adapters)
         self._model.ops.upload_all([self._host], self._packed)
         tuned = [size for size in self._decodes_only if size.bit_count() == 1]
         self._model.tune(tuned, tuned)
         first_layer = self._model.first_layer()
         for size in tqdm(sorted(sizes, key=sum, reverse=True), desc="graphs", disable=None if progress else True):
             batch = self._batch(*size)
-            whole, warm_up_run = (partial(self._run, model, batch, kv) for model in (self._model, first_layer))
-            self._replays[size] = self._model.ops.capture(whole, warm_up_run)
+            self._replays[size] = self._captured(batch, kv, first_layer)
+            if self._adapters is not None:
+                adapted = replace(batch, adapters=self._adapters.batch(batch.num_tokens))
+                self._adapter_replays[size] = self._captured(adapted, kv, first_layer)
         self._seconds = self._measured([size for size in sizes if size[1]])
 
     def forward(self, inputs: ForwardInputs) -> Array | None:
@@ -104,8 +112,11 @@ class StepGraphs:
         if size is None:
             return None
         self._fill(inputs, *size)
-        self._model.ops.upload_all([self._host], self._packed, self._changed_tables(inputs, size[0]))
-        self._replays[size]()
+        hosts, replays = [self._host], self._replays
+        if self._adapters is not None and inputs.adapter_slots is not None:
+            hosts, replays = [self._host, *self._adapters.host_rows(inputs.adapter_slots)], self._adapter_replays
+        self._model.ops.upload_all(hosts, self._packed, self._changed_tables(inputs, size[0]))
+        replays[size]()
         return self._logits[: len(inputs.logit_rows)]
 
     def context_lens(self, num_decodes: int) -> Array:
@@ -130,6 +141,20 @@ class StepGraphs:
             if more < all_of_them and rate > best_rate:
                 best, best_rate = room + more, rate
         return best
+
+    def _captured(self, batch: Batch, kv: Array, first_layer: Llama) -> Callable[[], None]:
+        whole, warm_up_run = (partial(self._run, model, batch, kv) for model in (self._model, first_layer))
+        return self._model.ops.capture(whole, warm_up_run)
+
+    def _add_adapters(self, slots: AdapterSlots) -> None:
+        """Place the adapters' rows after the columns, for one transfer."""
+        self._adapters = StaticAdapterRows(slots, len(self._columns.token_ids))
+        hosts: list[np.ndarray] = [self._host, *self._adapters.padding]
+        packing = Packing.of(hosts)
+        self._packed = self._model.ops.empty((packing.num_bytes,), np.dtype(np.uint8))
+        columns, *rows = self._model.ops.upload_all(hosts, self._packed)
+        self._buffers = _Buffers(*Packing.of(self._padding()).views(columns, self._padding()))
+        self._adapters.place(rows)
 
     def _changed_tables(self, inputs: ForwardInputs, decodes: int) -> TableRows | None:
         """Return tables to send."""

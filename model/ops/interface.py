@@ -15,7 +15,7 @@ Returned arrays live until the surrounding `scratch()` ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -150,18 +150,18 @@ class HeadRotation:
 
 @dataclass(frozen=True)
 class AdapterRows:
-    """The M rows of a step that have an adapter, ordered by its slot, in G runs of one adapter each."""
+    """The M rows of a step that have an adapter, ordered by its slot, in G tiles of one adapter each."""
 
     rows: Array  # int32[M], of the step's T
-    runs: Array  # int32[G, 3]: slot, first of `rows`, number of rows
-    max_run: int  # rows of the longest run
+    tiles: Array  # int32[G, 3]: slot, first of `rows`, number of rows; 0 rows: padding
+    tile_rows: int  # most rows of a tile
 
 
 @dataclass(frozen=True)
 class AdapterMatrix:
     """Adapters of one product x [T, K] -> [T, N], by slot. The outputs are P parts, each with an A of its own."""
 
-    a: Array  # [S, P, R, K] in `Ops.dtype`; zeros beyond an adapter's rank
+    a: Array  # [S, P, R, K] in `Ops.dtype`; undefined beyond an adapter's rank
     b: Array  # [S, N, R] in `Ops.dtype`, multiplied by the adapter's scale; zeros beyond its rank
     ranks: Array  # int32[S], at most R; 0: the adapter does not change this product
     part_ends: tuple[int, ...]  # P, rows of `b` where parts end; the last is N
@@ -410,16 +410,37 @@ class Ops(Device, Protocol):
         """
 
 
+class AsyncWrite(Protocol):
+    """A copy to the device that runs while others compute."""
+
+    def is_done(self) -> bool:
+        """Return whether it is done, without waiting. Raises what stopped it."""
+
+    def wait(self) -> None:
+        """Wait for the copy. Raises what stopped it."""
+
+
 class AdapterOps(Protocol):
     """LoRA adapters' products, on a backend that has them (`backend.adapter_ops`)."""
 
+    def lora_tile_rows(self, num_rows: int) -> int:
+        """Return `AdapterRows.tile_rows` for a step of `num_rows` rows."""
+
     def lora_shrink(self, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> Array:
-        """Return x[rows] @ a[slot, p].T as float32[M, P, R] for x [T, K]; undefined beyond an adapter's rank."""
+        """Return float32[C, M, P, R] for x [T, K], whose sum over C, the backend's choice, is x[rows] @ a[slot, p].T.
+
+        Undefined beyond an adapter's rank.
+        """
 
     def lora_expand(self, shrunk: Array, matrix: AdapterMatrix, adapters: AdapterRows, out: Array) -> None:
-        """Add shrunk[m, p] @ b[slot, rows of part p].T to row rows[m] of out [T, N]; summed in float32, rounded once.
+        """Add shrunk[:, m, p].sum(0) @ b[slot, rows of part p].T to row rows[m] of out [T, N]; summed in float32,
+        rounded once. Rows without an adapter do not change.
+        """
 
-        Rows without an adapter do not change.
+    def write_async(self, values: Iterable[tuple[Array, Array]]) -> AsyncWrite:
+        """Start to copy host values to contiguous arrays of their shapes and dtypes, after all work submitted so far.
+
+        `values` may be read on another thread. The arrays must not be used until the write is done.
         """
 
 

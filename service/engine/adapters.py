@@ -10,7 +10,7 @@ from model.adapter_slots import AdapterSlots, slot_bytes
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.ops.backend import adapter_ops
-from model.ops.interface import Ops
+from model.ops.interface import AsyncWrite, Ops
 from model.weights.lora.adapter import LoraAdapter, read_adapter
 from service.config.settings import Settings
 from service.engine.request import AdapterSource
@@ -23,13 +23,24 @@ log = logging.getLogger("quire.engine")
 
 
 class Adapters:
-    """Reader of adapters, on a thread of its own. The last `num_kept` stay in host memory; open requests hold theirs
-    as well."""
+    """Loader of adapters: from disk to host memory on a thread of its own, then to the device beside the steps.
 
-    def __init__(self, read: Callable[[AdapterSource], LoraAdapter], slots: AdapterSlotPool, num_kept: int):
-        """`read` is called on the thread; may raise ModelError, which fails the adapter's requests."""
+    The last `num_kept` stay in host memory; open requests hold theirs as well.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[AdapterSource], LoraAdapter],
+        write: Callable[[int, LoraAdapter], AsyncWrite],
+        slots: AdapterSlotPool,
+        num_kept: int,
+    ):
+        """`read` is called on the thread; may raise ModelError, which fails the adapter's requests. `write` starts to
+        replace a slot's adapter."""
         self.slots = slots
         self._read = read
+        self._write = write
+        self._writes: dict[int, AsyncWrite] = {}  # by slot
         self._num_kept = num_kept
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._kept: OrderedDict[str, LoraAdapter] = OrderedDict()  # by digest, the last used at the end
@@ -38,7 +49,7 @@ class Adapters:
 
     @property
     def is_loading(self) -> bool:
-        return bool(self._loading)
+        return bool(self._loading or self._writes)
 
     def start_loading(self, group: SequenceGroup, source: AdapterSource) -> None:
         """Load the group's adapter; it is ready at once if host memory holds it."""
@@ -68,8 +79,23 @@ class Adapters:
             del self._loading[digest]
         return found
 
+    def start_writes(self) -> None:
+        """Start to write the slots that the last plan gave away."""
+        for slot, adapter in self.slots.drain_loads():
+            self._writes[slot] = self._write(slot, adapter)
+
+    def finish_writes(self) -> None:
+        """Let the groups run whose slots are written."""
+        for slot in [slot for slot, write in self._writes.items() if write.is_done()]:
+            del self._writes[slot]
+            self.slots.finish_load(slot)
+
     def wait(self, timeout_s: float) -> None:
-        wait(self._loading.values(), timeout_s, FIRST_COMPLETED)
+        """Wait for a write, or at most `timeout_s` for a file."""
+        if self._writes:
+            next(iter(self._writes.values())).wait()
+        else:
+            wait(self._loading.values(), timeout_s, FIRST_COMPLETED)
 
     def _checked(self, source: AdapterSource) -> LoraAdapter:
         adapter = self._read(source)
@@ -113,8 +139,10 @@ def slots_bytes(settings: Settings, config: ModelConfig, ops: Ops) -> int:
     return settings.max_loras * slot_bytes(config, ops.dtype, settings.max_lora_rank, ops.num_ranks)
 
 
-def build_adapters(settings: Settings, config: ModelConfig, ops: Ops) -> Adapters:
+def build_adapters(
+    settings: Settings, config: ModelConfig, ops: Ops, write: Callable[[int, LoraAdapter], AsyncWrite]
+) -> Adapters:
     def read(source: AdapterSource) -> LoraAdapter:
         return read_adapter(Path(source.path), config, ops.dtype, settings.max_lora_rank)
 
-    return Adapters(read, AdapterSlotPool(settings.max_loras), settings.max_cpu_loras or settings.max_loras)
+    return Adapters(read, write, AdapterSlotPool(settings.max_loras), settings.max_cpu_loras or settings.max_loras)

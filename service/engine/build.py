@@ -120,7 +120,7 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
         kv, FairShare(kv, limits.max_num_seqs), calibrate_swap_cost(executor, memory), settings.preemption_mode
     )
     speculation = build_speculation(settings, executor, kv, memory.max_model_len, drafter, draft)
-    adapters = None if slots is None else build_adapters(settings, config, ops)
+    adapters = None if slots is None else build_adapters(settings, config, ops, executor.write_adapter)
     engine = Engine(executor, kv, limits, frozenset(config.eos_token_ids), grammars, preemption, speculation, adapters)
     _check_generation(engine, limits)
     _log_ready(sized, ops)

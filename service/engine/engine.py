@@ -187,6 +187,8 @@ class Engine:
         if self._adapters is not None:
             self._admit_loaded(self._adapters)
         plan = self._scheduler.schedule()
+        if self._adapters is not None:
+            self._adapters.start_writes()
         if plan.chunks:
             launch_s = time.perf_counter()
             launched = self._executor.launch(plan)
@@ -209,7 +211,7 @@ class Engine:
             self._collect_steps(1)
             self._executor.sample(launched)
         else:
-            if plan.copies or plan.swap_outs or plan.swap_ins or plan.adapter_loads:
+            if plan.copies or plan.swap_outs or plan.swap_ins:
                 self._executor.transfer(plan)
             self._wait_for_work()
         self._collect_steps(1 if plan.chunks and self._executor.runs_ahead else 0)
@@ -317,6 +319,7 @@ class Engine:
         for group, is_good in adapters.drain_loaded():
             if not is_good and group.live:
                 self._output_processor.end_group(group, EndReason.ADAPTER)
+        adapters.finish_writes()
 
     def _collect_steps(self, num_left: int) -> None:
         while len(self._in_flight) > num_left:

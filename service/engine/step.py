@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from model.weights.lora.adapter import LoraAdapter
 from service.engine.sequence import Sequence, SequenceGroup
 
 
@@ -44,13 +43,6 @@ class PoolSpan(NamedTuple):
     stop: int
 
 
-class AdapterLoad(NamedTuple):
-    """Adapter to copy into a slot before the step."""
-
-    slot: int
-    adapter: LoraAdapter
-
-
 class BlockCopy(NamedTuple):
     source: int
     target: int
@@ -69,7 +61,6 @@ class StepPlan:
     pool_spans: tuple[PoolSpan, ...] = ()
     changed_tables: tuple[Chunk, ...] = ()
     """One-token chunks, also in the previous plan, whose table changed since."""
-    adapter_loads: tuple[AdapterLoad, ...] = ()
     samplers: list[Sequence] = field(init=False)
     """Samplers in the order of StepResult."""
 

@@ -104,17 +104,17 @@ class DemoEngines:
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_prefill_chunk=budget, max_model_len=MAX_LEN
         )
         speculation = None if drafter is None else Speculation(kv, self._config.vocab_size, drafter)
-        adapters = self._adapters(num_adapter_slots) if num_adapter_slots else None
+        adapters = self._adapters(executor, num_adapter_slots) if num_adapter_slots else None
         grammars = Grammars(self._compiler)
         return Engine(executor, kv, limits, self.eos_token_ids, grammars, speculation=speculation, adapters=adapters)
 
-    def _adapters(self, num_slots: int) -> Adapters:
+    def _adapters(self, executor: ModelExecutor, num_slots: int) -> Adapters:
         """Keep one more than fits the slots."""
 
         def read(source: AdapterSource) -> LoraAdapter:
             return read_adapter(Path(source.path), self._config, self.model.ops.dtype, MAX_LORA_RANK)
 
-        return Adapters(read, AdapterSlotPool(num_slots), num_slots + 1)
+        return Adapters(read, executor.write_adapter, AdapterSlotPool(num_slots), num_slots + 1)
 
     def _compiler(self) -> GrammarCompiler:
         return GrammarCompiler(Tokenizer.read(DEMO), self._config.vocab_size, self._config.eos_token_ids)

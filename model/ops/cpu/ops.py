@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,12 +13,14 @@ from model.ops.cpu import lora
 from model.ops.cpu import sampling as numpy_sampling
 from model.ops.cpu.device import NumpyDevice
 from model.ops.cpu.experts import combine_experts, group_by_expert, route_experts
+from model.ops.cpu.host_blocks import NumpyTransfer
 from model.ops.cpu.quantised import linear_quantised
 from model.ops.fp8 import narrow, quantise, widen
 from model.ops.interface import (
     AdapterMatrix,
     AdapterRows,
     Array,
+    AsyncWrite,
     AttentionBatch,
     ExpertGroups,
     Fp8Rows,
@@ -198,6 +201,15 @@ class NumpyOps(NumpyDevice):
 
     def silu_mul_quantised(self, gate_up: Array) -> Fp8Rows:
         return self.quantise_rows(self.silu_mul(gate_up))
+
+    def lora_tile_rows(self, num_rows: int) -> int:
+        return max(1, num_rows)  # one product for each adapter
+
+    def write_async(self, values: Iterable[tuple[Array, Array]]) -> AsyncWrite:
+        begin_s = time.perf_counter()
+        for array, host in values:
+            array[...] = host
+        return NumpyTransfer(time.perf_counter() - begin_s)
 
     def lora_shrink(self, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> Array:
         return lora.shrink(_f32(x), matrix, adapters)

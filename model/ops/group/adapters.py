@@ -3,10 +3,10 @@ by columns it has its columns of A and B, and adds its share to its partial sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from model.ops.group.arrays import GroupArray, joined, on_rank
-from model.ops.interface import AdapterMatrix, AdapterOps, AdapterRows, Array
+from model.ops.interface import AdapterMatrix, AdapterOps, AdapterRows, Array, AsyncWrite
 
 
 class GroupAdapterOps:
@@ -14,6 +14,13 @@ class GroupAdapterOps:
 
     def __init__(self, ranks: Sequence[AdapterOps]):
         self._ranks = tuple(ranks)
+
+    def lora_tile_rows(self, num_rows: int) -> int:
+        return self._ranks[0].lora_tile_rows(num_rows)
+
+    def write_async(self, values: Iterable[tuple[Array, Array]]) -> AsyncWrite:
+        pairs = list(values)
+        return _Writes([ops.write_async(on_rank(pairs, rank)) for rank, ops in enumerate(self._ranks)])
 
     def lora_shrink(self, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> Array:
         arrays = x, matrix, adapters
@@ -24,3 +31,15 @@ class GroupAdapterOps:
         arrays = shrunk, matrix, adapters, GroupArray(out.parts)
         for rank, ops in enumerate(self._ranks):
             ops.lora_expand(*on_rank(arrays, rank))
+
+
+class _Writes:
+    def __init__(self, writes: Sequence[AsyncWrite]):
+        self._writes = writes
+
+    def is_done(self) -> bool:
+        return all(write.is_done() for write in self._writes)
+
+    def wait(self) -> None:
+        for write in self._writes:
+            write.wait()

@@ -10,8 +10,9 @@ import numpy as np
 from model.adapter_slots import AdapterSlots
 from model.families.llama import Llama
 from model.ops.host_blocks import HostBlocks
-from model.ops.interface import Array
+from model.ops.interface import Array, AsyncWrite
 from model.step_inputs import StepInputs, no_blocks
+from model.weights.lora.adapter import LoraAdapter
 from service.engine.execution.decode_batch import BatchLayout, DecodeBatch
 from service.engine.execution.model_runner import ModelRunner, RunningStep
 from service.engine.execution.pooling import Pooler
@@ -100,7 +101,6 @@ class ModelExecutor:
             prompt_logprobs = plan_prompt_logprobs(plan.logprob_spans, first_rows, self._sizes[0])
             pool_rows = self._pooler.rows(plan.pool_spans, first_rows)
         calls = [] if batch.needs_previous_tokens else self._sampler.calls(batch, masked=False)
-        self._load_adapters(plan)
         inputs = StepInputs(
             forward=layout.inputs,
             samples=None if batch.needs_previous_tokens else [call.inputs for call in calls],
@@ -115,12 +115,11 @@ class ModelExecutor:
             self._states.read_states(layout, running.states)
         return LaunchedStep(running, batch, calls, prompt_logprobs, plan.pool_spans)
 
-    def _load_adapters(self, plan: StepPlan) -> None:
-        for slot, adapter in plan.adapter_loads:
-            self.runner.write_adapter(slot, adapter)
+    def write_adapter(self, slot: int, adapter: LoraAdapter) -> AsyncWrite:
+        """Start to replace a slot's adapter, after the steps launched so far."""
+        return self.runner.write_adapter(slot, adapter)
 
     def transfer(self, plan: StepPlan) -> None:
-        self._load_adapters(plan)
         copies, swap_outs, swap_ins = map(_pairs, (plan.copies, plan.swap_outs, plan.swap_ins))
         self.runner.transfer(StepInputs(forward=None, copies=copies, swap_outs=swap_outs, swap_ins=swap_ins))
 

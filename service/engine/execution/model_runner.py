@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from model.adapter_slots import AdapterSlots, BatchAdapters, adapter_rows
+from model.adapter_slots import AdapterSlots, BatchAdapters, group_rows
 from model.batch import Batch
 from model.cuda_graphs import StepGraphs
 from model.families.llama import Llama
 from model.ops.host_blocks import HostBlocks, Transfer
-from model.ops.interface import Array, Bias, Ops, Penalties, SamplingArrays, TokenMask
+from model.ops.interface import AdapterRows, Array, AsyncWrite, Bias, Ops, Penalties, SamplingArrays, TokenMask
 from model.step_inputs import ForwardInputs, LogprobRows, SampleInputs, StepInputs
 from model.weights.lora.adapter import LoraAdapter
 
@@ -86,15 +86,15 @@ class ModelRunner:
         self._blocks, self._state_layers = kv if blocks is None else blocks, state_layers
         self._adapters = adapters
         if self._graphs is not None:
-            self._graphs.capture(kv, progress=progress)
+            self._graphs.capture(kv, adapters=adapters, progress=progress)
         if num_host_blocks:  # last: pinning slows down the start
             self.host = self._ops.host_blocks(self._blocks, num_host_blocks)
 
-    def write_adapter(self, slot: int, adapter: LoraAdapter) -> None:
-        """Replace a slot's adapter for the next step."""
+    def write_adapter(self, slot: int, adapter: LoraAdapter) -> AsyncWrite:
+        """Start to replace a slot's adapter, after the steps launched so far."""
         if self._adapters is None:
             raise ValueError("write_adapter: there are no slots (attach them)")
-        self._adapters.write(slot, adapter)
+        return self._adapters.write(slot, adapter)
 
     def fit_prompts(self, num_decodes: int, num_tokens: int) -> int:
         """Return the prompt tokens, at most `num_tokens`, for a step with decodes."""
@@ -152,7 +152,7 @@ class ModelRunner:
             self._ops.copy_blocks(self._blocks, *self._ops.upload_all(pair))
 
     def _forward(self, inputs: ForwardInputs, step: RunningStep) -> None:
-        if self._graphs is not None and inputs.adapter_slots is None:  # captured without adapters
+        if self._graphs is not None:
             step.logits = self._graphs.forward(inputs)
             if step.logits is not None:
                 step.context_lens = self._graphs.context_lens(inputs.num_decodes)
@@ -222,10 +222,10 @@ class ModelRunner:
             inputs.context_lens,
             inputs.query_start,
             padded_rows(inputs.logit_rows, self._logit_sizes),
+            *self._adapter_rows(inputs),
         )
-        token_ids, pending_token_row, positions, slots, tables, context_lens, starts, logit_rows = self._ops.upload_all(
-            hosts
-        )
+        sent = self._ops.upload_all(hosts)
+        token_ids, pending_token_row, positions, slots, tables, context_lens, starts, logit_rows, *rows = sent
         self._ops.pick_tokens(token_ids, self.sampled, pending_token_row)
         return Batch(
             token_ids=token_ids,
@@ -239,13 +239,20 @@ class ModelRunner:
             num_tokens=len(inputs.token_ids),
             num_sequences=len(inputs.context_lens),
             max_query_len=int(inputs.chunk_lens.max(initial=0)),
-            adapters=self._batch_adapters(inputs.adapter_slots),
+            adapters=self._batch_adapters(len(inputs.token_ids), rows),
         )
 
-    def _batch_adapters(self, slots: np.ndarray | None) -> BatchAdapters | None:
-        if slots is None or self._adapters is None:
+    def _adapter_rows(self, inputs: ForwardInputs) -> list[np.ndarray]:
+        if self._adapters is None or inputs.adapter_slots is None:
+            return []
+        return group_rows(inputs.adapter_slots, self._adapters.adapter_ops.lora_tile_rows(len(inputs.token_ids)))
+
+    def _batch_adapters(self, num_tokens: int, sent: Sequence[Array]) -> BatchAdapters | None:
+        if self._adapters is None or not sent:
             return None
-        return BatchAdapters(self._adapters, adapter_rows(slots, self._ops))
+        rows, tiles = sent
+        tile_rows = self._adapters.adapter_ops.lora_tile_rows(num_tokens)
+        return BatchAdapters(self._adapters, AdapterRows(rows, tiles, tile_rows))
 
 
 def padded_rows(rows: np.ndarray, sizes: Sequence[int]) -> np.ndarray:

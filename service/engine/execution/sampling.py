@@ -67,8 +67,7 @@ class StepSampler:
         """Return the sequences to sample; the same object while the same ones decode."""
         if layout.has_drafts or not layout.is_one_token_each:
             return _batch_of_chunks(layout)
-        outside_graphs = layout.plan.logprob_spans or layout.plan.pool_spans or layout.inputs.adapter_slots is not None
-        if layout.prefills or outside_graphs:
+        if layout.prefills or layout.plan.logprob_spans or layout.plan.pool_spans:
             return _batch_of_decodes(layout)
         if self._last is None or self._last.samplers is not layout.decodes:
             self._last = _batch_of_decodes(layout)

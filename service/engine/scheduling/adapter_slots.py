@@ -1,19 +1,28 @@
 """The adapters in the device's slots.
 
-A group runs only while its adapter has a slot. A group without one may be overtaken MAX_OVERTAKEN times.
-Then one slot is reserved: younger groups neither join it nor take a free slot.
+A group runs only while its adapter has a slot. A free slot is reserved for a waiting group while its adapter is
+copied there and until it runs. A group without a slot may be overtaken MAX_OVERTAKEN times. Then one slot is drained:
+younger groups neither join it nor take a free slot.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
+from model.weights.lora.adapter import LoraAdapter
 from service.engine.sequence import Sequence, SequenceGroup
-from service.engine.step import AdapterLoad
 
 MAX_OVERTAKEN = 16
 """Limit of groups with other adapters that may start before a group that waits for a slot."""
+
+
+class AdapterLoad(NamedTuple):
+    """Adapter to copy into a slot that no step uses."""
+
+    slot: int
+    adapter: LoraAdapter
 
 
 class AdapterSlotPool:
@@ -21,6 +30,8 @@ class AdapterSlotPool:
         self.num_slots = num_slots
         self._slot_of: OrderedDict[str, int] = OrderedDict()  # digest -> slot, the last used at the end
         self._held: Counter[str] = Counter()  # running groups by digest
+        self._loading: set[int] = set()  # slots that are written
+        self._reserved: dict[str, SequenceGroup] = {}  # digest -> the group that its slot waits for
         self._loads: list[AdapterLoad] = []
         self._starving: SequenceGroup | None = None  # the oldest that waits for a slot
         self._num_overtaken = 0
@@ -32,6 +43,8 @@ class AdapterSlotPool:
 
     def remove_group(self, group: SequenceGroup) -> None:
         self.num_open -= bool(group.adapter_key)
+        if self._reserved.get(group.adapter_key) is group:
+            del self._reserved[group.adapter_key]
         if group is self._starving:
             self._forget_starving()
 
@@ -43,32 +56,52 @@ class AdapterSlotPool:
             self._drained = ""
 
     def admissible(self, waiting: Iterable[SequenceGroup]) -> Iterator[SequenceGroup]:
-        """Yield groups that can have a slot in this step."""
+        """Yield groups that need no slot or have one, and those whose adapter is being read. Start the loads of others
+        that find a slot."""
         for group in waiting:
-            if not group.is_loaded or self._can_start(group):
+            if not group.is_loaded:
                 yield group
+            elif self._can_start(group):
+                if self._is_in_slot(group):
+                    yield group
             elif self._starving is None or group.arrival < self._starving.arrival:
                 self._forget_starving()
                 self._starving = group
 
     def take(self, group: SequenceGroup) -> None:
-        """Give an admissible group its slot; record a load if needed."""
-        if group.adapter is None:
-            return
+        """Give an admissible group its slot."""
         digest = group.adapter_key
-        slot = self._slot_of.get(digest)
-        if slot is None:
-            slot = self._free_slot()
-            self._slot_of[digest] = slot
-            self._loads.append(AdapterLoad(slot, group.adapter))
+        if not digest:
+            return
         self._slot_of.move_to_end(digest)
+        self._reserved.pop(digest, None)
         self._held[digest] += 1
-        group.adapter_slot = slot
+        group.adapter_slot = self._slot_of[digest]
         self._count_overtaking(group)
 
     def drain_loads(self) -> tuple[AdapterLoad, ...]:
+        """Return loads to start; `finish_load` ends each."""
         loads, self._loads = tuple(self._loads), []
         return loads
+
+    def finish_load(self, slot: int) -> None:
+        self._loading.remove(slot)
+
+    def _is_in_slot(self, group: SequenceGroup) -> bool:
+        """Return whether the group needs no adapter or its slot holds it; start the load of one without a slot."""
+        digest = group.adapter_key
+        if not digest or group.adapter is None:
+            return True
+        slot = self._slot_of.get(digest)
+        if slot is None:
+            slot = self._slot_of[digest] = self._free_slot()
+            self._loading.add(slot)
+            self._loads.append(AdapterLoad(slot, group.adapter))
+            if self._starving is not None and self._starving.adapter_key == digest:
+                self._forget_starving()
+        if digest not in self._held:
+            self._reserved.setdefault(digest, group)
+        return slot not in self._loading
 
     def _can_start(self, group: SequenceGroup) -> bool:
         digest, starving = group.adapter_key, self._starving
@@ -79,13 +112,24 @@ class AdapterSlotPool:
         )
         if digest in self._held:
             return not (is_held_back and digest == self._drained)
-        return len(self._held) < self.num_slots and not is_held_back
+        if digest in self._reserved:
+            return True
+        return (digest in self._slot_of or self._has_free_slot) and not is_held_back
 
     def _free_slot(self) -> int:
         if len(self._slot_of) < self.num_slots:
             return len(self._slot_of)
-        unused = next(digest for digest in self._slot_of if digest not in self._held)
-        return self._slot_of.pop(unused)
+        return self._slot_of.pop(next(self._unused()))
+
+    @property
+    def _has_free_slot(self) -> bool:
+        return len(self._slot_of) < self.num_slots or next(self._unused(), None) is not None
+
+    def _unused(self) -> Iterator[str]:
+        """Yield digests that may lose their slots, the least recently used first."""
+        for digest, slot in self._slot_of.items():
+            if digest not in self._held and digest not in self._reserved and slot not in self._loading:
+                yield digest
 
     def _count_overtaking(self, group: SequenceGroup) -> None:
         starving = self._starving
@@ -109,3 +153,5 @@ class AdapterSlotPool:
             group = sequence.group
             if group.adapter_key and self._slot_of.get(group.adapter_key) != group.adapter_slot:
                 raise AssertionError(f"{group.request_id} runs without its adapter")
+            if group.adapter_key and group.adapter_slot in self._loading:
+                raise AssertionError(f"{group.request_id} runs before its adapter is loaded")

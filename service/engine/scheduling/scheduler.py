@@ -129,8 +129,7 @@ class Scheduler:
         self.preemption.save_ahead(self.running)
         scores, pools = self._prompt_outputs.plan(chunks)
         changed = tuple(chunk for chunk in chunks if chunk.sequence in self._extended and chunk.length == 1)
-        loads = () if self.adapters is None else self.adapters.drain_loads()
-        return StepPlan(tuple(chunks), self._kv.drain_copies(), *self._kv.drain_swaps(), scores, pools, changed, loads)
+        return StepPlan(tuple(chunks), self._kv.drain_copies(), *self._kv.drain_swaps(), scores, pools, changed)
 
     @property
     def _has_adapters(self) -> bool:

@@ -139,8 +139,7 @@ def test_a_slot_is_overwritten_whole(config, base, written):
 def test_rows_are_grouped_by_slot():
     rows = adapter_rows(np.array([2, -1, 0, 2, 2, -1, 0], np.int32), NumpyOps())
     assert rows.rows.tolist() == [2, 6, 0, 3, 4]
-    assert rows.runs.tolist() == [[0, 0, 2], [2, 2, 3]]
-    assert rows.max_run == 3
+    assert rows.tiles.tolist() == [[0, 0, 2], [2, 2, 3]]
 
 
 def test_bytes_of_a_slot(config):

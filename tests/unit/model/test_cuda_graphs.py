@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from model.adapter_slots import NO_SLOT, AdapterSlots, BatchAdapters, adapter_rows
 from model.batch import Batch
 from model.config import ModelConfig
 from model.cuda_graphs import MAX_CHUNKS, ROWS_ALONE, ROWS_BESIDE, ROWS_BESIDE_FEW, StepGraphs, decode_sizes
@@ -16,6 +17,8 @@ from model.kv_cache import block_shape
 from model.ops.cpu.ops import NumpyOps
 from model.step_inputs import ForwardInputs
 from model.weights.loader import load_model
+from model.weights.lora.adapter import read_adapter
+from tests.support.adapters import write_adapter
 from tests.support.demo_engine import DEMO
 
 BLOCK_SIZE, MAX_BLOCKS, MAX_ROWS = 8, 24, 12
@@ -91,6 +94,24 @@ def by_itself(model: Llama, kv: np.ndarray, inputs: ForwardInputs) -> np.ndarray
         )
         rows.append(model.forward(batch, kv))
     return np.concatenate(rows)
+
+
+def uncaptured(model: Llama, kv: np.ndarray, inputs: ForwardInputs, adapters: BatchAdapters) -> np.ndarray:
+    batch = Batch(
+        token_ids=inputs.token_ids,
+        positions=inputs.positions,
+        slots=inputs.slots,
+        block_tables=inputs.block_tables(np.arange(inputs.num_decodes), BLOCK_SIZE),
+        context_lens=inputs.context_lens,
+        query_start=inputs.query_start,
+        logit_rows=inputs.logit_rows,
+        num_decodes=inputs.num_decodes,
+        num_tokens=len(inputs.token_ids),
+        num_sequences=len(inputs.context_lens),
+        max_query_len=int(inputs.chunk_lens.max(initial=0)),
+        adapters=adapters,
+    )
+    return model.forward(batch, kv)
 
 
 @pytest.mark.parametrize(
@@ -170,3 +191,26 @@ def test_decode_sizes_end_with_the_most_and_leave_little_to_padding():
         assert sizes == sorted(set(sizes))
         assert sizes[-1] == most
         assert all(larger <= max(smaller + 8, 1.2 * smaller) for smaller, larger in pairwise(sizes[3:]))
+
+
+def test_steps_with_adapters_replay_a_graph_of_their_own(model, kv, tmp_path):
+    """Base rows of both kinds of steps equal; adapted rows equal an uncaptured step's."""
+    slots = AdapterSlots(model.config, model.ops, model.ops, 3, 8)
+    for slot in range(3):
+        written = write_adapter(tmp_path / str(slot), model.config, rank=8, seed=slot, strength=2.0)
+        slots.write(slot, read_adapter(written.folder, model.config, model.ops.dtype, 8))
+    graphs = StepGraphs(model, np.arange(MAX_ROWS, dtype=np.int32), MAX_ROWS, MAX_BLOCKS)
+    graphs.capture(kv, adapters=slots)
+    for chunks, slots_of in (
+        ([(20, 1), (0, 1), (9, 1)], [2, NO_SLOT, 0]),
+        ([(3, 1), (0, 30), (64, 17)], [1, 0, NO_SLOT]),
+    ):
+        inputs, before = step(model, chunks), kv.copy()
+        base = np.array(graphs.forward(inputs))
+        rows = np.repeat(np.array(slots_of, np.int32), [length for _, length in chunks])
+        logits = np.array(graphs.forward(replace(inputs, adapter_slots=rows)))
+        wanted = uncaptured(model, before, inputs, BatchAdapters(slots, adapter_rows(rows, model.ops)))
+        np.testing.assert_allclose(logits, wanted, atol=2e-4)
+        differs = np.abs(logits - base).max(axis=1) > 1e-2
+        assert differs.tolist() == [slot != NO_SLOT for slot in slots_of]
+        np.testing.assert_allclose(graphs.forward(inputs), base, atol=2e-4)

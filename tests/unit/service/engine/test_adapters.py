@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from model.ops.cpu.host_blocks import NumpyTransfer
 from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import SamplingParams
 from model.text.grammar import regex_grammar
@@ -235,7 +236,7 @@ def test_the_last_used_stay_in_host_memory(sources):
         reads.append(source.name)
         return replace(EMPTY, digest=source.digest)
 
-    adapters = Adapters(read, AdapterSlotPool(1), 2)
+    adapters = Adapters(read, lambda *_: NumpyTransfer(0), AdapterSlotPool(1), 2)
     for name in "abacab":
         group = SequenceGroup(
             EngineRequest(request_id=name, prompt=(1,), sampling=SamplingParams(max_tokens=1)), frozenset()

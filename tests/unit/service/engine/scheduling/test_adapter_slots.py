@@ -39,21 +39,30 @@ class Bench:
             self.pool.add_group(self.waiting[-1])
 
     def step(self) -> list[str]:
-        """Start groups; return their adapters."""
+        """Start groups, each load done before the next; return their adapters."""
         self.pool.start_step([group.branches[0] for group in self.running])
         started = []
         while len(self.running) < self.max_running:
             group = next(iter(self.pool.admissible(self.waiting)), None)
+            if self.finish_loads():
+                continue
             if group is None:
                 break
             self.waiting.remove(group)
             self.running.append(group)
             self.pool.take(group)
             started.append(group.adapter_key)
-        self.loads += [(slot, adapter.digest) for slot, adapter in self.pool.drain_loads()]
         self.pool.check_invariants([group.branches[0] for group in self.running])
         assert len({group.adapter_key for group in self.running} - {""}) <= self.pool.num_slots
         return started
+
+    def finish_loads(self) -> bool:
+        """Return whether there were some."""
+        loads = self.pool.drain_loads()
+        for load in loads:
+            self.pool.finish_load(load.slot)
+        self.loads += [(slot, adapter.digest) for slot, adapter in loads]
+        return bool(loads)
 
     def end(self, index: int = 0) -> None:
         group = self.running.pop(index)
