@@ -7,7 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
-from model.ops.weight import Array
+from model.ops.cpu.sampling import best_candidates
+from model.ops.interface import Array, Sampled, TokenCandidates
 
 
 class Collectives(Protocol):
@@ -19,6 +20,10 @@ class Collectives(Protocol):
     def gather(self, parts: Sequence[Array], *, copies: int = 1, width: int | None = None) -> list[Array]:
         """Return on each rank [T, width] (default: all columns): the parts [T, n] of ranks 0, copies, 2 * copies, ...
         side by side."""
+
+    def best(self, parts: Sequence[TokenCandidates], outs: Sequence[Array | None]) -> list[Sampled]:
+        """Return on each rank the best of the ranks' candidates [R], whose tokens are in rank order; ids go to its
+        `outs` int32[R] if given."""
 
 
 class NumpyCollectives:
@@ -33,3 +38,8 @@ class NumpyCollectives:
     def gather(self, parts: Sequence[Array], *, copies: int = 1, width: int | None = None) -> list[Array]:
         whole = np.concatenate(parts[::copies], axis=1)[:, :width]
         return [np.array(whole) for _ in parts]
+
+    def best(self, parts: Sequence[TokenCandidates], outs: Sequence[Array | None]) -> list[Sampled]:
+        columns = zip(*((each.token_ids, each.score, each.tie) for each in parts), strict=True)
+        together = TokenCandidates(*(np.stack(column, axis=1) for column in columns))
+        return [best_candidates(together, out) for out in outs]

@@ -445,13 +445,13 @@ class AdapterOps(Protocol):
 
 
 class PartOps(Ops, Protocol):
-    """A backend that samples by parts of the vocabulary, as a rank of a group does."""
+    """A backend as one rank of a group, in one thread with the others."""
+
+    def use(self) -> None:
+        """Make its device the thread's current one, as all other methods need."""
 
     def sample_part(self, logits: Array, how: SamplingArrays, first_token: int) -> TokenCandidates:
         """Return each row's best token. logits [R, n] are those of tokens `first_token` to `first_token + n - 1`.
 
         Order, noise and ties as in `sample`; no mask, thresholds or log-probabilities.
         """
-
-    def best_candidates(self, parts: TokenCandidates, out: Array | None = None) -> Sampled:
-        """Return the best of candidates [R, parts], in the order of their tokens; ids go to `out` int32[R] if given."""

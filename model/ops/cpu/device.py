@@ -22,6 +22,9 @@ class NumpyDevice:
     num_ranks = 1
     num_sharing = 1  # ranks in the host's memory
 
+    def use(self) -> None:
+        """Do nothing: there is one host."""
+
     def upload(self, host: np.ndarray) -> Array:
         return np.array(host)
 

@@ -251,9 +251,6 @@ class NumpyOps(NumpyDevice):
     def sample_part(self, logits: Array, how: SamplingArrays, first_token: int) -> TokenCandidates:
         return numpy_sampling.sample_part(logits, how, first_token)
 
-    def best_candidates(self, parts: TokenCandidates, out: Array | None = None) -> Sampled:
-        return numpy_sampling.best_candidates(parts, out)
-
     def top_logprobs(self, logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
         return numpy_sampling.top_logprobs(logits, token_ids, num_best)
 

@@ -60,7 +60,7 @@ def sample_part(logits: Array, how: SamplingArrays, first_token: int) -> TokenCa
 
 
 def best_candidates(parts: TokenCandidates, out: Array | None) -> Sampled:
-    """`PartOps.best_candidates`."""
+    """Return the best of candidates [R, parts], as `Collectives.best`."""
     rows, chosen = np.arange(len(parts.score)), np.zeros(len(parts.score), np.int64)
     for part in range(1, parts.score.shape[1]):
         score, best = parts.score[:, part], parts.score[rows, chosen]

@@ -12,14 +12,14 @@ import numpy as np
 from model.ops.group.arrays import GroupArray, PartialSums, Split, SplitArray, joined, on_rank
 from model.ops.group.host_blocks import GroupHostBlocks
 from model.ops.group.loading import load_group
-from model.ops.interface import Array, Device, Ops
+from model.ops.interface import Array, Device, PartOps
 from model.ops.packing import TableRows
 
 
 class GroupDevice:
     """Returns `GroupArray`s. Shapes given and returned are a rank's."""
 
-    def __init__(self, ranks: Sequence[Ops]):
+    def __init__(self, ranks: Sequence[PartOps]):
         self.ranks = tuple(ranks)
         self.num_ranks = len(self.ranks)
         self.name = self.ranks[0].name
@@ -39,10 +39,10 @@ class GroupDevice:
 
     def download(self, array: Array) -> np.ndarray:
         """Return the array, or the whole of a `SplitArray`. Raises RuntimeError if ranks differ in what they share."""
-        return _whole(array, [ops.download(part) for ops, part in zip(self.ranks, array.parts, strict=True)])
+        return _whole(array, [ops.download(part) for ops, part in self._parts(array)])
 
     def download_async(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
-        fetches = [ops.download_async(on_rank(list(arrays), rank)) for rank, ops in enumerate(self.ranks)]
+        fetches = [ops.download_async(on_rank(list(arrays), rank)) for rank, ops in self._turns()]
 
         def fetch() -> list[np.ndarray]:
             hosts = [own() for own in fetches]
@@ -78,29 +78,35 @@ class GroupDevice:
 
     def host_blocks(self, kv: Array, num_blocks: int) -> GroupHostBlocks:
         """Allocate host memory on each rank for its part of the blocks."""
-        return GroupHostBlocks([ops.host_blocks(part, num_blocks) for ops, part in self._parts(kv)])
+        return GroupHostBlocks(self.ranks, [ops.host_blocks(part, num_blocks) for ops, part in self._parts(kv)])
 
     def memory_bytes(self) -> tuple[int, int]:
         """Return (free, total) of the rank with the least."""
-        return min(ops.memory_bytes() for ops in self.ranks)
+        return min(ops.memory_bytes() for _, ops in self._turns())
 
     def synchronize(self) -> None:
-        for ops in self.ranks:
+        for _, ops in self._turns():
             ops.synchronize()
 
     def record_event(self) -> Any:
-        return [ops.record_event() for ops in self.ranks]
+        return [ops.record_event() for _, ops in self._turns()]
 
     def elapsed_s(self, begin: Any, end: Any) -> float:
         """Return the slowest rank's seconds."""
         return max(ops.elapsed_s(*events) for ops, *events in zip(self.ranks, begin, end, strict=True))
 
-    def _parts(self, array: GroupArray) -> Iterator[tuple[Ops, Array]]:
-        return zip(self.ranks, array.parts, strict=True)
+    def _turns(self) -> Iterator[tuple[int, PartOps]]:
+        """Yield each rank with its device as the thread's current one."""
+        for rank, ops in enumerate(self.ranks):
+            ops.use()
+            yield rank, ops
+
+    def _parts(self, array: GroupArray) -> Iterator[tuple[PartOps, Array]]:
+        return ((ops, array.parts[rank]) for rank, ops in self._turns())
 
     def _each(self, work: Callable[..., Any], *values: Any) -> Any:
         """Return work(ops, own values) of all ranks as one."""
-        return joined([work(ops, *on_rank(values, rank)) for rank, ops in enumerate(self.ranks)])
+        return joined([work(ops, *on_rank(values, rank)) for rank, ops in self._turns()])
 
 
 def upload_parts(ops: Device, whole: np.ndarray, split: Split | None) -> Array:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from model.ops.host_blocks import HostBlocks, Transfer
+from model.ops.interface import PartOps
 
 
 class GroupTransfer:
@@ -26,23 +27,29 @@ class GroupTransfer:
 
 
 class GroupHostBlocks:
-    def __init__(self, ranks: Sequence[HostBlocks]):
+    def __init__(self, ranks: Sequence[PartOps], own: Sequence[HostBlocks]):
         self._ranks = ranks
+        self._own = own
 
     @property
     def num_ready(self) -> int:
-        return min(rank.num_ready for rank in self._ranks)
+        return min(own.num_ready for own in self._own)
 
     @property
     def failure(self) -> Exception | None:
-        return next((rank.failure for rank in self._ranks if rank.failure is not None), None)
+        return next((own.failure for own in self._own if own.failure is not None), None)
 
     def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> GroupTransfer:
-        return GroupTransfer([rank.copy_out(blocks, host_blocks) for rank in self._ranks])
+        return GroupTransfer([own.copy_out(blocks, host_blocks) for own in self._turns()])
 
     def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> GroupTransfer:
-        return GroupTransfer([rank.copy_in(host_blocks, blocks) for rank in self._ranks])
+        return GroupTransfer([own.copy_in(host_blocks, blocks) for own in self._turns()])
 
     def close(self) -> None:
-        for rank in self._ranks:
-            rank.close()
+        for own in self._own:
+            own.close()
+
+    def _turns(self) -> Iterator[HostBlocks]:
+        for ops, own in zip(self._ranks, self._own, strict=True):
+            ops.use()
+            yield own

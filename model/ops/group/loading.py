@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from model.ops.group.arrays import GroupArray, SplitArray, whole_shape
-from model.ops.interface import Device
+from model.ops.interface import PartOps
 from model.ops.load_parallel import Piece, load_in_threads
 from model.ops.weight import Array
 
@@ -50,12 +50,13 @@ class _Part:
         out[...] = values.reshape(-1)[begin : begin + out.size]
 
 
-def load_group(ranks: Sequence[Device], targets: Sequence[GroupArray], read: Read) -> None:
+def load_group(ranks: Sequence[PartOps], targets: Sequence[GroupArray], read: Read) -> None:
     """Fill `targets`: see `Device.load_parallel`, with positions in the wholes."""
     for chunks in _chunks(targets):
         load_in_threads([chunk.host for chunk in chunks], partial(_read_pieces, chunks, read))
         for number, rank in enumerate(ranks):
             parts = [part for chunk in chunks for part in _parts_of(chunk, number, len(ranks))]
+            rank.use()
             rank.load_parallel([part.into for part in parts], partial(_copy, parts))
 
 

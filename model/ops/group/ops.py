@@ -24,7 +24,6 @@ from model.ops.interface import (
     PartOps,
     Sampled,
     SamplingArrays,
-    TokenCandidates,
 )
 from model.ops.weight import Weight
 
@@ -34,7 +33,6 @@ class GroupOps(GroupDevice):
 
     def __init__(self, ranks: Sequence[PartOps], collectives: Collectives):
         super().__init__(ranks)
-        self._samplers = tuple(ranks)
         self._collectives = collectives
         self.dtype, self.kv_dtype = ranks[0].dtype, ranks[0].kv_dtype
         self.weight_formats, self.has_fp8 = ranks[0].weight_formats, ranks[0].has_fp8
@@ -75,7 +73,7 @@ class GroupOps(GroupDevice):
             ops.linear(
                 *on_rank((x, weight, None if is_partial and rank else bias), rank), dtype=dtype, out=on_rank(out, rank)
             )
-            for rank, ops in enumerate(self.ranks)
+            for rank, ops in self._turns()
         ]
         if is_partial:
             return PartialSums(tuple(parts))
@@ -116,7 +114,7 @@ class GroupOps(GroupDevice):
             copies = self.num_ranks * size // len(norm)
             own = [part[:, begin : begin + size] for part in qkv.parts]
             whole = self._collectives.gather(own, copies=copies)
-            for rank, ops in enumerate(self.ranks):
+            for rank, ops in self._turns():
                 start = rank // copies * size
                 own[rank][...] = ops.rms_norm(whole[rank], norm.parts[rank], eps)[:, start : start + size]
 
@@ -202,14 +200,12 @@ class GroupOps(GroupDevice):
 
     def _best_of_parts(self, logits: SplitArray, how: SamplingArrays, out: Array | None) -> Sampled:
         candidates = []
-        for rank, (ops, part) in enumerate(zip(self._samplers, logits.parts, strict=True)):
+        for rank, ops in self._turns():
             [(_, first, stop)] = logits.split.ranges(rank, self.num_ranks)
-            candidates.append(ops.sample_part(part[:, : stop - first], on_rank(how, rank), first))
-        columns = zip(*((one.token_ids, one.score, one.tie) for one in candidates), strict=True)
-        gathered = [self._collectives.gather([each.reshape(-1, 1) for each in column]) for column in columns]
-        parts = TokenCandidates(*(GroupArray(tuple(arrays)) for arrays in gathered))
-        best = [ops.best_candidates(*on_rank((parts, out), rank)) for rank, ops in enumerate(self._samplers)]
-        sampled: Sampled = joined(best)
+            part = logits.parts[rank][:, : stop - first]
+            candidates.append(ops.sample_part(part, on_rank(how, rank), first))
+        outs = [on_rank(out, rank) for rank in range(self.num_ranks)]
+        sampled: Sampled = joined(self._collectives.best(candidates, outs))
         return sampled
 
     def _summed(self, x: Array) -> Array:

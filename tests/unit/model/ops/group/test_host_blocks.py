@@ -53,5 +53,5 @@ def test_a_transfer_is_done_when_every_rank_s_is():
 
 @pytest.mark.parametrize("failure", [None, OSError("full")])
 def test_a_group_has_the_blocks_that_all_ranks_have(failure):
-    host = GroupHostBlocks([Memory(5), Memory(3, failure)])
+    host = GroupHostBlocks(group_of(2).ranks, [Memory(5), Memory(3, failure)])
     assert (host.num_ready, host.failure) == (3, failure)
