@@ -266,6 +266,9 @@ class RequestStore(Protocol):
     async def get_request(self, request_id: str) -> RequestRecord | None:
         """Raises ValueError for an id outside [A-Za-z0-9_.-]{1,128}."""
 
+    async def find_holder(self, idempotency: str) -> str | None:
+        """Return the id of the last record put with this hash; the record may be gone."""
+
     async def drop_request(
         self, request_id: str, tenant: str, idempotency: str | None = None, unless_there: str | None = None
     ) -> None:

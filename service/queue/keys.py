@@ -109,7 +109,7 @@ def watched(request_id: str) -> str:
 
 
 def idempotency(digest: str) -> str:
-    """String. Request id of a hashed Idempotency-Key. GW. As the record."""
+    """String. Request id of a hashed Idempotency-Key or client's request id. GW. As the record."""
     return f"{{quire}}:idempotency:{_name(digest)}"
 
 

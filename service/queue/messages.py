@@ -109,6 +109,7 @@ class RequestRecord:
     prompt_ids: bytes = b""  # uint32[sum of num_prompt_tokens]
     stays: bool = False
     reasoning: str = ""  # what the prompt leaves to the answer: a ReasoningState
+    client_id: str | None = None  # the client's name for the request
 
 
 @dataclass(frozen=True, kw_only=True)

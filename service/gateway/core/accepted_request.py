@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from service.gateway.core.request import GenerationRequest, OutlineReader, Sourc
 from service.queue.codec import pack_ids, unpack_ids
 from service.queue.messages import Job, RequestRecord
 
+_CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 
 
@@ -32,11 +34,17 @@ class AcceptedRequest:
     reasoning: ReasoningState = ReasoningState.OFF
     jobs: tuple[Job, ...] = ()  # to submit; empty if that is done
     record: RequestRecord | None = None  # to write with the first job
-    idempotency: str | None = None  # digest of the client's key
+    client_id: str | None = None  # the client's name for the request, unique among the tenant's
+    idempotency: str | None = None  # digest of the client's key or name
     came_before: bool = False  # under its key: the client may have its events
 
     def with_timeout(self, timeout_s: float) -> AcceptedRequest:
         return replace(self, timeout_s=timeout_s)
+
+    @property
+    def public_id(self) -> str:
+        """Id in answers: the client's, if it gave one."""
+        return self.client_id or self.request_id
 
     @property
     def job_ids(self) -> Sequence[str]:
@@ -60,6 +68,7 @@ def record_of(accepted: AcceptedRequest) -> RequestRecord:
         prompt_ids=pack_ids([token for prompt in accepted.prompt_ids for token in prompt]),
         stays=accepted.request.stays,
         reasoning=accepted.reasoning.value,
+        client_id=accepted.client_id,
     )
 
 
@@ -81,6 +90,7 @@ def accepted_from(record: RequestRecord, now_s: float, read_outline: OutlineRead
         first_ids=tuple(unpack_ids(record.first_ids)),
         prompt_ids=_split(unpack_ids(record.prompt_ids), unpack_ids(record.num_prompt_tokens)),
         reasoning=ReasoningState(record.reasoning),
+        client_id=record.client_id,
     )
 
 
@@ -88,6 +98,11 @@ def _split(ids: Sequence[int], lengths: Sequence[int]) -> tuple[tuple[int, ...],
     """Split ids by prompt; none if there are none."""
     ends = list(accumulate(lengths)) if ids else []
     return tuple(tuple(ids[end - length : end]) for end, length in zip(ends, lengths, strict=False))
+
+
+def is_client_id(name: str) -> bool:
+    """Return whether `name`, which goes into headers and log lines, has 1 to 128 visible ASCII characters."""
+    return _CLIENT_ID.fullmatch(name) is not None
 
 
 def new_request_id() -> str:

@@ -18,7 +18,7 @@ from service.gateway.core.response_stream import ChoiceDelta, Outcome
 from service.gateway.core.text_threads import TextThreads
 from service.queue.interface import GatewayQueue, QueueUnavailable
 from service.queue.messages import Cancel, RequestRecord
-from service.queue.records import StorageLimits
+from service.queue.records import StorageFull, StorageLimits
 
 _PREFIX = re.compile("^(chatcmpl-|cmpl-|msg_)")
 SLACK_S = 5.0
@@ -58,17 +58,21 @@ class RequestStore:
         self._read_outline = read_outline
 
     async def accept(self, request: GenerationRequest, tenant: str, idempotency_key: str | None) -> AcceptedRequest:
-        """Admit a request that can be found again: with a key from now on, else once submitted. Without jobs if an
-        earlier request had the key. Raises RequestError like `admit`; 409 for a key with another body."""
+        """Admit a request that can be found again: with a key or a client's id from now on, else once submitted.
+        Without jobs if an earlier request had the key.
+
+        Raises RequestError like `admit`; 409 for a key with another body.
+        """
         accepted = await self._admission.admit(request, tenant, new_request_id())
         if idempotency_key is None:
+            accepted = await self._named(accepted)
             return replace(accepted, record=record_of(accepted))
         digest = _key_digest(tenant, idempotency_key)
         accepted = replace(accepted, idempotency=digest)
         try:
             record = await self._first_under(digest, accepted)
             if record is None:
-                return accepted
+                return await self._named(accepted)
             if record.digest != request.source.digest:
                 message = "The Idempotency-Key was used before, with another request."
                 raise RequestError(409, message, param="Idempotency-Key", code="idempotency_key_reused")
@@ -85,6 +89,25 @@ class RequestStore:
         unsubmitted = tuple(job for job, event in zip(again.jobs, events, strict=True) if event is None)
         return replace(earlier, jobs=unsubmitted, idempotency=digest)
 
+    async def _named(self, accepted: AcceptedRequest) -> AcceptedRequest:
+        """Give a request its client's id, unless another kept request of the tenant has it. Raises RequestError."""
+        if not accepted.request.client_id:
+            return accepted
+        named = replace(accepted, client_id=accepted.request.client_id)
+        limits = self._limits
+        if not accepted.request.stays:
+            limits = replace(limits, max_bytes_per_tenant=limits.max_record_bytes)  # half: max_plain_record_bytes
+        digest = _name_digest(accepted.tenant, accepted.request.client_id)
+        try:
+            holder = await self._queue.requests.put_request(record_of(named), digest, limits)
+        except StorageFull:
+            return named  # it cannot be found again, as without an id
+        except QueueUnavailable:
+            raise unavailable() from None
+        if holder != accepted.request_id:
+            return accepted
+        return replace(named, idempotency=accepted.idempotency or digest)
+
     async def _first_under(self, digest: str, accepted: AcceptedRequest) -> RequestRecord | None:
         while True:
             holder = await stored(self._queue.requests.put_request(record_of(accepted), digest, self._limits))
@@ -100,15 +123,25 @@ class RequestStore:
 
     async def find(self, request_id: str, tenant: str) -> AcceptedRequest:
         """Raises RequestError: 404 for an unknown id or another tenant's, 503."""
+        plain = _PREFIX.sub("", request_id)
         try:
-            record = await self._queue.requests.get_request(_PREFIX.sub("", request_id))
+            record = await self._record(plain, tenant)
+            for name in (request_id, plain):
+                if record is None:
+                    holder = await self._queue.requests.find_holder(_name_digest(tenant, name))
+                    record = None if holder is None else await self._record(holder, tenant)
         except QueueUnavailable:
             raise unavailable() from None
-        except ValueError:
-            record = None
-        if record is None or record.tenant != tenant:
+        if record is None:
             raise RequestError(404, "There is no such request.", param="id", code="request_not_found")
         return await self._rebuilt(record)
+
+    async def _record(self, request_id: str, tenant: str) -> RequestRecord | None:
+        try:
+            record = await self._queue.requests.get_request(request_id)
+        except ValueError:
+            return None
+        return None if record is None or record.tenant != tenant else record
 
     async def state(self, accepted: AcceptedRequest, *, was_accepted: bool = False) -> RequestState:
         """`was_accepted` just now: if the queue is away it counts as queued. Else raises RequestError (503)."""
@@ -148,6 +181,10 @@ class RequestStore:
             len(record.outline), record.tenant, accepted_from, record, now_s, self._read_outline
         )
         return accepted if accepted.timeout_s > SLACK_S else accepted.with_timeout(SLACK_S)
+
+
+def _name_digest(tenant: str, client_id: str) -> str:
+    return hashlib.sha256(f"{tenant}\0id\0{client_id}".encode()).hexdigest()  # no key of a client has a NUL
 
 
 def _key_digest(tenant: str, key: str) -> str:

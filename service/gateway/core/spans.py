@@ -67,7 +67,7 @@ def admission_span(tracing: Tracing) -> Iterator[Callable[[AcceptedRequest], Non
 
     def admitted(accepted: AcceptedRequest) -> None:
         request_id, num_tokens = accepted.request_id, sum(accepted.num_prompt_tokens)
-        add_log_context(request=request_id)
+        add_log_context(request=request_id, client_id=accepted.client_id)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("admitted %s", fields(request=request_id, prompt_tokens=num_tokens))
         if tracing.is_on:

@@ -14,6 +14,7 @@ from aiohttp import HttpVersion11, web
 from service.config.settings import Settings
 from service.errors import RequestError
 from service.gateway.anthropic import message_builder
+from service.gateway.core.accepted_request import is_client_id
 from service.gateway.core.refusals import RETRY_AFTER_S, incident
 from service.gateway.core.request import MESSAGES
 from service.gateway.core.spans import http_span
@@ -35,7 +36,7 @@ PAGE = "/ui"
 
 TENANT: web.RequestKey[str] = web.RequestKey("tenant", str)
 ACCEPTED: web.RequestKey[str] = web.RequestKey("accepted", str)
-"""Id of an accepted request, sent with every answer, errors included."""
+"""Id of an accepted request in answers, sent with each, errors included."""
 BODY_RESERVATION: web.RequestKey[BodyReservation] = web.RequestKey("reservation", BodyReservation)
 """Memory for the body, held until the answer is sent."""
 REQUEST_ID = "X-Request-Id"
@@ -134,8 +135,9 @@ def make_middleware(
             except Exception as error:
                 response = error_response(incident(error, route), http)
             response = _first_response(http, response)
-            if ACCEPTED in http and not response.prepared:
-                response.headers.setdefault(REQUEST_ID, http[ACCEPTED])
+            request_id = http.get(ACCEPTED) or client_id(http)
+            if request_id is not None and not response.prepared:
+                response.headers.setdefault(REQUEST_ID, request_id)
             metrics.count_response(route, response.status)
             answered(response.status)
             await _send(http, response, write_timeout_s)
@@ -195,6 +197,12 @@ async def _send(http: web.BaseRequest, response: web.StreamResponse, timeout_s: 
         abort_connection(http.transport)
     except ConnectionError:
         log.debug("client left before its answer")
+
+
+def client_id(http: web.Request) -> str | None:
+    """Return the client's id of the request; None without a usable one: proxies send these unasked."""
+    name = http.headers.get(REQUEST_ID, "")
+    return name if is_client_id(name) else None
 
 
 def route_of(http: web.Request) -> str:

@@ -13,6 +13,7 @@ import msgspec
 
 from model.sampling_params import BeamSearch
 from service.errors import RequestError
+from service.gateway.core.accepted_request import is_client_id
 from service.gateway.core.refusals import refusal
 from service.gateway.core.request import (
     CHAT,
@@ -315,8 +316,10 @@ def _request(
         raise refusal("stop", f"has more than {MAX_STOP_STRINGS} strings")
     if any(not 0 < len(string) <= MAX_STOP_CHARS for string in stop):
         raise refusal("stop", f"has a string that is empty or longer than {MAX_STOP_CHARS} characters")
-    for name in ("user", "safety_identifier", "prompt_cache_key", "request_id", "cache_salt"):
+    for name in ("user", "safety_identifier", "prompt_cache_key", "cache_salt"):
         check_length(name, getattr(body, name), MAX_LABEL_CHARS)
+    if body.request_id and not is_client_id(body.request_id):
+        raise refusal("request_id", "must be 1 to 128 visible ASCII characters")
     include_usage = _includes_usage(body)
     if body.background and body.stream:
         raise refusal("background", "has no stream; take the answer as one from /v1/requests/{id}")
@@ -341,6 +344,7 @@ def _request(
         usage_in_chunks=include_usage and bool(body.stream_options.continuous_usage_stats),
         timeout_s=body.timeout,
         priority=body.priority,
+        client_id=body.request_id,
         cache_salt=body.cache_salt,
         resumable=body.resumable,
         background=body.background,

@@ -74,6 +74,7 @@ def reasoning_json(text: str) -> Json:
 @dataclass(frozen=True, kw_only=True)
 class ResponseHeader:
     request_id: str
+    public_id: str  # in chunks and whole answers
     created_s: int
     model: str
     fingerprint: str
@@ -82,6 +83,7 @@ class ResponseHeader:
     def of(cls, model: ServedModel, accepted: AcceptedRequest) -> ResponseHeader:
         return cls(
             request_id=accepted.request_id,
+            public_id=accepted.public_id,
             created_s=int(accepted.created_s),
             model=model.answer_name(accepted.request.model),
             fingerprint=model.fingerprint,
@@ -240,7 +242,7 @@ class ChoicesBuilder(ABC):
     def _head(self, kind: str) -> Json:
         header = self._header
         return {
-            "id": self._prefix + header.request_id,
+            "id": self._prefix + header.public_id,
             "object": kind,
             "created": header.created_s,
             "model": header.model,

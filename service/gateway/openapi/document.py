@@ -178,6 +178,7 @@ def _or_null(schema: Json) -> Json:
 def _paths() -> Json:
     generation = {
         "Idempotency-Key": "The same key and body find the first request's answer instead of making a second one.",
+        "X-Request-Id": "The client's id of the request, at most 128 visible ASCII characters.",
     }
     return {
         COMPLETIONS: {"post": _post("CompletionBody", "Completion", "Go on with a text.", generation, streams=True)},

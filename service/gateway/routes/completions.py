@@ -129,6 +129,6 @@ async def _state_response(
     service: InferenceService, accepted: AcceptedRequest, status: int = 200, *, was_accepted: bool = False
 ) -> web.Response:
     location = (service.settings.root_path or "") + REQUEST_ROUTE.replace("{id}", accepted.request_id)
-    headers = {REQUEST_ID: accepted.request_id, "Location": location}
+    headers = {REQUEST_ID: accepted.public_id, "Location": location}
     state = await service.state(accepted, was_accepted=was_accepted)
     return json_response(await state_json(service, accepted, state), status, headers)

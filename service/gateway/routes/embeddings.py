@@ -15,7 +15,7 @@ from service.gateway.core.dispatcher import read_to_end
 from service.gateway.core.request import EMBEDDINGS, POOLING
 from service.gateway.core.response_stream import ResponseStream
 from service.gateway.core.service import InferenceService
-from service.gateway.http.middleware import ACCEPTED, TENANT, json_response, read_body
+from service.gateway.http.middleware import ACCEPTED, TENANT, client_id, json_response, read_body
 from service.gateway.openai.request_reader import parse_body
 from service.gateway.openai.responses_request import in_own_words
 from service.gateway.routes.generation import refuse_idempotency_key
@@ -55,7 +55,7 @@ class Embeddings:
             accepted = await self._service.admit(request, http[TENANT])
         except RequestError as error:
             raise in_own_words(error) from None
-        http[ACCEPTED] = accepted.request_id
+        http[ACCEPTED] = client_id(http) or accepted.request_id
         async with self._service.open(accepted) as stream:
             await read_to_end(stream)
         return accepted, stream

@@ -16,7 +16,7 @@ from service.gateway.core.refusals import incident, refusal
 from service.gateway.core.request import GenerationRequest
 from service.gateway.core.response_stream import ResponseStream
 from service.gateway.core.service import InferenceService
-from service.gateway.http.middleware import ACCEPTED, REQUEST_ID, TENANT, json_response
+from service.gateway.http.middleware import ACCEPTED, REQUEST_ID, TENANT, client_id, json_response
 from service.gateway.http.sse import ClientGone, SseStream
 from service.gateway.openai.response_builder import Json
 
@@ -54,11 +54,13 @@ class Generation(ABC):
 async def accept(
     http: web.Request, service: InferenceService, request: GenerationRequest, key: str | None
 ) -> AcceptedRequest:
-    """Admit a request that can be found again; with a key it outlives its client."""
+    """Admit a request that can be found again; with a key it outlives its client. A client's id in the header precedes
+    that in the body, as in vLLM."""
+    request = replace(request, client_id=client_id(http) or request.client_id)
     if key is not None and not request.background:
         request = replace(request, resumable=True)
     accepted = await service.accept(request, http[TENANT], key)
-    http[ACCEPTED] = accepted.request_id
+    http[ACCEPTED] = accepted.public_id
     return accepted
 
 
@@ -80,7 +82,7 @@ async def answer(http: web.Request, generation: Generation, opened: OpenStream, 
     """Answer with events if the request streams, else with one object."""
     if generation.accepted.request.stream:
         return await stream(http, generation, opened, after)
-    return json_response(await generation.whole(opened), headers={REQUEST_ID: generation.accepted.request_id})
+    return json_response(await generation.whole(opened), headers={REQUEST_ID: generation.accepted.public_id})
 
 
 async def stream(http: web.Request, generation: Generation, opened: OpenStream, after: int) -> web.StreamResponse:
@@ -133,7 +135,7 @@ def last_event_id(http: web.Request) -> int:
 def _sse_of(http: web.Request, accepted: AcceptedRequest, settings: Settings, after: int) -> SseStream:
     return SseStream(
         http,
-        headers={REQUEST_ID: accepted.request_id},
+        headers={REQUEST_ID: accepted.public_id},
         write_timeout_s=settings.write_timeout,
         keep_alive_s=KEEP_ALIVE_S,
         after=after,

@@ -182,7 +182,7 @@ class _Response(Generation):
         else:
             response_id, tenant = self._builder().response_id, self.accepted.tenant
             answer = await self._store.current(await self._store.find(response_id, tenant))
-        return json_response(answer, headers={REQUEST_ID: self.accepted.request_id})
+        return json_response(answer, headers={REQUEST_ID: self.accepted.public_id})
 
     async def whole(self, opened: OpenStream) -> Json:
         async with opened as deltas:

@@ -102,6 +102,11 @@ class RedisRequestStore:
             payload = await redis.get(key)
         return None if payload is None else decode(RequestRecord, payload)
 
+    async def find_holder(self, idempotency: str) -> str | None:
+        async with self._link.commands() as redis:
+            holder = await redis.get(keys.idempotency(idempotency))
+        return None if holder is None else str(holder.decode())
+
     async def drop_request(
         self, request_id: str, tenant: str, idempotency: str | None = None, unless_there: str | None = None
     ) -> None:

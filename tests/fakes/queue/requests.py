@@ -29,6 +29,9 @@ class MemoryRequestStore:
         keys.request(request_id)
         return self._data.requests.get(request_id)
 
+    async def find_holder(self, idempotency: str) -> str | None:
+        return self._data.requests.holder(idempotency)
+
     async def drop_request(
         self, request_id: str, tenant: str, idempotency: str | None = None, unless_there: str | None = None
     ) -> None:
@@ -85,6 +88,10 @@ class RequestData:
     def get(self, request_id: str) -> RequestRecord | None:
         record, until_s = self._records.get(request_id, (None, 0.0))
         return record if until_s > unix_s() else None
+
+    def holder(self, idempotency: str) -> str | None:
+        holder, until_s = self._holders.get(idempotency, (None, 0.0))
+        return holder if until_s > unix_s() else None
 
     def drop(self, request_id: str, tenant: str, idempotency: str | None) -> None:
         self._records.pop(request_id, None)

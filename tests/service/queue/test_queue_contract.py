@@ -247,6 +247,7 @@ async def test_an_idempotency_key_stands_for_the_first_request(queue):
     assert await queue.requests.get_request("B") is None
     assert await queue.requests.put_request(make_record("A"), "key") == "A"
     assert await queue.requests.put_request(make_record("C"), "other") == "C"
+    assert [await queue.requests.find_holder(key) for key in ("key", "other", "none")] == ["A", "C", None]
     assert (await queue.requests.get_request("A")).request_id == "A"
 
 

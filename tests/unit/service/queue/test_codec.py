@@ -92,6 +92,7 @@ SAMPLES = [
         prompt_texts=("a", "b"),
         prompt_ids=pack_ids([1, 2, 3, 4, 5, 6, 7]),
         stays=True,
+        client_id="trace-1",
     ),
 ]
 KINDS = list(LIMITS)
