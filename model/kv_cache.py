@@ -25,11 +25,14 @@ def allocate_with_draft(
     ops: Ops, config: ModelConfig, num_blocks: int, block_size: int, draft_shape: tuple[int, ...]
 ) -> tuple[Array, Array, Array]:
     """Return whole blocks uint8[num_blocks, bytes], and in them the cache and the drafter's, [num_blocks,
-    *draft_shape] in `ops.dtype`: copies and swaps of blocks move both. For the CPU: rows are strided."""
-    shape = block_shape(config, block_size)
-    size = block_bytes(config, block_size, ops.kv_dtype)
+    *draft_shape] in `ops.dtype`: copies and swaps of blocks move both. For the CPU: rows are strided.
+
+    All ranks have as many blocks as the fullest, so that a drafter of rank 0 leaves room for itself on each.
+    """
+    shape = block_shape(config, block_size, ops.num_ranks)
+    size = block_bytes(config, block_size, ops.kv_dtype, ops.num_ranks)
     blocks = ops.empty((num_blocks, size + draft_bytes(ops, draft_shape)), np.dtype(np.uint8))
-    cache = blocks[:, :size].view(ops.kv_dtype).reshape(num_blocks, *shape)
+    cache = _of_heads(blocks[:, :size].view(ops.kv_dtype).reshape(num_blocks, *shape), config, ops)
     draft = blocks[:, size:].view(ops.dtype).reshape(num_blocks, *draft_shape)
     return blocks, cache, draft
 
@@ -41,7 +44,11 @@ def draft_bytes(ops: Ops, draft_shape: tuple[int, ...]) -> int:
 def allocate(ops: Ops, config: ModelConfig, num_blocks: int, block_size: int) -> Array:
     """Return an undefined cache [num_blocks, L, 2, Hkv, B, D] in `ops.kv_dtype`, each rank's with its heads."""
     array = ops.empty((num_blocks, *block_shape(config, block_size, ops.num_ranks)), ops.kv_dtype)
-    return divided(array, Split(3, part_of_heads(config, ops.num_ranks).sections))
+    return _of_heads(array, config, ops)
+
+
+def _of_heads(cache: Array, config: ModelConfig, ops: Ops) -> Array:
+    return divided(cache, Split(3, part_of_heads(config, ops.num_ranks).sections))
 
 
 def part_of_heads(config: ModelConfig, num_ranks: int) -> Split:

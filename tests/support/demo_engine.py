@@ -12,6 +12,7 @@ from model.families.llama import Llama
 from model.kv_cache import allocate, allocate_with_draft, block_shape
 from model.kv_scales import kv_format
 from model.ops.backend import adapter_ops
+from model.ops.group.arrays import on_rank
 from model.ops.interface import Ops
 from model.sampling_params import SamplingParams
 from model.text.grammar_matcher import GrammarCompiler
@@ -97,7 +98,7 @@ class DemoEngines:
             shape = draft.config.block_shape(block_size) if is_head else block_shape(draft.config, block_size)
             sizes = (num_blocks + poisons, block_size)
             blocks, cache, own = allocate_with_draft(self.model.ops, self._config, *sizes, shape)
-            drafter = Eagle3Drafter(draft, own) if is_head else DraftModelDrafter(draft, own)
+            drafter = (Eagle3Drafter if is_head else DraftModelDrafter)(draft, on_rank(own, 0))
             states = drafter if is_head else None
             executor.attach(cache, blocks=blocks, states=states, num_host_blocks=num_host_blocks)
         limits = Limits(

@@ -10,6 +10,7 @@ from model.errors import ModelError
 from model.families.eagle3 import load_eagle3
 from model.families.llama import Llama
 from model.ops.backend import open_ops
+from model.ops.group.arrays import on_rank
 from model.ops.interface import Array, Ops
 from model.weights.loader import load_model
 from service.config.settings import Settings
@@ -39,11 +40,6 @@ def check_speculation(settings: Settings, ops: Ops) -> None:
     wanted = settings.speculative_config
     if wanted is not None and ops.name == "cuda":
         raise StartupError("--speculative-config: a GPU does not verify drafts yet (--device cpu)")
-    if wanted is not None and ops.num_ranks > 1 and wanted.method not in WITHOUT_WEIGHTS:
-        raise StartupError(
-            f"--speculative-config: {wanted.method} does not run with --tensor-parallel-size {ops.num_ranks} yet "
-            f"({', '.join(WITHOUT_WEIGHTS)})"
-        )
 
 
 def build_speculation(
@@ -83,12 +79,13 @@ def build_drafter(wanted: SpeculativeConfig | None) -> Drafter | None:
 def load_drafter(
     draft: PlannedDraftModel, model: Llama, kv: Array, max_model_len: int
 ) -> Eagle3Drafter | DraftModelDrafter:
-    """Load a head or draft model for `model`, with its cache `kv`. Raises StartupError."""
+    """Load a head or draft model for `model`, with its cache `kv`; rank 0 of a group runs it. Raises StartupError."""
+    kv, embedding = on_rank((kv, model.weights.embedding), 0)
     try:
         if isinstance(draft.config, ModelConfig):
             ops = open_ops("cpu", model.ops.dtype.name, draft.config.dtype)  # its cache is not rounded
             return DraftModelDrafter(load_model(draft.folder, draft.config, ops, max_model_len), kv)
-        return Eagle3Drafter(load_eagle3(draft.folder, model.config, model.weights.embedding, max_model_len), kv)
+        return Eagle3Drafter(load_eagle3(draft.folder, model.config, embedding, max_model_len), kv)
     except ModelError as error:
         raise StartupError(f"--speculative-config: {error}") from None
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from model.families.eagle3 import Eagle3Head
+from model.ops.group.arrays import on_rank
 from model.ops.interface import Array
 from service.engine.drafting.draft_time import DraftTime
 from service.engine.drafting.drafter import EAGLE3
@@ -82,7 +83,8 @@ class Eagle3Drafter:
         return self._head.config.state_layers
 
     def read_states(self, layout: BatchLayout, states: Array) -> None:
-        """Keep the states [T, 3 H] of a step's rows."""
+        """Keep the states [T, 3 H] of a step's rows, which are the same on each rank."""
+        own = on_rank(states, 0)
         first_rows = layout.first_rows()
         for chunk in layout.plan.chunks:
             sequence = chunk.sequence
@@ -96,7 +98,7 @@ class Eagle3Drafter:
                 kept = self._states[sequence] = _States(chunk.start)
             elif kept.end - kept.start > MAX_PENDING_ROWS:
                 self._write_keys(sequence, kept)
-            kept.rows.append(states[first : first + chunk.length])
+            kept.rows.append(own[first : first + chunk.length])
 
     def on_end(self, sequence: Sequence) -> None:
         """Complete the keys of the blocks, which the prefix cache may keep."""

@@ -15,6 +15,7 @@ from service.engine.drafting.suffix import SuffixDrafter
 from service.engine.request import BranchHistory, EngineRequest
 from tests.fakes.drafters import KnowingDrafter, LyingDrafter, OutOfRangeDrafter, WrongLengthDrafter
 from tests.support.demo_engine import DEMO, MAX_LEN, TWO_LAYERS, DemoEngines
+from tests.support.group import group_of
 from tests.support.received import run_steps
 
 KINDS = {
@@ -29,6 +30,7 @@ KINDS = {
     "logprobs": {"temperature": 0.8, "logprobs": 3},
     "stops": {"temperature": 0.8, "stop_token_ids": tuple(range(300, 600)), "min_tokens": 4},
 }
+DIVIDED_KINDS = ("greedy", "temperature", "branches", "grammar", "logprobs")
 DRAFTERS = {
     "knows": KnowingDrafter,
     "errs": lambda answers: KnowingDrafter(answers, errs=True),
@@ -59,6 +61,11 @@ def heads(engines):
 @pytest.fixture(scope="module")
 def engines():
     return DemoEngines(NumpyOps(np.dtype(np.float32)))
+
+
+@pytest.fixture(scope="module")
+def divided():
+    return DemoEngines(group_of(2))
 
 
 def requests_of(num_each: int, seed: int = 0) -> list[EngineRequest]:
@@ -114,6 +121,18 @@ def test_drafts_change_no_token(engines, heads, requests, plain, answers, name):
     if name == "same model":
         assert stats.num_accepted_by_source[4] > 150
     assert stats.num_output_tokens == sum(map(len, answers.values()))
+
+
+@pytest.mark.parametrize(("name", "source"), [("eagle3", 3), ("two layers", 4)])
+def test_rank_0_drafts_for_all(divided, heads, requests, plain, name, source):
+    some = [requests[list(KINDS).index(kind)] for kind in DIVIDED_KINDS]
+    engine = divided.make(num_blocks=16, block_size=8, num_host_blocks=20, prefix_caching=True, draft=heads[name])
+    received = received_by(engine, some)
+    for one in some:
+        assert received[one.request_id].by_branch() == plain[one.request_id].by_branch(), one
+    stats = engine.stats()
+    assert stats.num_accepted_by_source[source] > 5
+    assert stats.num_preemptions > 0
 
 
 def test_a_killed_engines_requests_go_on_with_other_drafts(engines, requests, plain, answers):

@@ -11,9 +11,7 @@ from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import SamplingParams
 from model.text.grammar import regex_grammar
 from service.config.settings import Settings
-from service.config.speculative import parse_speculative_config
 from service.engine.build import build_engine
-from service.engine.drafting.build import check_speculation
 from service.engine.drafting.ngram import NgramDrafter
 from service.engine.request import BranchHistory, EngineRequest
 from service.errors import StartupError
@@ -100,9 +98,3 @@ def test_settings_build_a_divided_engine():
     assert built.executor.num_host_blocks == whole.executor.num_host_blocks > 0
     with pytest.raises(StartupError, match=r"8 does not divide 4 attention heads \(1, 2, 4\)"):
         build_engine(replace(settings, tensor_parallel_size=8), progress=False)
-
-
-def test_a_draft_model_is_refused():
-    settings = Settings(device="cpu", speculative_config=parse_speculative_config('{"method": "eagle3", "model": "x"}'))
-    with pytest.raises(StartupError, match=r"eagle3 does not run with --tensor-parallel-size 2 yet \(ngram, suffix\)"):
-        check_speculation(settings, group_of(2))

@@ -19,9 +19,13 @@ EAGLE3 = SpeculativeConfig(method="eagle3")
 SUFFIX = SpeculativeConfig(method="suffix", num_speculative_tokens=8)
 
 
-@pytest.mark.parametrize(("wanted", "source"), [(NGRAM, 1), (SUFFIX, 2), (EAGLE3, 3), (DRAFT_MODEL, 4), (None, 0)])
-def test_a_built_engine_drafts_as_asked(wanted, source):
-    engine = build_engine(replace(SETTINGS, speculative_config=wanted), progress=False).engine
+@pytest.mark.parametrize(
+    ("wanted", "source", "num_ranks"),
+    [(NGRAM, 1, 1), (SUFFIX, 2, 1), (EAGLE3, 3, 2), (DRAFT_MODEL, 4, 1), (None, 0, 1)],
+)
+def test_a_built_engine_drafts_as_asked(wanted, source, num_ranks):
+    settings = replace(SETTINGS, speculative_config=wanted, tensor_parallel_size=num_ranks)
+    engine = build_engine(settings, progress=False).engine
     engine.speculation.lengths.cost = None  # as many as there are, however slow this machine is
     sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, logit_bias=((300, 100.0),))
     engine.add_request(EngineRequest(request_id="a", prompt=(5, 6, 7), sampling=sampling))
