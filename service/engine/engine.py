@@ -22,6 +22,7 @@ from service.engine.sequence import Sequence, SequenceGroup
 from service.engine.stats import EngineStats, collect_stats
 from service.engine.step import FinishedTransfer, StepPlan, StepResult
 from service.errors import EndReason
+from service.observability.buckets import STEP_TOKEN_BUCKETS, Buckets
 from service.observability.logs import fields
 
 log = logging.getLogger("quire.engine")
@@ -98,6 +99,7 @@ class Engine:
         self._output_processor = OutputProcessor(self._scheduler, kv)
         self._in_flight: deque[InFlightStep] = deque()
         self._num_steps = 0
+        self._iteration_tokens = Buckets(STEP_TOKEN_BUCKETS)
         self._last_step_s = self._collected_at_s = 0.0
 
     @property
@@ -246,10 +248,10 @@ class Engine:
         return collect_stats(
             self._kv,
             self._scheduler,
+            self._output_processor,
             num_steps=self._num_steps,
             last_step_s=self._last_step_s,
-            num_prompt=self._output_processor.num_prompt_tokens,
-            num_output=self._output_processor.num_output_tokens,
+            iteration_tokens=self._iteration_tokens.values,
         )
 
     def render_blocks(self) -> bytes:
@@ -335,4 +337,6 @@ class Engine:
                 self.speculation.on_result(step.plan, result)
             self._collected_at_s = now_s
             self._kv.commit_step(step.plan.chunks, {step.plan.samplers[index] for index in result.failed})
+            num_before = self._output_processor.num_tokens
             self._output_processor.process_step(step.plan.samplers, result)
+            self._iteration_tokens.observe(self._output_processor.num_tokens - num_before)

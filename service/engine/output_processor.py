@@ -95,6 +95,10 @@ class OutputProcessor:
         self._kv = kv
         self._outputs: list[EngineOutput] = []
 
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_output_tokens
+
     def drain_outputs(self) -> list[EngineOutput]:
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -275,5 +279,7 @@ class OutputProcessor:
         self, group: SequenceGroup, parts: tuple[BranchOutput, ...], end: EndReason, choices: tuple[int, ...] = ()
     ) -> None:
         del self.open_groups[group.request_id]
+        if group.request.times is not None:
+            group.request.times.ended_s = time.time()
         self.emit(group, parts, end, choices)
         group.clear_references()

@@ -21,6 +21,7 @@ class RequestTimes:
 
     started_s: float = 0.0
     first_token_s: float = 0.0
+    ended_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

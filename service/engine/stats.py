@@ -1,13 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from service.engine.drafting.drafter import MAX_DRAFTS, SOURCES
 from service.engine.drafting.stats import DraftStats
 from service.engine.kv.kv_manager import KVManager
+from service.engine.output_processor import OutputProcessor
 from service.engine.scheduling.scheduler import Scheduler
 from service.engine.sequence import SequenceGroup
+from service.observability.buckets import STEP_TOKEN_BUCKETS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,7 @@ class EngineStats:
     num_drafted_by_source: tuple[int, ...] = (0,) * len(SOURCES)
     num_accepted_by_source: tuple[int, ...] = (0,) * len(SOURCES)
     mean_draft_length: float = 0.0  # of the last step's decodes
+    iteration_tokens: tuple[float, ...] = (0.0,) * (len(STEP_TOKEN_BUCKETS) + 2)  # Buckets' values
     running_adapters: tuple[str, ...] = ()  # names
     waiting_adapters: tuple[str, ...] = ()
 
@@ -88,9 +91,14 @@ class EngineStats:
 
 
 def collect_stats(
-    kv: KVManager, scheduler: Scheduler, *, num_steps: int, last_step_s: float, num_prompt: int, num_output: int
+    kv: KVManager,
+    scheduler: Scheduler,
+    outputs: OutputProcessor,
+    *,
+    num_steps: int,
+    last_step_s: float,
+    iteration_tokens: Sequence[float],
 ) -> EngineStats:
-    """Collect statistics; `num_prompt` and `num_output` are tokens."""
     held, filled = kv.num_slots(scheduler.running)
     host = kv.host
     drafts = DraftStats() if scheduler.speculation is None else scheduler.speculation.stats
@@ -116,8 +124,8 @@ def collect_stats(
         num_slots_filled=filled,
         num_steps=num_steps,
         last_step_s=last_step_s,
-        num_prompt_tokens=num_prompt,
-        num_output_tokens=num_output,
+        num_prompt_tokens=outputs.num_prompt_tokens,
+        num_output_tokens=outputs.num_output_tokens,
         num_query_tokens=kv.num_query_tokens,
         num_hit_tokens=kv.num_hit_tokens,
         num_swapped=scheduler.preemption.num_swapped,
@@ -134,6 +142,7 @@ def collect_stats(
         num_drafted_by_source=tuple(drafts.num_drafted_by_source),
         num_accepted_by_source=tuple(drafts.num_accepted_by_source),
         mean_draft_length=drafts.last_mean_length,
+        iteration_tokens=tuple(iteration_tokens),
         running_adapters=_adapters_of(sequence.group for sequence in scheduler.running),
         waiting_adapters=_adapters_of(scheduler.waiting),
     )

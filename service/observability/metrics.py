@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from service.errors import EndReason
+from service.observability.buckets import REQUEST_BUCKETS_S
 from service.observability.gateway_group import GatewayGroup, SharedNumbers
 from service.observability.worker_metrics import (
     CACHE_CONFIG,
@@ -25,6 +26,7 @@ from service.observability.worker_metrics import (
     LORA_INFO,
     VLLM_ALIASES,
     WEIGHT_BYTES,
+    WORKER_HISTOGRAMS,
     WORKER_METRICS,
     AdapterLabels,
     WorkerFormats,
@@ -51,9 +53,6 @@ _FIRST_TOKEN_BUCKETS_S = (
 _NEXT_TOKEN_BUCKETS_S = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
 )  # fmt: skip
-_REQUEST_BUCKETS_S = (
-    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
-)  # fmt: skip
 _TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 _CHOICE_BUCKETS = (1, 2, 5, 10, 20)
@@ -67,11 +66,11 @@ TOKEN_S = "vllm:request_time_per_output_token_seconds"
 MAX_TOKENS = "vllm:request_params_max_tokens"
 N = "vllm:request_params_n"
 _REQUEST_HISTOGRAMS = {
-    E2E_S: ("Time from admission to the end, seconds.", _REQUEST_BUCKETS_S),
+    E2E_S: ("Time from admission to the end, seconds.", REQUEST_BUCKETS_S),
     PROMPT_TOKENS: ("Prompt tokens per request.", _TOKEN_BUCKETS),
     GENERATION_TOKENS: ("Generated tokens per request.", _TOKEN_BUCKETS),
     MOST_GENERATION_TOKENS: ("Tokens of a request's longest choice.", _TOKEN_BUCKETS),
-    DECODE_S: ("Time from the first token to the last, seconds.", _REQUEST_BUCKETS_S),
+    DECODE_S: ("Time from the first token to the last, seconds.", REQUEST_BUCKETS_S),
     TOKEN_S: ("Mean time per token after the first, by request, seconds.", _NEXT_TOKEN_BUCKETS_S),
     MAX_TOKENS: ("Most tokens to generate per choice, by request.", _TOKEN_BUCKETS),
     N: ("Choices per request.", _CHOICE_BUCKETS),
@@ -270,8 +269,7 @@ class _Intervals(Collector):
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._help, labels=list(self._labels))
-        buckets = [("+Inf" if math.isinf(bound_s) else str(float(bound_s)), count) for bound_s, count in self.buckets()]
-        family.add_metric(list(self._labels.values()), buckets, self._numbers.totals()[-1])
+        family.add_metric(list(self._labels.values()), _bucket_labels(self.buckets()), self._numbers.totals()[-1])
         yield family
 
 
@@ -294,9 +292,20 @@ class _WorkerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._stat_families()
+        yield from self._histogram_families()
         yield from self._format_families()
         if self._adapters_by_worker:
             yield self._adapter_family()
+
+    def _histogram_families(self) -> Iterator[Metric]:
+        for histogram in WORKER_HISTOGRAMS:
+            family = HistogramMetricFamily(histogram.name, histogram.help, labels=["model_name", "engine"])
+            for worker_id, stats in self._stats_by_worker.items():
+                cumulative = histogram.cumulative(stats)
+                if cumulative is not None:
+                    buckets = _bucket_labels(cumulative)
+                    family.add_metric([self._model_name, worker_id], buckets, stats[f"{histogram.stat}_sum"])
+            yield family
 
     def _format_families(self) -> Iterator[Metric]:
         labels = ["model_name", "engine"]
@@ -324,6 +333,10 @@ class _WorkerCollector(Collector):
                     labels = [self._model_name, worker_id, *(value for _, value in metric.labels)]
                     family.add_metric(labels, stats[metric.stat])
         yield from families.values()
+
+
+def _bucket_labels(buckets: Iterable[tuple[float, float]]) -> list[tuple[str, float]]:
+    return [("+Inf" if math.isinf(bound) else str(float(bound)), count) for bound, count in buckets]
 
 
 def _family(metric: WorkerMetric) -> GaugeMetricFamily | CounterMetricFamily:

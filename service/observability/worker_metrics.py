@@ -6,8 +6,14 @@ service/worker/job_loop.py ("jobs").
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import attrgetter
 from typing import NamedTuple
+
+from service.observability.buckets import REQUEST_BUCKETS_S, STEP_TOKEN_BUCKETS
 
 NUM_RUNNING = "vllm:num_requests_running"
 NUM_WAITING = "vllm:num_requests_waiting"
@@ -178,6 +184,66 @@ WORKER_METRICS = (
     ),
 )
 
+
+@dataclass(frozen=True)
+class WorkerHistogram:
+    """Histogram of a worker. Its Buckets are `stat`_0, `stat`_1, ... and `stat`_sum in WorkerCard.stats, zeros left
+    out but for the sum."""
+
+    stat: str
+    name: str
+    help: str
+    bounds: tuple[float, ...]
+    source: str
+    attribute: str  # path to Buckets' values
+
+    def entries(self, values: Sequence[float]) -> dict[str, float]:
+        counted = {f"{self.stat}_{index}": count for index, count in enumerate(values[:-1]) if count}
+        return {**counted, f"{self.stat}_sum": values[-1]}
+
+    def cumulative(self, stats: Mapping[str, float]) -> list[tuple[float, float]] | None:
+        """Return (upper bound, count) of entries; None without any: a worker of an earlier version."""
+        if f"{self.stat}_sum" not in stats:
+            return None
+        counts = accumulate(stats.get(f"{self.stat}_{index}", 0.0) for index in range(len(self.bounds) + 1))
+        return list(zip((*self.bounds, math.inf), counts, strict=True))
+
+
+WORKER_HISTOGRAMS = (
+    WorkerHistogram(
+        "queue_time_s",
+        "vllm:request_queue_time_seconds",
+        "Time from admission to a request's first step, seconds.",
+        REQUEST_BUCKETS_S,
+        JOBS,
+        "queue_time.values",
+    ),
+    WorkerHistogram(
+        "prefill_time_s",
+        "vllm:request_prefill_time_seconds",
+        "Time from a request's first step to its first token, seconds.",
+        REQUEST_BUCKETS_S,
+        JOBS,
+        "prefill_time.values",
+    ),
+    WorkerHistogram(
+        "inference_time_s",
+        "vllm:request_inference_time_seconds",
+        "Time from a request's first step to its end, seconds.",
+        REQUEST_BUCKETS_S,
+        JOBS,
+        "inference_time.values",
+    ),
+    WorkerHistogram(
+        "iteration_tokens",
+        "vllm:iteration_tokens_total",
+        "Tokens of a step: prompts completed in it, and tokens generated.",
+        STEP_TOKEN_BUCKETS,
+        ENGINE,
+        "iteration_tokens",
+    ),
+)
+
 VLLM_ALIASES = (
     _counter("prefix_query_tokens_total", "vllm:prefix_cache_queries", _QUERIES_HELP, "num_query_tokens"),
     _counter("prefix_hit_tokens_total", "vllm:prefix_cache_hits", _HITS_HELP, "num_hit_tokens"),
@@ -222,7 +288,11 @@ class AdapterLabels(NamedTuple):
 
 def read_stats(source: str, values: object) -> dict[str, float]:
     """Return the entries of WorkerCard.stats that come from `source`; `values` has their attributes."""
-    return {each.stat: _read(each, values) for each in WORKER_METRICS if each.source == source}
+    stats = {each.stat: _read(each, values) for each in WORKER_METRICS if each.source == source}
+    for each in WORKER_HISTOGRAMS:
+        if each.source == source:
+            stats |= each.entries(attrgetter(each.attribute)(values))
+    return stats
 
 
 def _read(metric: WorkerMetric, values: object) -> float:

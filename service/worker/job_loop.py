@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -21,6 +21,7 @@ from service.queue.messages import Event, WorkerCard
 from service.worker.capacity import SlotCapacity
 from service.worker.engine_thread import Add, Cancel, EngineThread
 from service.worker.events import refusal
+from service.worker.job_counts import ClaimTimes, JobCounts
 from service.worker.open_jobs import EarlyCancels, OpenJob, outputs_by_job
 from service.worker.recovery import branch_histories, has_replacement, keep_lease, num_scored_tokens
 from service.worker.spans import log_claim, spans_of
@@ -60,14 +61,6 @@ class EngineSizes(NamedTuple):
     vocab_size: int
     num_slots: int
     num_cache_tokens: int  # in all blocks
-
-
-@dataclass(slots=True)
-class JobCounts:
-    num_held: int = 0  # claimed and not ended
-    num_resumed: int = 0
-    num_taken_over: int = 0
-    num_lost: int = 0
 
 
 class JobLoop:
@@ -197,9 +190,10 @@ class JobLoop:
         if job.deadline_s is not None:
             end = Cancel(request_id, EndReason.DEADLINE)
             timer = self._loop.call_later(job.deadline_s - now_s, self._engine.send, end)
-        spans = spans_of(claim, now_s, self._tracing)
+        times = ClaimTimes(attempt=claim.attempt, queued_s=max(0.0, now_s - job.submitted_at_s))
+        spans = spans_of(claim, times, self._tracing)
         cleared_at = len(claim.history) + claim.alone_for_events if claim.is_suspect else None
-        self._open[job.job_id] = OpenJob(request_id, next_number, timer, spans, cleared_at)
+        self._open[job.job_id] = OpenJob(request_id, next_number, timer, times, spans, cleared_at)
         self._slots.add_job(job, len(claim.history), self._loop.time())
         log_claim(claim)
         self._counts.num_resumed += claim.attempt > 1
@@ -212,7 +206,7 @@ class JobLoop:
             cache_salt=f"{job.tenant}\0{job.cache_salt}" if job.cache_salt else job.tenant,
             num_scored_tokens=num_scored_tokens(claim.history),
             history=branch_histories(claim.history),
-            times=None if spans is None else spans.times,
+            times=times.request,
             adapter=None
             if adapter is None
             else AdapterSource(name=adapter.name, path=adapter.path, digest=adapter.digest),
@@ -272,6 +266,8 @@ class JobLoop:
             job.deadline.cancel()
         if job is not None and job.spans is not None:
             job.spans.end(last)
+        if job is not None and last is not None and last.end is not None:
+            self._counts.observe_end(job.times)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("let go of %s", fields(job=job_id, end="elsewhere" if last is None else last.end))
 

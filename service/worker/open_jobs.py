@@ -9,6 +9,7 @@ from service.engine.output_processor import RequestOutput
 from service.errors import EndReason
 from service.queue.messages import Cancel, Event
 from service.worker.events import event_of, split_by_event, without_end
+from service.worker.job_counts import ClaimTimes
 from service.worker.spans import JobSpans
 
 MAX_EARLY_CANCELS = 8192
@@ -19,6 +20,7 @@ class OpenJob:
     request_id: str  # of this claim
     next_number: int
     deadline: asyncio.TimerHandle | None
+    times: ClaimTimes
     spans: JobSpans | None  # None: not traced
     cleared_at_number: int | None = None  # event that clears a suspect
     is_leaving: bool = False  # to another worker

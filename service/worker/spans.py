@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from service.engine.request import RequestTimes
 from service.errors import ENDINGS
 from service.observability.logs import fields
 from service.observability.tracing import Tracing, trace_id
 from service.queue.interface import Claim
 from service.queue.messages import Event, Job
+from service.worker.job_counts import ClaimTimes
 
 log = logging.getLogger("quire.job_loop")
 
@@ -20,18 +20,16 @@ class JobSpans:
 
     tracing: Tracing
     job: Job
-    attempt: int
-    queued_s: float
-    times: RequestTimes = field(default_factory=RequestTimes)
-    claimed_s: float = field(default_factory=time.time)
+    times: ClaimTimes
 
     def end(self, last: Event | None) -> None:
         now_s = time.time()
-        started_s = self.times.started_s or now_s
-        first_token_s = self.times.first_token_s
-        if self.attempt == 1:
-            self._span("queue", self.claimed_s - self.queued_s, started_s, {"quire.claimed_after_s": self.queued_s})
-        if self.times.started_s:
+        times, request = self.times, self.times.request
+        started_s = request.started_s or now_s
+        first_token_s = request.first_token_s
+        if times.attempt == 1:
+            self._span("queue", times.claimed_s - times.queued_s, started_s, {"quire.claimed_after_s": times.queued_s})
+        if request.started_s:
             self._span("prefill", started_s, first_token_s or now_s, self._of_prompt(last))
         if first_token_s:
             self._span("decode", first_token_s, now_s, self._of_answer(last), self._failure(last))
@@ -39,7 +37,7 @@ class JobSpans:
     def _span(
         self, name: str, start_s: float, end_s: float, attributes: dict[str, object], failure: str | None = None
     ) -> None:
-        known = {"quire.job": self.job.job_id, "quire.tenant": self.job.tenant, "quire.attempt": self.attempt}
+        known = {"quire.job": self.job.job_id, "quire.tenant": self.job.tenant, "quire.attempt": self.times.attempt}
         span = self.tracing.start_span(name, self.job.traceparent, {**known, **attributes}, at_s=start_s)
         span.end(failure, max(start_s, end_s))
 
@@ -64,12 +62,11 @@ class JobSpans:
         return end.value if end is not None and ENDINGS[end].finish_reason is None else None
 
 
-def spans_of(claim: Claim, now_s: float, tracing: Tracing) -> JobSpans | None:
-    """Return a claim's spans, if traced. `now_s`: queue time."""
+def spans_of(claim: Claim, times: ClaimTimes, tracing: Tracing) -> JobSpans | None:
+    """Return a claim's spans, if traced."""
     if not tracing.is_on or claim.job.traceparent is None:
         return None
-    queued_s = max(0.0, now_s - claim.job.submitted_at_s)
-    return JobSpans(tracing=tracing, job=claim.job, attempt=claim.attempt, queued_s=queued_s)
+    return JobSpans(tracing=tracing, job=claim.job, times=times)
 
 
 def log_claim(claim: Claim) -> None:

@@ -177,7 +177,12 @@ def test_the_probes_and_the_metrics(served):
         assert get(served.url + path)[0] == 200
     status, text = get(served.url + "/metrics")
     assert status == 200
-    assert "vllm:generation_tokens_total" in text
+    for name in (
+        "vllm:generation_tokens_total",
+        "vllm:iteration_tokens_total_count",
+        "vllm:request_queue_time_seconds",
+    ):
+        assert f"vllm:{name}" in text
 
 
 def test_a_refusal_names_the_field(client):

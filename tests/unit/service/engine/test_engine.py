@@ -306,3 +306,15 @@ def test_a_queue_gets_what_the_device_does_best_and_a_few_prompts_all_they_want(
     assert prompts[0] == 25
     assert max(prompts) <= 27
     assert len(asked) < sum(1 for length in prompts if length)
+
+
+def test_tokens_of_each_step_are_counted(make_engine):
+    engine, _ = make_engine()
+    for name in "ab":
+        engine.add_request(request(name, [3, 4, 5], max_tokens=5, ignore_eos=True))
+    run(engine)
+    stats = engine.stats()
+    *counts, total = stats.iteration_tokens
+    assert total == stats.num_prompt_tokens + stats.num_output_tokens == 16
+    assert sum(counts) == stats.num_steps
+    assert counts[:2] == [0, stats.num_steps]  # the first step's 2 x (3 + 1) tokens are 8 at most

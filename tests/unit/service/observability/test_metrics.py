@@ -8,7 +8,7 @@ from service.engine.stats import EngineStats
 from service.errors import EndReason
 from service.observability.metrics import GatewayMetrics, LaneStats
 from service.observability.worker_metrics import ENGINE, JOBS, WORKER_METRICS, AdapterLabels, WorkerFormats
-from service.worker.job_loop import JobCounts
+from service.worker.job_counts import JobCounts
 
 
 def samples(gateway_metrics):

@@ -22,6 +22,7 @@ from service.observability import tracing
 from service.observability.logs import _OneLine, add_log_context, log_context
 from service.observability.tracing import NO_TRACING, open_tracing, read_traceparent, trace_id
 from service.queue.messages import Cancel
+from service.worker.job_counts import ClaimTimes
 from service.worker.spans import JobSpans
 from tests.fakes.queue.worker import MemoryWorkerQueue
 from tests.support.gateway import QuickQueue, write_model
@@ -184,8 +185,9 @@ async def test_without_tracing_a_clients_trace_still_reaches_the_log_and_the_job
 
 async def test_a_second_attempt_has_no_wait_in_the_queue():
     spans = Spans()
-    job_spans = JobSpans(tracing=spans.tracing, job=make_job(traceparent=THEIRS), attempt=2, queued_s=5.0)
-    job_spans.times.started_s = job_spans.times.first_token_s = time.time()
+    times = ClaimTimes(attempt=2, queued_s=5.0)
+    job_spans = JobSpans(tracing=spans.tracing, job=make_job(traceparent=THEIRS), times=times)
+    times.request.started_s = times.request.first_token_s = time.time()
     job_spans.end(None)
     told = spans.by_name()
     assert set(told) == {"prefill", "decode"}
