@@ -31,7 +31,8 @@ class Weight:
     zero_point: Array | None = None
     group_size: int = 0  # G: inputs that share a scale
     quantised_input: bool = False  # FP8, INT8: round rows of x to this format
-    input_order: Array | None = None  # int32[K]: column k multiplies x[:, input_order[k]] (GPTQ's desc_act); None: k
+    input_order: Array | None = None  # int32[K]: column k multiplies x[:, input_order[k]] (GPTQ's desc_act), of a
+    # matrix divided by columns in the inputs of all ranks; None: k
 
     @classmethod
     def fp8(cls, data: Array, scale: Array) -> Weight:

@@ -35,7 +35,7 @@ from model.weights.checkpoint import (
 from model.weights.folding import TensorSource, folded
 from model.weights.formats.stored_matrix import StoredMatrix, check_stackable
 from model.weights.online_fp8 import OnlineFp8, is_layer_matrix, loaded_bytes
-from model.weights.sharding import Sharding
+from model.weights.sharding import FLAG, Sharding
 
 RANDOM_TILE = 1_000_003
 """Random numbers that dummy weights repeat; a prime, so that rows differ."""
@@ -312,7 +312,7 @@ class _Plan:
             format=form.format,
             group_size=form.group_size,
             quantised_input=form.quantised_input,
-            input_order=None if order is None else self._ops.upload(order),
+            input_order=None if order is None else self._order(names[0], order),
         )
 
     def _split(self, names: Sequence[str]) -> Split | None:
@@ -333,8 +333,17 @@ class _Plan:
             format=first.form.format,
             group_size=first.form.group_size,
             quantised_input=first.form.quantised_input,
-            input_order=self._ops.upload(np.stack(known)) if known else None,
+            input_order=self._order(names[0][0], np.stack(known)) if known else None,
         )
+
+    def _order(self, name: str, order: np.ndarray) -> Array:
+        """Upload int32[..., K]: to each rank its columns of a matrix divided by them. Raises ModelError."""
+        split = self._split([name])
+        if split is None or split.axis == 0:
+            return self._ops.upload(order)
+        if self._ops.name == "cuda":
+            raise ModelError(f"{name}: its groups (desc_act) take inputs of several GPUs ({FLAG} 1)")
+        return upload_parts(self._ops, order, replace(split, axis=order.ndim - 1))
 
     def _allocate(
         self, names: Sequence[str], parts: Sequence[StoredMatrix], leading: tuple[int, ...]

@@ -56,8 +56,6 @@ class Sharding:
         if split.axis == 0:
             scale = _in_units(split, BLOCK, self.num_ranks, module) if form.format is WeightFormat.FP8_BLOCK else split
             return {"data": split, "scale": scale, "zero_point": scale}
-        if matrix.input_order is not None:
-            raise ModelError(f"{module}: its groups (desc_act) take inputs of several ranks ({FLAG} 1)")
         if form.format is WeightFormat.INT4:
             data = _in_units(split, 2, self.num_ranks, module)
             groups = _in_units(split, form.group_size, self.num_ranks, module)

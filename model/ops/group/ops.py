@@ -68,6 +68,7 @@ class GroupOps(GroupDevice):
 
         Each rank rescales its own product: scales of quantised inputs need not agree.
         """
+        x = self._inputs(x, weight)
         is_partial = _is_by_columns(weight)
         parts = [
             ops.linear(
@@ -172,7 +173,8 @@ class GroupOps(GroupDevice):
         self, x: Array | Fp8Rows, weight: Weight, groups: ExpertGroups, *, is_sorted: bool = False
     ) -> Array:
         """Return `PartialSums` for matrices divided by columns, as `linear` does."""
-        product = self._each(lambda ops, *own: ops.experts_linear(*own, is_sorted=is_sorted), x, weight, groups)
+        arrays = self._inputs(x, weight), weight, groups
+        product = self._each(lambda ops, *own: ops.experts_linear(*own, is_sorted=is_sorted), *arrays)
         return PartialSums(product.parts) if _is_by_columns(weight) else product
 
     def combine_experts(self, x: Array, groups: ExpertGroups, weights: Array) -> Array:
@@ -210,6 +212,12 @@ class GroupOps(GroupDevice):
 
     def _summed(self, x: Array) -> Array:
         return GroupArray(tuple(self._collectives.sum(x.parts))) if isinstance(x, PartialSums) else x
+
+    def _inputs(self, x: Array | Fp8Rows, weight: Weight) -> Array | Fp8Rows:
+        """Return the ranks' inputs x [T, K] side by side if groups of the weight's columns take any of them."""
+        if isinstance(x, GroupArray) and _is_by_columns(weight) and weight.input_order is not None:
+            return GroupArray(tuple(self._collectives.gather(x.parts)))
+        return x
 
     def _gathered(self, logits: Array) -> Array:
         """Return logits [R, V] on each rank."""

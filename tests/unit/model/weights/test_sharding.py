@@ -24,6 +24,7 @@ from model.weights.formats.stored_matrix import StoredMatrix, WeightForm
 from model.weights.loader import load_model, plan_weights
 from model.weights.sharding import Sharding
 from model.weights.writer import write_quantised
+from tests.support.doubled_mlp import double_mlp
 from tests.support.goldens import NAMES, Golden, relative_error
 from tests.support.group import group_of
 from tests.support.paged import PagedSequences
@@ -91,11 +92,10 @@ def logits_of(folder: Path, ops: Ops, *, exact: bool) -> np.ndarray:
     return logits
 
 
+GROUPED = ("awq", "gptq", "gptq_asym", "gptq_desc_act", "gptq_v2_asym", "int4_packed", "int4_packed_asym")
 REFUSED = {
-    **dict.fromkeys(("awq", "gptq", "gptq_asym", "gptq_v2_asym"), "32 inputs straddles ranks, which have 48"),
-    **dict.fromkeys(("int4_packed", "int4_packed_asym"), "32 inputs straddles ranks, which have 48"),
+    **dict.fromkeys(GROUPED, "32 inputs straddles ranks, which have 48"),
     "int4_packed_channel": "96 inputs straddles ranks, which have 48|128 inputs straddles ranks, which have 64",
-    "gptq_desc_act": r"o_proj: its groups \(desc_act\) take inputs of several ranks",
     **dict.fromkeys(
         ("fp8_block", "deepseek_block", "qwen3_moe_fp8_block"), "q_proj: a block or group of 128 rows straddles"
     ),
@@ -114,6 +114,24 @@ def test_every_format(folder: Path):
     if folder.name in ROUNDED_INPUTS:
         expected = logits_of(folder, NumpyOps(), exact=False)
         assert relative_error(logits_of(folder, group_of(2), exact=False), expected) < ROUNDED_ERROR
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_of_every_format_that_divide(tmp_path: Path, name: str):
+    """Those of desc_act are of inputs of both ranks."""
+    folder = double_mlp(FORMATS / name, tmp_path / "model", mixes_groups=name == "gptq_desc_act")
+    ops, config = group_of(2), ModelConfig.read(folder)
+    weights = load_model(folder, config, ops, 64).weights
+    assert (weights.layers[0].output.input_order is not None) == (name == "gptq_desc_act")
+    expected = logits_of(folder, NumpyOps(), exact=True)
+    assert relative_error(logits_of(folder, ops, exact=True), expected) < EXACT_ERROR
+
+
+def test_several_gpus_refuse_groups_of_inputs_of_all_ranks(tmp_path: Path):
+    folder, gpus = double_mlp(FORMATS / "gptq_desc_act", tmp_path / "model", mixes_groups=True), group_of(2)
+    gpus.name = "cuda"
+    with pytest.raises(ModelError, match=r"o_proj.*: its groups \(desc_act\) take inputs of several GPUs"):
+        load_model(folder, ModelConfig.read(folder), gpus, 64)
 
 
 def write_folder(folder: Path, tensors_of: Callable[[str, tuple[int, ...]], dict[str, np.ndarray]], **fields) -> Path:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from model.dtypes import NUMPY_DTYPES
 from model.ops.cpu.ops import NumpyOps
-from model.ops.group.arrays import PartialSums, Section, Split, SplitArray, divided
+from model.ops.group.arrays import GroupArray, PartialSums, Section, Split, SplitArray, divided
 from model.ops.group.ops import GroupOps
-from model.ops.weight import Weight
+from model.ops.weight import Weight, WeightFormat
 from tests.support.group import group_of, loaded
 from tests.support.sampling_cases import random_bias, random_mask, random_options, random_penalties, uploaded
 
@@ -48,6 +50,31 @@ def test_a_sum_of_products_is_in_rank_order_and_rounded_once(rng, dtype: str):
     assert ops.download(residual).tobytes() == expected.tobytes()
     normed = own.rms_norm(total.astype(ops.dtype), np.ones(8, ops.dtype), 1e-5)
     assert ops.download(ops.rms_norm(partials, ones, 1e-5)).tobytes() == normed.tobytes()
+
+
+def test_columns_of_a_rank_take_inputs_of_all(rng):
+    """As GPTQ's desc_act orders them, for one matrix and for one of each expert."""
+    ops, x, order = group_of(2), floats(rng, 3, 64), rng.permutation(64).astype(np.int32)
+    whole = Weight(
+        rng.integers(0, 256, (8, 32)).astype(np.uint8), WeightFormat.INT4, floats(rng, 8, 4), group_size=16,
+        input_order=order,
+    )  # fmt: skip
+    inputs, columns = Split(1, (Section(64),)), Split(1, (Section(4),))
+    parts = replace(
+        whole,
+        data=replace(split_on(ops, whole.data, Split(1, (Section(32),))), split=inputs),
+        scale=split_on(ops, whole.scale, columns),
+        input_order=split_on(ops, order, Split(0, (Section(64),))),
+    )
+    divided_x = split_on(ops, x, inputs)
+    product = ops.linear(divided_x, parts)
+    assert isinstance(product, PartialSums)
+    np.testing.assert_allclose(sum(product.parts), ONE.linear(x, whole), rtol=1e-4, atol=1e-4)
+    order_of_one = GroupArray(tuple(part[None] for part in parts.input_order.parts))
+    expert = replace(parts, data=parts.data[None], scale=parts.scale[None], input_order=order_of_one)
+    groups = ops.group_by_expert(ops.upload(np.zeros((3, 1), np.int32)), 1)
+    experts = ops.experts_linear(divided_x, expert, groups)
+    np.testing.assert_allclose(sum(experts.parts), ONE.linear(x, whole), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["rms_norm_quantised", "add_rms_norm_quantised"])
