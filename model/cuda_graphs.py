@@ -19,7 +19,7 @@ from tqdm import tqdm
 from model.adapter_slots import AdapterSlots, StaticAdapterRows
 from model.batch import Batch
 from model.families.llama import Llama
-from model.ops.interface import Array
+from model.ops.interface import MAX_EXACT_ROWS, Array
 from model.ops.packing import Packing, TableRows
 from model.step_inputs import ForwardInputs
 
@@ -33,6 +33,9 @@ ROWS_ALONE = (32, 48, 64, 128)
 """Captured sizes of chunks without decodes: one launch less a layer."""
 
 MAX_CHUNKS = 32
+
+NUM_TIMED = 3
+"""Replays in a measurement of `decode_seconds`."""
 
 MIN_GAIN = 1.05
 """Gain in rows/s for which tokens wait for the next step."""
@@ -57,7 +60,7 @@ class StepGraphs:
     The caller's `sampled` int32[max_rows] holds the tokens of the previous step.
     """
 
-    def __init__(self, model: Llama, sampled: Array, max_rows: int, max_blocks: int):
+    def __init__(self, model: Llama, sampled: Array, max_rows: int, max_blocks: int, *, verifies_drafts: bool = False):
         ops = model.ops
         self._model = model
         self._sampled = sampled
@@ -75,6 +78,8 @@ class StepGraphs:
         self._decodes_only = decode_sizes(max_rows)
         self._decodes_beside_chunks = _decodes_beside_chunks(max_rows)
         self._adapters: StaticAdapterRows | None = None
+        self._drafted = [size for size in self._decodes_only if 1 < size <= MAX_EXACT_ROWS] if verifies_drafts else []
+        self._drafted_replays: dict[int, Callable[[], None]] = {}
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
         self._adapter_replays: dict[tuple[int, int], Callable[[], None]] = {}
         self._seconds: dict[tuple[int, int], float] = {}  # with chunks, on padding
@@ -101,6 +106,8 @@ class StepGraphs:
             if self._adapters is not None:
                 adapted = replace(batch, adapters=self._adapters.batch(batch.num_tokens))
                 self._adapter_replays[size] = self._captured(adapted, kv, first_layer)
+        for rows in reversed(self._drafted):
+            self._drafted_replays[rows] = self._captured(self._batch(rows, 0), kv, first_layer, is_exact=True)
         self._seconds = self._measured([size for size in sizes if size[1]])
 
     def forward(self, inputs: ForwardInputs) -> Array | None:
@@ -112,12 +119,27 @@ class StepGraphs:
         if size is None:
             return None
         self._fill(inputs, *size)
-        hosts, replays = [self._host], self._replays
+        hosts, replay = [self._host], self._replays[size]
         if self._adapters is not None and inputs.adapter_slots is not None:
-            hosts, replays = [self._host, *self._adapters.host_rows(inputs.adapter_slots)], self._adapter_replays
+            hosts, replay = [self._host, *self._adapters.host_rows(inputs.adapter_slots)], self._adapter_replays[size]
+        elif inputs.num_draft_rows and size[1] == 0:
+            replay = self._drafted_replays.get(size[0], replay)
         self._model.ops.upload_all(hosts, self._packed, self._changed_tables(inputs, size[0]))
-        replays[size]()
+        replay()
         return self._logits[: len(inputs.logit_rows)]
+
+    def decode_seconds(self) -> list[float]:
+        """Time decodes of 1, 2 ... rows on padding, as steps with drafts run them."""
+        ops, marks = self._model.ops, {}
+        for rows in self._decodes_only:
+            replay = self._drafted_replays.get(rows, self._replays[rows, 0])
+            replay()  # measure after work
+            begin = ops.record_event()
+            for _ in range(NUM_TIMED):
+                replay()
+            marks[rows] = begin, ops.record_event()
+        seconds = {rows: ops.elapsed_s(*pair) / NUM_TIMED for rows, pair in marks.items()}
+        return [seconds[_at_least(self._decodes_only, rows)] for rows in range(1, self._max_rows + 1)]
 
     def context_lens(self, num_decodes: int) -> Array:
         """Return the last step's int32[num_decodes], in static memory."""
@@ -142,8 +164,9 @@ class StepGraphs:
                 best, best_rate = room + more, rate
         return best
 
-    def _captured(self, batch: Batch, kv: Array, first_layer: Llama) -> Callable[[], None]:
-        whole, warm_up_run = (partial(self._run, model, batch, kv) for model in (self._model, first_layer))
+    def _captured(self, batch: Batch, kv: Array, first_layer: Llama, *, is_exact: bool = False) -> Callable[[], None]:
+        run = self._run_exact if is_exact else self._run
+        whole, warm_up_run = (partial(run, model, batch, kv) for model in (self._model, first_layer))
         return self._model.ops.capture(whole, warm_up_run)
 
     def _add_adapters(self, slots: AdapterSlots) -> None:
@@ -208,6 +231,10 @@ class StepGraphs:
             ops.pick_tokens(batch.token_ids, self._sampled, self._buffers.source[: batch.num_tokens])
             num_logits = batch.num_tokens if batch.logit_rows is None else len(batch.logit_rows)
             model.forward(batch, kv, out=self._logits[:num_logits])
+
+    def _run_exact(self, model: Llama, batch: Batch, kv: Array) -> None:
+        with model.ops.exact_rows():
+            self._run(model, batch, kv)
 
     def _batch(self, decodes: int, more: int) -> Batch:
         """Return the first `decodes` rows, and `more` for up to MAX_CHUNKS chunks."""

@@ -33,6 +33,7 @@ class ForwardInputs:
     dirty_tables: np.ndarray  # bool[num_decodes], rows of `tables` changed since sent
     chunk_lens: np.ndarray  # int32[C]
     chunk_tables: Sequence[np.ndarray]  # C of int32[any]
+    num_draft_rows: int = 0  # last decodes: tokens of a sequence and its drafts, adjacent, a table each
     adapter_slots: np.ndarray | None = None  # int32[T], slot of each row's adapter, NO_SLOT: none; None: no row has one
 
     @property

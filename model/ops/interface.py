@@ -30,6 +30,9 @@ from model.ops.weight import Weight, WeightFormat
 NO_WINDOW = 1 << 30
 """Window of a layer that attends to all preceding tokens."""
 
+MAX_EXACT_ROWS = 24
+"""Most rows of `Ops.exact_rows`: the first captured size that holds a sequence with 16 drafts."""
+
 
 @dataclass(frozen=True)
 class SamplingArrays:
@@ -135,6 +138,7 @@ class AttentionBatch:
     max_query_len: int = 1  # prefill: at least the longest chunk
     plan: Array | None = None  # decode, of `plan_decode_attention`; None: planned by the op
     kv_scales: Array | None = None  # float32[L, 2, Hkv] of a cache in e4m3
+    exact: bool = False  # decode: each row is split as in a batch of one
 
 
 @dataclass(frozen=True)
@@ -325,6 +329,14 @@ class Ops(Device, Protocol):
 
         The plan serves arrays of the same shapes and `num_heads` query heads. Tables with the same visible block at one
         index must agree on all blocks before it: a shared prefix may be read once.
+        """
+
+    def exact_rows(self) -> AbstractContextManager[None]:
+        """Give each decode row and each row of `linear` the bits of a batch of one, for at most MAX_EXACT_ROWS rows.
+
+        Decodes split keys as for one row, products sum in one row's order. Exceptions: products of float32, products
+        whose one row cuBLASLt computes, more than 16 rows of quantised weights, experts, adapters, and decodes whose
+        splits exceed the plan's slots.
         """
 
     def paged_decode_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:

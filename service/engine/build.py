@@ -102,6 +102,7 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
         max_num_batched_tokens=sized.budget,
         max_prefill_chunk=settings.max_prefill_chunk or DEFAULT_PREFILL_CHUNK[ops.name],
         max_model_len=memory.max_model_len,
+        max_decode_rows=executor.max_rows if executor.runs_ahead else None,
         generates=config.has_head,
         fit_prompts=executor.fit_prompts,
     )
@@ -192,12 +193,18 @@ def size_engine(
         raise StartupError(str(error)) from None
     budget = settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[ops.name]
     max_blocks = -(-wanted_len // settings.block_size)
-    executor = ModelExecutor(model, frozenset(config.eos_token_ids), settings.max_num_seqs, max_blocks)
+    executor = ModelExecutor(
+        model,
+        frozenset(config.eos_token_ids),
+        settings.max_num_seqs,
+        max_blocks,
+        verifies_drafts=ops.name == "cuda" and settings.speculative_config is not None,
+    )
     if ops.name != "cuda":
         return SizedModel(
             executor, planned, weight_format, kv_format(model, settings.block_size, wanted_len), 0, budget
         )
-    sizes = (min(budget, wanted_len), settings.max_num_seqs, wanted_len)
+    sizes = (min(budget, wanted_len), executor.max_rows, wanted_len)
     ops.warm_up(partial(warm_up, model, settings.block_size, *sizes))
     warm_up_sizes(model, settings.block_size, budget, *sizes[1:])
     cache_format = kv_format(model, settings.block_size, wanted_len)  # its kernels are compiled now

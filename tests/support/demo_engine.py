@@ -92,9 +92,11 @@ class DemoEngines:
         )
         poisoned = kv.pool if poisons else None
         if draft is None:
-            executor = self.executor(num_blocks, max_num_seqs, block_size, num_host_blocks, poisoned, num_adapter_slots)
+            executor = self.executor(
+                num_blocks, max_num_seqs, block_size, num_host_blocks, poisoned, num_adapter_slots, drafter is not None
+            )
         else:
-            is_head, executor = isinstance(draft, Eagle3Head), self._executor(max_num_seqs, block_size, poisoned)
+            is_head, executor = isinstance(draft, Eagle3Head), self._executor(max_num_seqs, block_size, poisoned, True)
             shape = draft.config.block_shape(block_size) if is_head else block_shape(draft.config, block_size)
             sizes = (num_blocks + poisons, block_size)
             blocks, cache, own = allocate_with_draft(self.model.ops, self._config, *sizes, shape)
@@ -102,7 +104,11 @@ class DemoEngines:
             states = drafter if is_head else None
             executor.attach(cache, blocks=blocks, states=states, num_host_blocks=num_host_blocks)
         limits = Limits(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_prefill_chunk=budget, max_model_len=MAX_LEN
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_prefill_chunk=budget,
+            max_model_len=MAX_LEN,
+            max_decode_rows=executor.max_rows if executor.runs_ahead else None,
         )
         speculation = None if drafter is None else Speculation(kv, self._config.vocab_size, drafter)
         adapters = self._adapters(executor, num_adapter_slots) if num_adapter_slots else None
@@ -128,9 +134,10 @@ class DemoEngines:
         num_host_blocks: int = 0,
         poisoned: BlockPool | None = None,
         num_adapter_slots: int = 0,
+        verifies_drafts: bool = False,
     ) -> ModelExecutor:
         """With a cache of its own, of zeros or poisoned."""
-        executor = self._executor(max_num_seqs, block_size, poisoned)
+        executor = self._executor(max_num_seqs, block_size, poisoned, verifies_drafts)
         cache = allocate(self.model.ops, self._config, num_blocks + (poisoned is not None), block_size)
         slots = None
         if num_adapter_slots:
@@ -139,9 +146,13 @@ class DemoEngines:
         executor.attach(cache, adapters=slots, num_host_blocks=num_host_blocks)
         return executor
 
-    def _executor(self, max_num_seqs: int, block_size: int, poisoned: BlockPool | None) -> ModelExecutor:
+    def _executor(
+        self, max_num_seqs: int, block_size: int, poisoned: BlockPool | None, verifies_drafts: bool
+    ) -> ModelExecutor:
         sizes = (self.model, self.eos_token_ids, max_num_seqs, MAX_LEN // block_size)
-        return ModelExecutor(*sizes) if poisoned is None else PoisoningExecutor(*sizes, poisoned)
+        if poisoned is not None:
+            return PoisoningExecutor(*sizes, poisoned)
+        return ModelExecutor(*sizes, verifies_drafts=verifies_drafts and self.model.ops.name == "cuda")
 
     def each_alone(self) -> dict[str, list[int]]:
         """What every one of WISHES gets when nobody else is there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -150,6 +151,9 @@ class NumpyOps(NumpyDevice):
     def normalise_qk(self, qkv: Array, q_norm: Array, k_norm: Array, eps: float) -> None:
         q, k = np.split(qkv, [len(q_norm), len(q_norm) + len(k_norm)], axis=1)[:2]
         q[...], k[...] = _normalised(_f32(q), q_norm, eps), _normalised(_f32(k), k_norm, eps)
+
+    def exact_rows(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def plan_decode_attention(self, num_heads: int, batch: AttentionBatch) -> None:
         return None

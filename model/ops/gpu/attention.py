@@ -33,8 +33,8 @@ _DECODE_TILE_TOKENS = 16
 
 _MAX_SPLITS = 256
 
-_SPLIT_INTS, _MEMBER_INTS, _PLAN_THREADS = 8, 4, 1024
-"""Int32s of KvSplit and PrefixGroupMember (kv_split.cuh); THREADS of plan_decode.cu."""
+_SPLIT_INTS, _MEMBER_INTS, _PLAN_THREADS, _WARP_SIZE = 8, 4, 1024, 32
+"""Int32s of KvSplit and PrefixGroupMember (kv_split.cuh); THREADS of plan_decode.cu; threads of plan_exact_rows.cu."""
 
 _MIN_COMMON_TOKENS = 256
 """Least tokens of a shared prefix that is read once."""
@@ -78,14 +78,15 @@ def plan_decode_attention(device: KernelLauncher, num_heads: int, batch: Attenti
     kv, tables = batch.kv, batch.block_tables
     split = split_decode(device, num_heads, batch)
     tiles = _decode_tiles(device.dtype_code, kv, num_heads // kv.shape[3])
+    kernel, threads = ("plan_exact_rows", _WARP_SIZE) if batch.exact else ("plan_decode", _PLAN_THREADS)
     num_member_rows = math.ceil(split.num_groups * tiles["MEMBERS"] * _MEMBER_INTS / _SPLIT_INTS)
     plan = device.temporary((split.num_slots + num_member_rows, _SPLIT_INTS), np.int32)
     sizes = (split.num_slots, split.target_splits, split.num_groups, tables.shape[1], batch.window)
     device.launch(
-        "plan_decode",
+        kernel,
         (1,),
         (plan, batch.context_lens, tables, np.int32(len(tables)), *map(np.int32, sizes)),
-        threads=_PLAN_THREADS,
+        threads=threads,
         WARPS=tiles["WARPS"],
         MEMBERS=tiles["MEMBERS"],
         BLOCK_SIZE=kv.shape[4],
@@ -288,10 +289,15 @@ def split_decode(device: KernelLauncher, num_heads: int, batch: AttentionBatch) 
     target_splits = max(1, _DECODE_CTAS_PER_SM * device.num_sms // num_ctas) if is_cut else 0
     num_tokens = max_blocks * block_size
     most_splits = math.ceil(min(num_tokens, window + _DECODE_TILE_TOKENS) / _MIN_SPLIT_TOKENS)
-    num_slots = min(num_sequences + 2 * target_splits, num_sequences * most_splits)
+    num_times = math.ceil(num_sequences / _MAX_MEMBERS) + 1 if batch.exact else 2
+    num_slots = min(num_sequences + num_times * target_splits, num_sequences * most_splits)
     if num_slots == num_sequences:
         return _Split(num_ctas, 0, num_slots, 0, 0)
     members = _decode_tiles(device.dtype_code, kv, group)["MEMBERS"]
+    if batch.exact:
+        num_groups = num_sequences // 2 if members > 1 else 0
+        num_rows = num_sequences * min(target_splits, most_splits)
+        return _Split(num_ctas, target_splits, num_slots, num_groups, num_rows)
     may_share = members > 1 and target_splits > 1 and _MIN_COMMON_TOKENS < num_tokens <= window
     if not may_share or not 1 < num_sequences <= _PLAN_THREADS:
         return _Split(num_ctas, target_splits, num_slots, 0, num_slots)

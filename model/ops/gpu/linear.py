@@ -30,7 +30,15 @@ from model.ops.gpu.gemm_tuning import (
     write_tuning,
 )  # fmt: skip
 from model.ops.gpu.kernels import cache_folder
-from model.ops.gpu.linear_builds import GEMV_BUILDS, SMALL_M_SPLITS, GemvBuild, SmallMBuild, gemv_build, small_m_build
+from model.ops.gpu.linear_builds import (
+    GEMV_BUILDS,
+    SMALL_M_SPLITS,
+    GemvBuild,
+    SmallMBuild,
+    exact_gemv_build,
+    gemv_build,
+    small_m_build,
+)
 from model.ops.gpu.norm import rms_norm
 from model.ops.interface import Array
 
@@ -54,8 +62,11 @@ class Linear:
         self._path = cache_folder() / file_name(device.device_name, lt.get_version())
         self._tuning = {**read_tuning(SHIPPED_TUNING / self._path.name), **read_tuning(self._path)}
 
-    def __call__(self, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
-        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous, not empty."""
+    def __call__(self, x: Array, weight: Array, bias: Array | None, out: Array, *, exact: bool = False) -> None:
+        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous, not empty. `exact`: by one row's algorithm
+        where that is gemv: each row has the bits of one row."""
+        if exact and self._by_exact_gemv(x, weight, bias, out):
+            return
         algorithm = self._tuning.get(_shape_of(x, weight, bias, out), FIRST_CHOICE) if self._tuning else FIRST_CHOICE
         if algorithm != FIRST_CHOICE and (x.data.ptr | weight.data.ptr | out.data.ptr) % BEST_ALIGNMENT_BYTES:
             algorithm = FIRST_CHOICE
@@ -81,6 +92,18 @@ class Linear:
             found[shape] = self._autotune(shape, x[: shape.m], weights, bias, out[: shape.m])
         self._tuning = {**read_tuning(self._path), **self._tuning, **found}
         write_tuning(self._path, self._tuning)
+
+    def _by_exact_gemv(self, x: Array, weight: Array, bias: Array | None, out: Array) -> bool:
+        """Return whether gemv computed it, in the order of sums of one row."""
+        one_row = self._tuning.get(_shape_of(x, weight, bias, out)._replace(m=1), FIRST_CHOICE)
+        is_aligned = (x.data.ptr | weight.data.ptr | out.data.ptr) % BEST_ALIGNMENT_BYTES == 0
+        if one_row.kind != GEMV or not is_aligned:
+            return False
+        build = exact_gemv_build(one_row.choice, len(x))
+        if build is None or build.shared_bytes > self._device.max_shared_bytes:
+            return False
+        self._launch_gemv(build, x, weight, bias, out)
+        return True
 
     def _carry_out(self, algorithm: GemmAlgorithm, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
         if algorithm.kind == GEMV:

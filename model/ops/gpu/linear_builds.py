@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from model.ops.interface import MAX_EXACT_ROWS
+
 SMALL_M_SPLITS = (1, 2)
 """Blocks that split K."""
 
@@ -68,6 +70,15 @@ def gemv_build(num_rows: int, max_shared_bytes: int) -> int | None:
         if num_rows <= build.max_rows and build.shared_bytes <= max_shared_bytes:
             return index
     return None
+
+
+def exact_gemv_build(index: int, num_rows: int) -> GemvBuild | None:
+    """Return GEMV_BUILDS[index] for `num_rows` rows of x, or None. The order of sums depends on warps and span alone:
+    each row gets the bits of one row."""
+    if num_rows > MAX_EXACT_ROWS:
+        return None
+    build = GEMV_BUILDS[index]
+    return build if num_rows <= build.max_rows else build._replace(col_tiles=math.ceil(num_rows / _EIGHT))
 
 
 @dataclass(frozen=True, order=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +24,16 @@ from model.ops.gpu.product_sizes import all_planned_rows
 from model.ops.gpu.sampling import sample, top_logprobs
 from model.ops.gpu.w8 import linear as w8
 from model.ops.int4 import can_tile
-from model.ops.interface import Array, AttentionBatch, ExpertGroups, Fp8Rows, HeadRotation, Sampled, SamplingArrays
+from model.ops.interface import (
+    MAX_EXACT_ROWS,
+    Array,
+    AttentionBatch,
+    ExpertGroups,
+    Fp8Rows,
+    HeadRotation,
+    Sampled,
+    SamplingArrays,
+)
 from model.ops.weight import Weight, WeightFormat
 
 _VEC_BYTES = 16
@@ -48,6 +58,18 @@ class CudaOps(CudaDevice):
         self._linear_w8 = w8.W8Linear(self, self._linear)
         self._linear_fp8 = Fp8Linear(self, self._linear_w8)
         self._linear_int4 = int4.Int4Linear(self, self._linear)
+        self._is_exact = False
+
+    def exact_rows(self) -> AbstractContextManager[None]:
+        return self._exact_rows()
+
+    @contextmanager
+    def _exact_rows(self) -> Iterator[None]:
+        self._is_exact = True
+        try:
+            yield
+        finally:
+            self._is_exact = False
 
     def find_nonfinite(self, x: Array, found: Array) -> None:
         expect("x", x, self.dtype, *x.shape)
@@ -114,9 +136,9 @@ class CudaOps(CudaDevice):
         elif weight.format in w8.FORMATS:
             self._linear_w8(x, weight, bias, out)
         elif weight.format is WeightFormat.INT4_TILED:
-            self._linear_int4(x, weight, bias, out)
+            self._linear_int4(x, weight, bias, out, exact=self._is_exact)
         else:
-            self._linear(x, weight.data, bias, out)
+            self._linear(x, weight.data, bias, out, exact=self._is_exact)
         return out
 
     def prepare_weight(self, weight: Weight) -> Weight:
@@ -239,12 +261,12 @@ class CudaOps(CudaDevice):
     def plan_decode_attention(self, num_heads: int, batch: AttentionBatch) -> Array:
         expect("context_lens", batch.context_lens, _INT32, None)
         expect("block_tables", batch.block_tables, _INT32, len(batch.context_lens), None)
-        return plan_decode_attention(self, num_heads, batch)
+        return plan_decode_attention(self, num_heads, self._made_exact(batch))
 
     def paged_decode_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
         self._expect_attention(q, batch, out)
         expect("q", q, self.dtype, len(batch.context_lens), None, None)
-        decode_attention(self, q, batch, out)
+        decode_attention(self, q, self._made_exact(batch), out)
 
     def paged_prefill_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
         self._expect_attention(q, batch, out)
@@ -351,6 +373,13 @@ class CudaOps(CudaDevice):
             raise ValueError(f"linear: x in e4m3 and weights in {weight.format} do not go together (fp8)")
         expect_fp8("x", x, k)
         return len(x.data)
+
+    def _made_exact(self, batch: AttentionBatch) -> AttentionBatch:
+        if not self._is_exact:
+            return batch
+        if len(batch.context_lens) > MAX_EXACT_ROWS:
+            raise ValueError(f"exact_rows: {len(batch.context_lens)} decodes are not supported ({MAX_EXACT_ROWS} rows)")
+        return replace(batch, exact=True)
 
     def _expect_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
         kv, layer, num_sequences = batch.kv, batch.layer, len(batch.context_lens)

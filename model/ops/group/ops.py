@@ -7,7 +7,8 @@ thresholds, masks and log-probabilities need them gathered. All else is done on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -118,6 +119,16 @@ class GroupOps(GroupDevice):
             for rank, ops in self._turns():
                 start = rank // copies * size
                 own[rank][...] = ops.rms_norm(whole[rank], norm.parts[rank], eps)[:, start : start + size]
+
+    def exact_rows(self) -> AbstractContextManager[None]:
+        return self._exact_rows()
+
+    @contextmanager
+    def _exact_rows(self) -> Iterator[None]:
+        with ExitStack() as of_ranks:
+            for ops in self.ranks:
+                of_ranks.enter_context(ops.exact_rows())
+            yield
 
     def plan_decode_attention(self, num_heads: int, batch: AttentionBatch) -> Array | None:
         own_heads = num_heads // self.num_ranks

@@ -50,13 +50,13 @@ def build_speculation(
     drafter: Drafter | None,
     draft: PlannedDraftModel | None,
 ) -> Speculation | None:
-    """Return the drafts of this engine; None on a GPU. Without a drafter, only grammars draft."""
-    if executor.runs_ahead:
-        return None
+    """Return the drafts of this engine; None on a GPU without the setting. Without a drafter, only grammars draft."""
     vocab_size, wanted = executor.model.config.vocab_size, settings.speculative_config
+    if executor.runs_ahead and wanted is None:
+        return None
     if wanted is None or drafter is None or not executor.model.config.has_head:
         return Speculation(kv, vocab_size)
-    cost = measure_step_cost(executor.model, executor.kv, max_model_len)
+    cost = step_cost(executor, max_model_len)
     proposed = None if draft is None else draft.num_proposed
     max_drafts = wanted.num_speculative_tokens or proposed or DEFAULT_DRAFTS
     return Speculation(kv, vocab_size, drafter, max_drafts, DraftLengths(cost))
@@ -88,6 +88,14 @@ def load_drafter(
         return Eagle3Drafter(load_eagle3(draft.folder, model.config, embedding, max_model_len), kv)
     except ModelError as error:
         raise StartupError(f"--speculative-config: {error}") from None
+
+
+def step_cost(executor: ModelExecutor, max_model_len: int) -> StepCost:
+    """Measure the captured steps, or without any the model."""
+    seconds = executor.runner.decode_seconds()
+    if seconds:
+        return StepCost(range(1, len(seconds) + 1), seconds)
+    return measure_step_cost(executor.model, executor.kv, max_model_len)
 
 
 def measure_step_cost(model: Llama, kv: Array, max_model_len: int) -> StepCost:

@@ -66,7 +66,10 @@ class _PrefillArrays(NamedTuple):
 class DecodeBatch:
     """Rows of decodes. A new sequence takes a vacated row or the next one; the last rows fill gaps."""
 
-    def __init__(self, max_rows: int, max_blocks: int, block_size: int):
+    def __init__(self, max_rows: int, max_blocks: int, block_size: int, *, drafts_are_decodes: bool = False):
+        """`drafts_are_decodes`: each draft is a decode row while `max_rows` hold them; else a sequence with drafts is a
+        chunk."""
+        self._drafts_are_decodes = drafts_are_decodes
         self.dirty_tables = np.zeros(max_rows, np.bool_)
         """Rows whose block table is outdated on the device."""
         self._block_size = block_size
@@ -175,12 +178,16 @@ class DecodeBatch:
     def _inputs(
         self, num_decodes: int, logit_rows: np.ndarray, prefills: tuple[Chunk, ...], tails: list[_PrefillArrays]
     ) -> ForwardInputs:
-        rows = slice(num_decodes)
+        rows, num_drafted, num_draft_rows = slice(num_decodes), 0, 0
         columns = [column[rows] for column in (self._token_ids, self._pending_token_row, self._positions, self._slots)]
         context_lens, lengths = self._context_lens[rows], [chunk.length for chunk in prefills]
         if prefills:
+            num_drafted = self._num_drafted(num_decodes, prefills)
+            num_draft_rows = self._write_draft_tables(num_decodes, tails[:num_drafted])
             columns = [_joined(pieces) for pieces in zip(columns, *(tail[:4] for tail in tails), strict=True)]
-            context_lens = _joined((context_lens, np.array([chunk.end for chunk in prefills], np.int32)))
+            row_lens = [tail.positions + 1 for tail in tails[:num_drafted]]
+            chunk_ends = np.array([chunk.end for chunk in prefills[num_drafted:]], np.int32)
+            context_lens = _joined((context_lens, *row_lens, chunk_ends))
             ends = accumulate(lengths, initial=num_decodes - 1)
             next(ends)
             due = [
@@ -191,6 +198,7 @@ class DecodeBatch:
             ]
             logit_rows = _joined((logit_rows, np.array(due, np.int32)))
         token_ids, pending_token_row, positions, slots = columns
+        rows = slice(num_decodes + num_draft_rows)
         return ForwardInputs(
             token_ids=token_ids,
             pending_token_row=pending_token_row,
@@ -198,12 +206,33 @@ class DecodeBatch:
             slots=slots,
             context_lens=context_lens,
             logit_rows=logit_rows,
-            num_decodes=num_decodes,
+            num_decodes=num_decodes + num_draft_rows,
             tables=self._tables[rows],
             dirty_tables=self.dirty_tables[rows],
-            chunk_lens=np.array(lengths, np.int32),
-            chunk_tables=[tail.table for tail in tails],
+            chunk_lens=np.array(lengths[num_drafted:], np.int32),
+            chunk_tables=[tail.table for tail in tails[num_drafted:]],
+            num_draft_rows=num_draft_rows,
         )
+
+    def _num_drafted(self, num_decodes: int, prefills: tuple[Chunk, ...]) -> int:
+        """Return how many chunks with drafts, the first of `prefills`, are decode rows."""
+        num_rows, count = num_decodes, 0
+        for chunk in prefills if self._drafts_are_decodes else ():
+            num_rows += chunk.length
+            if not chunk.drafts or num_rows > len(self._own_row):
+                break
+            count += 1
+        return count
+
+    def _write_draft_tables(self, first: int, tails: list[_PrefillArrays]) -> int:
+        """Give each row of these chunks its table, from row `first`; return their number."""
+        row = first
+        for tail in tails:
+            end = row + len(tail.positions)
+            self._tables[row:end, : len(tail.table)] = tail.table
+            row = end
+        self.dirty_tables[first:row] = True
+        return row - first
 
 
 def _joined(pieces: Seq[np.ndarray]) -> np.ndarray:

@@ -13,12 +13,17 @@ from model.ops.host_blocks import HostBlocks
 from model.ops.interface import Array, AsyncWrite
 from model.step_inputs import StepInputs, no_blocks
 from model.weights.lora.adapter import LoraAdapter
+from service.engine.drafting.drafter import MAX_DRAFTS
 from service.engine.execution.decode_batch import BatchLayout, DecodeBatch
 from service.engine.execution.model_runner import ModelRunner, RunningStep
 from service.engine.execution.pooling import Pooler
 from service.engine.execution.prompt_logprobs import PlannedLogprobs, plan_prompt_logprobs, read_prompt_logprobs
 from service.engine.execution.sampling import SampleBatch, SampleCall, StepSampler, read_result
 from service.engine.step import BlockCopy, FinishedTransfer, PoolSpan, StepPlan, StepResult
+
+MAX_DRAFTED_ROWS = 256
+"""Most decode rows of a step with drafts, unless more sequences decode: beyond, bf16 products on an H200 are bound by
+arithmetic, and a row costs its share."""
 
 
 class StateReader(Protocol):
@@ -45,10 +50,22 @@ class ModelExecutor:
     """Executor of at most `max_num_seqs` sequences of `max_blocks` blocks, ahead on a GPU. `attach` adds the cache
     once the remaining memory is known."""
 
-    def __init__(self, model: Llama, eos_token_ids: frozenset[int], max_num_seqs: int, max_blocks: int):
+    def __init__(
+        self,
+        model: Llama,
+        eos_token_ids: frozenset[int],
+        max_num_seqs: int,
+        max_blocks: int,
+        *,
+        verifies_drafts: bool = False,
+    ):
+        """`verifies_drafts`: on a GPU, each draft is a decode row, MAX_DRAFTED_ROWS in a step."""
         self.model = model
         self.runs_ahead = model.ops.name == "cuda"
-        self.runner = ModelRunner(model, max_num_seqs, max_blocks)
+        self.max_rows = max_num_seqs
+        if verifies_drafts:
+            self.max_rows = max(max_num_seqs, min((1 + MAX_DRAFTS) * max_num_seqs, MAX_DRAFTED_ROWS))
+        self.runner = ModelRunner(model, self.max_rows, max_blocks, verifies_drafts=verifies_drafts)
         self._sampler = StepSampler(model.config.vocab_size, eos_token_ids, keeps_params=self.runner.replays_graphs)
         self._pooler = Pooler()
         self._states: StateReader | None = None
@@ -75,7 +92,8 @@ class ModelExecutor:
     ) -> None:
         """Use this cache [num_blocks, L, 2, Hkv, B, D]. Copies and swaps move `blocks` [num_blocks, ...] (default: the
         cache)."""
-        self._rows, self._states = DecodeBatch(*self._sizes, block_size=kv.shape[4]), states
+        sizes = self.max_rows, self._sizes[1], kv.shape[4]
+        self._rows, self._states = DecodeBatch(*sizes, drafts_are_decodes=self.runs_ahead), states
         layers = () if states is None else states.state_layers
         self._has_adapters = adapters is not None
         self.runner.attach(

@@ -49,7 +49,7 @@ class ModelRunner:
     """Buffers of steps of at most `max_rows` sequences of `max_blocks` blocks. `sampled` keeps ids on the device for
     the next step. `attach` adds the cache."""
 
-    def __init__(self, model: Llama, max_rows: int, max_blocks: int):
+    def __init__(self, model: Llama, max_rows: int, max_blocks: int, *, verifies_drafts: bool = False):
         self.model = model
         self.kv: Array | None = None
         self._blocks: Array | None = None
@@ -63,7 +63,9 @@ class ModelRunner:
         self._kept_params: SamplingArrays | None = None
         self._state_layers: tuple[int, ...] = ()
         self._adapters: AdapterSlots | None = None
-        self._graphs = StepGraphs(model, self.sampled, max_rows, max_blocks) if model.ops.name == "cuda" else None
+        self._graphs: StepGraphs | None = None
+        if model.ops.name == "cuda":
+            self._graphs = StepGraphs(model, self.sampled, max_rows, max_blocks, verifies_drafts=verifies_drafts)
 
     @property
     def replays_graphs(self) -> bool:
@@ -99,6 +101,10 @@ class ModelRunner:
     def fit_prompts(self, num_decodes: int, num_tokens: int) -> int:
         """Return the prompt tokens, at most `num_tokens`, for a step with decodes."""
         return num_tokens if self._graphs is None else self._graphs.fit(num_decodes, num_tokens)
+
+    def decode_seconds(self) -> list[float]:
+        """Time captured decodes of 1, 2 ... rows on padding; empty without captures."""
+        return [] if self._graphs is None else self._graphs.decode_seconds()
 
     def launch(self, inputs: StepInputs) -> RunningStep:
         """Start the step; call `sample` unless the inputs have samples."""

@@ -14,6 +14,7 @@ class Limits:
     max_num_batched_tokens: int
     max_prefill_chunk: int  # with decodes, per open prompt
     max_model_len: int
+    max_decode_rows: int | None = None  # decodes and their drafts; None: as many as tokens
     generates: bool = True  # False: only requests with pooling
     fit_prompts: Callable[[int, int], int] | None = None  # (decodes, prompt tokens) -> efficient number
 

@@ -174,8 +174,10 @@ class Scheduler:
         ]
         if self.speculation is None:
             return chunks
-        max_drafts = self._limits.max_num_batched_tokens - len(chunks)
-        return self.speculation.add_drafts(chunks, max_drafts, self._extended)
+        max_rows = self._limits.max_num_batched_tokens
+        if self._limits.max_decode_rows is not None:
+            max_rows = min(max_rows, self._limits.max_decode_rows)
+        return self.speculation.add_drafts(chunks, max(0, max_rows - len(chunks)), self._extended)
 
     def _allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extend the sequence, preempting others; return whether it has the blocks."""

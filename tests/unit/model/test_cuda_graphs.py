@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from model import cuda_graphs
 from model.adapter_slots import NO_SLOT, AdapterSlots, BatchAdapters, adapter_rows
 from model.batch import Batch
 from model.config import ModelConfig
@@ -15,6 +17,7 @@ from model.cuda_graphs import MAX_CHUNKS, ROWS_ALONE, ROWS_BESIDE, ROWS_BESIDE_F
 from model.families.llama import Llama
 from model.kv_cache import block_shape
 from model.ops.cpu.ops import NumpyOps
+from model.ops.interface import MAX_EXACT_ROWS
 from model.step_inputs import ForwardInputs
 from model.weights.loader import load_model
 from model.weights.lora.adapter import read_adapter
@@ -148,6 +151,36 @@ def test_tokens_that_the_step_before_sampled_come_from_its_row(model, graphs):
     inputs.pending_token_row[:] = [MAX_ROWS, 3]
     graphs._sampled[3], inputs.token_ids[1] = inputs.token_ids[1], 0
     np.testing.assert_array_equal(graphs.forward(inputs), known)
+
+
+def test_few_rows_with_drafts_have_captures_of_their_own(model, kv, monkeypatch):
+    for name in ("ROWS_BESIDE", "ROWS_BESIDE_FEW", "ROWS_ALONE"):
+        monkeypatch.setattr(cuda_graphs, name, (8,))
+
+    class ExactOps(QuietOps):
+        is_exact = False
+
+        @contextmanager
+        def exact_rows(self):
+            self.is_exact = True
+            yield
+            self.is_exact = False
+
+        def plan_decode_attention(self, num_heads, batch):
+            planned.append((len(batch.context_lens), self.is_exact))
+
+    ops, planned, num_rows = ExactOps(np.dtype(np.float32)), [], 2 * MAX_EXACT_ROWS
+    first = Llama(model.config, ops, model.weights).first_layer()
+    exact = StepGraphs(first, np.arange(num_rows, dtype=np.int32), num_rows, 4, verifies_drafts=True)
+    exact.capture(kv)
+    plain = replace(step(model, [(9, 1), (10, 1), (11, 1)]), tables=np.zeros((3, 4), np.int32))
+    for inputs in (plain, replace(plain, num_draft_rows=2), replace(plain, num_draft_rows=3)):
+        exact.forward(inputs)
+    assert planned[-3:] == [(4, False), (4, True), (4, True)]
+    assert exact._drafted[-1] == MAX_EXACT_ROWS
+    seconds = exact.decode_seconds()
+    assert len(seconds) == num_rows
+    assert seconds[2] == seconds[3]  # one size
 
 
 def test_what_fits_no_size_is_left_to_the_caller(model, graphs):

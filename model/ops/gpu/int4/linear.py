@@ -63,15 +63,16 @@ class Int4Linear:
         self._ops = ops
         self._dense = dense
 
-    def __call__(self, x: Array, weight: Weight, bias: Array | None, out: Array) -> None:
-        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous, not empty."""
+    def __call__(self, x: Array, weight: Weight, bias: Array | None, out: Array, *, exact: bool = False) -> None:
+        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous, not empty. `exact`: by gemv_w4a16 where a
+        build holds the rows, so that each gets the bits of one row."""
         ops, m = self._ops, len(out)
         if weight.input_order is not None:
             x = self._gather_columns(x, weight.input_order)
         is_fast = ops.dtype != _FLOAT32 and (x.data.ptr | out.data.ptr) % _ALIGNMENT == 0
         gemv = self.gemv_build(m, weight) if is_fast else None
         small_m = self.small_m_build(min(m, MAX_SMALL_M_ROWS), weight) if is_fast and ops.arch == "90a" else None
-        if gemv is not None and (small_m is None or m <= min(gemv.x_rows, MAX_GEMV_ROWS)):
+        if gemv is not None and (exact or small_m is None or m <= min(gemv.x_rows, MAX_GEMV_ROWS)):
             for rows in _pieces(m, gemv.x_rows):
                 self.launch_gemv(gemv, x[rows], weight, bias, out[rows])
         elif small_m is not None and m <= MAX_FUSED_ROWS:

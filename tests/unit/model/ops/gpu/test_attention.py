@@ -166,6 +166,35 @@ def test_a_plan_that_is_given_is_not_made_again():
     assert ops.temporaries == [(21, 8), (32 * num_results, 128), (32 * num_results, 2)]
 
 
+def exact_plan(num_rows, heads=(32, 8), max_blocks=2048):
+    """Slots, rows of groups' members, partial results."""
+    ops, kv = RecordingOps(BF16), np.empty((1, 1, 2, heads[1], 16, 128), np.float32)
+    q = np.empty((num_rows, heads[0], 128), np.float32)
+    tables, lens = np.empty((num_rows, max_blocks), np.int32), np.empty(num_rows, np.int32)
+    batch = AttentionBatch(kv, 0, tables, lens, 0.1, exact=True)
+    plan = plan_decode_attention(ops, heads[0], batch)
+    assert ops.build[0] == "plan_exact_rows"
+    decode_attention(ops, q, replace(batch, plan=plan), q)
+    return ops.grid[1], len(plan) - ops.grid[1], ops.temporaries[1][0] // heads[0]
+
+
+def test_rows_of_one_sequence_share_most_splits_of_a_batch_of_one():
+    """One sequence's splits, those that its rows do not share, and a second set where its rows begin another size."""
+    assert exact_plan(1) == (1 + 2 * 33, 0, 33)
+    assert exact_plan(8) == (8 + 2 * 33, 4 * 8 // 2, 8 * 33)
+    assert exact_plan(24) == (24 + 4 * 33, 12 * 8 // 2, 24 * 33)
+    assert exact_plan(8, max_blocks=32) == (8 * 4, 4 * 8 // 2, 8 * 4)
+    assert exact_plan(8, max_blocks=8) == (8, 0, 0)  # nothing to split
+
+
+def test_a_plan_of_rows_alone_is_the_usual_decode():
+    builds = [decoded(num_sequences=8).build]
+    ops, q = RecordingOps(BF16), np.empty((8, 32, 128), np.float32)
+    kv, tables = np.empty((1, 1, 2, 8, 16, 128), np.float32), np.empty((8, 2048), np.int32)
+    decode_attention(ops, q, AttentionBatch(kv, 0, tables, np.empty(8, np.int32), 0.1, exact=True), q)
+    assert [ops.build] == builds
+
+
 def test_parts_are_not_shorter_than_they_are_worth():
     assert decoded(max_blocks=32).grid == (8, 4)  # 512 tokens
     assert decoded(max_blocks=2048, window=200).grid == (8, 2)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from model.ops.gpu.linear_builds import GEMV_BUILDS, gemv_build, small_m_build
+from model.ops.gpu.linear_builds import GEMV_BUILDS, exact_gemv_build, gemv_build, small_m_build
 
 tuning = pytest.importorskip(
     "model.ops.gpu.gemm_tuning", reason="no compiler: needs the packages of the compile extra", exc_type=ImportError
@@ -55,6 +55,16 @@ def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         tuning.write_tuning(in_the_way / "linear.json", TUNING)
     assert "cannot keep" in caplog.text
+
+
+def test_more_rows_are_summed_in_the_order_of_one_row():
+    for index, one in enumerate(GEMV_BUILDS):
+        for num_rows in range(1, 25):
+            build = exact_gemv_build(index, num_rows)
+            assert num_rows <= build.max_rows <= max(one.max_rows, num_rows + 7)
+            assert (build.warps, build.span) == (one.warps, one.span)
+        assert exact_gemv_build(index, 25) is None
+    assert exact_gemv_build(0, 24).shared_bytes <= 227 << 10
 
 
 def test_the_kernel_for_few_rows_takes_few_rows_in_16_bits():

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from model.ops.gpu.attention import decode_attention, prefill_attention
+from model.ops.gpu.attention import decode_attention, plan_decode_attention, prefill_attention
 from model.ops.gpu.experts import builds as experts
 from model.ops.gpu.int4.builds import GEMV_X_ROWS, Int4Layout, gemv_w4_build, small_m_w4_build
-from model.ops.gpu.linear_builds import GEMV_BUILDS, SMALL_M_SPLITS, small_m_build
+from model.ops.gpu.linear_builds import GEMV_BUILDS, SMALL_M_SPLITS, exact_gemv_build, small_m_build
 from model.ops.gpu.w8.builds import GEMV_W8_BUILDS, small_m_fp8_build, small_m_w8a16_build
-from model.ops.interface import NO_WINDOW, AttentionBatch
+from model.ops.interface import MAX_EXACT_ROWS, NO_WINDOW, AttentionBatch
 from tests.support.source_tree import ROOT
 
 BUILDS = (
@@ -64,7 +64,7 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
         return small_m_w4_builds(dtype_code, architecture)
     if name == "unpack_int4":
         return [{"QUIRE_DTYPE": dtype_code, **layout.defines} for layout in LAYOUTS]
-    if not name.startswith(("plan_decode", "paged_decode", "paged_prefill")):
+    if not name.startswith(("plan_", "paged_decode", "paged_prefill")):
         return [{"QUIRE_DTYPE": dtype_code, **SHAPE, **more} for more in ALSO.get(name, ({},))]
     builds = attention_builds(dtype_code, architecture, np.float32) + attention_builds(
         dtype_code, architecture, np.uint8
@@ -97,6 +97,7 @@ def attention_builds(dtype_code: int, architecture: str, kv_dtype: type) -> list
     ints = np.zeros(97, np.int32)
     tables = np.zeros((96, 64), np.int32)
     decode_attention(ops, q[:96], AttentionBatch(kv, 0, tables, ints[:96], 0.1), q[:96])
+    plan_decode_attention(ops, 32, AttentionBatch(kv, 0, tables[:8], ints[:8], exact=True))
     for num_tokens, longest in ((96, 1), (96, 96), (2048, 96)):
         rows = q[:num_tokens]
         prefill_attention(ops, rows, AttentionBatch(kv, 0, tables, ints[:96], 0.1, NO_WINDOW, ints, longest), rows)
@@ -107,7 +108,7 @@ def gemv_builds(dtype_code: int) -> list[dict[str, int]]:
     """All of them, in each type of result; there is none for float32."""
     return [
         {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": out_float, **build.defines}
-        for build in GEMV_BUILDS
+        for build in (*GEMV_BUILDS, *(exact_gemv_build(index, MAX_EXACT_ROWS) for index in range(len(GEMV_BUILDS))))
         for out_float in (0, 1)
         if dtype_code != DTYPE_CODES["float32"]
     ]

@@ -148,3 +148,49 @@ def test_longer_chunks_stand_behind_the_rows():
     assert inputs.logit_rows.tolist() == [0, 4]
     assert inputs.context_lens[1:].tolist() == [7]
     assert inputs.block_tables(np.arange(1), BLOCK)[1, :2].tolist() == [7, 9]
+
+
+def test_drafts_are_rows_with_the_table_of_their_sequence():
+    rng = random.Random(4)
+    rows = DecodeBatch(MAX_ROWS, MAX_BLOCKS, BLOCK, drafts_are_decodes=True)
+    decoding, drafted, other, prompt = (sequence(number, rng) for number in range(4))
+    for one, block in ((drafted, 7), (other, 20)):
+        one.token_ids[:], one.num_computed_tokens = array("I", range(10, 16)), 5
+        one.block_table[:] = array("i", [block, block + 1])
+    chunks = (
+        Chunk(decoding, decoding.num_computed_tokens, 1, (decoding,)),
+        Chunk(drafted, 5, 3, (drafted,), (77, 78)),
+        Chunk(other, 5, 2, (other,), (88,)),
+        Chunk(prompt, 0, len(prompt.token_ids), (prompt,)),
+    )
+    layout = rows.lay_out(StepPlan(chunks), {})
+    inputs = layout.inputs
+    assert (inputs.num_decodes, inputs.num_draft_rows, inputs.chunk_lens.tolist()) == (6, 5, [len(prompt.token_ids)])
+    assert inputs.token_ids[1:6].tolist() == [15, 77, 78, 15, 88]
+    assert inputs.positions[1:6].tolist() == [5, 6, 7, 5, 6]
+    assert inputs.slots[1:6].tolist() == [33, 34, 35, 85, 86]
+    assert inputs.context_lens[1:].tolist() == [6, 7, 8, 6, 7, len(prompt.token_ids)]
+    assert inputs.tables[1:, :2].tolist() == [[7, 8]] * 3 + [[20, 21]] * 2
+    assert inputs.dirty_tables.all()
+    assert inputs.logit_rows.tolist() == [*range(6), 5 + len(prompt.token_ids)]
+    assert inputs.query_start.tolist() == [6, 6 + len(prompt.token_ids)]
+    assert layout.first_rows()[id(chunks[3])] == 6
+
+    rows.dirty_tables[:] = False
+    again = rows.lay_out(StepPlan((chunks[0], Chunk(other, 5, 1, (other,)))), {}).inputs
+    assert again.dirty_tables.tolist() == [False, True]  # where a draft's table was
+    assert again.tables[1, :2].tolist() == [20, 21]
+
+
+def test_drafts_beyond_the_rows_are_chunks():
+    rng = random.Random(5)
+    rows = DecodeBatch(MAX_ROWS, MAX_BLOCKS, BLOCK, drafts_are_decodes=True)
+    drafted = [sequence(number, rng) for number in range(2)]
+    for one in drafted:
+        one.block_table.extend([3, 4])
+    chunks = [Chunk(one, one.num_computed_tokens, 6, (one,), (1, 2, 3, 4, 5)) for one in drafted]
+    inputs = rows.lay_out(StepPlan(tuple(chunks)), {}).inputs
+    assert (inputs.num_decodes, inputs.num_draft_rows, inputs.chunk_lens.tolist()) == (6, 6, [6])
+    assert len(inputs.logit_rows) == 12
+    inputs = DecodeBatch(MAX_ROWS, MAX_BLOCKS, BLOCK).lay_out(StepPlan(tuple(chunks)), {}).inputs
+    assert (inputs.num_decodes, inputs.chunk_lens.tolist()) == (0, [6, 6])

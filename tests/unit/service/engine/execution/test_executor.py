@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
+from model import cuda_graphs
 from model.config import ModelConfig
 from model.ops.cpu.ops import NumpyOps
-from tests.support.demo_engine import DEMO, TWO_LAYERS, DemoEngines, run_all
+from tests.fakes.drafters import KnowingDrafter
+from tests.support.demo_engine import DEMO, TWO_LAYERS, WISHES, DemoEngines, run_all
 
 FLOAT32 = np.dtype(np.float32)
 DEMO_VOCAB_SIZE = ModelConfig.read(DEMO).vocab_size
@@ -55,6 +57,29 @@ def test_together_as_alone(engines, alone, budget):
     assert {name: tokens for name, (tokens, _) in received.items()} == alone
     assert [len(received[name][1]) for name in "35"] == [len(received[name][0]) for name in "35"]
     assert all(len(logprob.top_ids) == 3 for logprob in received["3"][1])
+
+
+def test_drafts_are_rows_of_captured_decodes(alone, monkeypatch):
+    """Right ones, wrong ones, and prompts' chunks in the same steps."""
+    for name in ("ROWS_BESIDE", "ROWS_BESIDE_FEW", "ROWS_ALONE"):
+        monkeypatch.setattr(cuda_graphs, name, (64,))
+
+    class CountingOps(AheadOps):
+        num_exact = 0
+
+        def exact_rows(self):
+            self.num_exact += 1
+            return super().exact_rows()
+
+    answers = {(name, 0): tokens for name, tokens in alone.items()}
+    engines = DemoEngines(CountingOps(FLOAT32), num_layers=TWO_LAYERS)
+    engine = engines.make(max_num_seqs=2, drafter=KnowingDrafter(answers, errs=True))
+    num_captures = engines.model.ops.num_exact
+    received = run_all(engine, WISHES[:4])
+    assert {name: tokens for name, (tokens, _) in received.items()} == {name: alone[name] for name in received}
+    stats, ops = engine.stats(), engines.model.ops
+    assert 0 < stats.num_accepted_by_source[1] < stats.num_draft_tokens
+    assert ops.num_exact > num_captures > 0
 
 
 def test_preempted_as_alone(engines, alone):
