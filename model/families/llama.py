@@ -157,6 +157,9 @@ class Llama:
             if tuned:
                 bias = getattr(tuned[0], f"{name}_bias")
                 ops.tune_linear([getattr(layer, name) for layer in tuned], bias, num_rows)
+        routers = [layer.router for layer in layers if layer.router is not None]
+        if routers:
+            ops.tune_linear(routers, None, num_rows, dtype=np.dtype(np.float32))
         ops.tune_linear([self.weights.lm_head], None, num_logit_rows, dtype=np.dtype(np.float32))
 
     def _decode_plans(self, batch: Batch, kv: Array) -> dict[int, Array | None]:

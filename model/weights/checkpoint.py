@@ -117,15 +117,15 @@ class Checkpoint:
         """True if a matrix stays quantised."""
         return any(self.matrix(name) is not None for name in self._matrices)
 
-    def num_bytes(self, config: ModelConfig, dtype: np.dtype, part_shape: PartShape) -> int:
-        """Return the bytes of all weights for activations in `dtype`; part_shape(name, shape) is what a rank holds."""
-        num_bytes = 0
+    def num_bytes(self, config: ModelConfig, dtype: np.dtype, part_shape: PartShape) -> dict[str, int]:
+        """Return each weight's bytes for activations in `dtype`; part_shape(name, shape) is what a rank holds."""
+        num_bytes = {}
         for name, whole in loaded_shapes(config).items():
             shape, matrix = part_shape(name, whole), self.matrix(name)
             if matrix is None:
-                num_bytes += math.prod(shape) * np.dtype(dtype).itemsize
+                num_bytes[name] = math.prod(shape) * np.dtype(dtype).itemsize
             else:
-                num_bytes += matrix.form.num_bytes(*shape)
+                num_bytes[name] = matrix.form.num_bytes(*shape)
         return num_bytes
 
     def kv_scales(self) -> np.ndarray | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,7 +47,11 @@ BYTE_STDS = {WeightFormat.FP8: 97.0, WeightFormat.FP8_BLOCK: 97.0, WeightFormat.
 
 
 class DummyWeights:
-    """Random weights; every norm is 1."""
+    """Random weights; every norm is 1.
+
+    Of a model with experts, each tensor starts at a place of its own in the random numbers: with equal layers, the
+    hidden states of all tokens align, and deep layers route them to the same few experts.
+    """
 
     def __init__(self, config: ModelConfig, dtype: np.dtype, checkpoint: Checkpoint | None = None):
         """Copy the forms of a quantised `checkpoint`."""
@@ -55,6 +60,7 @@ class DummyWeights:
         self._tile = (random.standard_normal(RANDOM_TILE, np.float32) * np.float32(self._std)).astype(dtype)
         self._bytes = random.integers(0, 256, RANDOM_TILE, np.uint8)
         self._checkpoint = checkpoint
+        self._shifts = config.experts is not None
 
     def matrix(self, name: str) -> StoredMatrix | None:
         stored = None if self._checkpoint is None else self._checkpoint.matrix(name)
@@ -63,7 +69,10 @@ class DummyWeights:
         tile, std = self._bytes, BYTE_STDS[stored.form.format]
         if stored.form.format in (WeightFormat.FP8, WeightFormat.FP8_BLOCK):
             tile = tile & np.uint8(0xF7)  # without NaN
-        rows = {"data": _TiledRows(tile), "scale": _TiledRows(np.full(1, self._std / std, np.float32))}
+        rows = {
+            "data": _TiledRows(tile, self._shift(name)),
+            "scale": _TiledRows(np.full(1, self._std / std, np.float32)),
+        }
         rows["zero_point"] = _TiledRows(np.full(1, 8, np.uint8))
         return replace(stored, arrays={array: rows[array] for array in stored.arrays})
 
@@ -71,7 +80,7 @@ class DummyWeights:
         if name.endswith("norm.weight"):
             out[:] = 1
             return
-        _repeat(self._tile, start, out)
+        _repeat(self._tile, start + self._shift(name), out)
 
     def nonfinite(self, name: str, dtype: np.dtype) -> ModelError:
         return ModelError(f"dummy weights: tensor {name!r}: not finite in {dtype.name}")
@@ -79,17 +88,21 @@ class DummyWeights:
     def kv_scales(self) -> np.ndarray | None:
         return None
 
+    def _shift(self, name: str) -> int:
+        return zlib.crc32(name.encode()) if self._shifts else 0
+
 
 @dataclass(frozen=True)
 class _TiledRows:
     tile: np.ndarray
+    shift: int = 0
 
     def read_into(self, start: int, out: np.ndarray) -> None:
         values = out.view(np.uint8) if self.tile.dtype == np.uint8 else out
         if self.tile.size == 1:
             values[...] = self.tile[0]
         else:
-            _repeat(self.tile, start, values)
+            _repeat(self.tile, start + self.shift, values)
 
 
 def _repeat(tile: np.ndarray, start: int, out: np.ndarray) -> None:
@@ -103,6 +116,7 @@ def _repeat(tile: np.ndarray, start: int, out: np.ndarray) -> None:
 @dataclass(frozen=True)
 class PlannedWeights:
     num_bytes: int
+    expert_bytes: int  # of num_bytes, of all experts
     label: str  # of the quantised format; "" for 16 and 32 bits
 
 
@@ -117,10 +131,17 @@ def plan_weights(
         for name in expected_shapes(config):
             if (matrix := checkpoint.matrix(name)) is not None:
                 sharding.array_splits(name, matrix)
-        return PlannedWeights(checkpoint.num_bytes(config, dtype, sharding.part_shape), label)
+        return _planned(checkpoint.num_bytes(config, dtype, sharding.part_shape), config, label)
     if quantization == "fp8":
         label = ", ".join(filter(None, [label, "rounded to fp8 while loading"]))
-    return PlannedWeights(loaded_bytes(config, dtype, quantization, sharding.part_shape), label)
+    return _planned(loaded_bytes(config, dtype, quantization, sharding.part_shape), config, label)
+
+
+def _planned(num_bytes: dict[str, int], config: ModelConfig, label: str) -> PlannedWeights:
+    experts = f".{config.tensors.experts}."
+    return PlannedWeights(
+        sum(num_bytes.values()), sum(size for name, size in num_bytes.items() if experts in name), label
+    )
 
 
 def _open_quantised(directory: Path | None, config: ModelConfig) -> Checkpoint | None:
@@ -427,6 +448,11 @@ def _plan_mlp(
 
 
 def check_device(config: ModelConfig, ops: Ops) -> None:
-    """Raise ModelError for a model whose kernels have not run on this device."""
-    if config.experts is not None and ops.name == "cuda":
-        raise ModelError(f"model_type: {config.family}: experts are not on a GPU yet (--device cpu)")
+    """Raise ModelError for a model that has no kernels on this device, or whose kernels have not run."""
+    if config.experts is None or ops.name != "cuda":
+        return
+    if ops.dtype == np.float32:
+        raise ModelError(
+            f"--dtype: float32 has no products of experts on a GPU, and {config.family} has experts (auto)"
+        )
+    raise ModelError(f"model_type: {config.family}: experts are not on a GPU yet (--device cpu)")

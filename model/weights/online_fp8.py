@@ -25,17 +25,17 @@ ReadInto = Callable[[str, int, np.ndarray], None]
 
 def loaded_bytes(
     config: ModelConfig, dtype: np.dtype, quantization: str, part_shape: PartShape = lambda name, shape: shape
-) -> int:
-    """Return the bytes of all weights, layers' matrices in e4m3 with row scales if "fp8"; part_shape(name, shape) is
-    what a rank holds."""
-    total = 0
+) -> dict[str, int]:
+    """Return each weight's bytes, layers' matrices in e4m3 with row scales if "fp8"; part_shape(name, shape) is what a
+    rank holds."""
+    num_bytes = {}
     for name, whole in loaded_shapes(config).items():
         shape = part_shape(name, whole)
         if quantization == "fp8" and is_layer_matrix(name, shape):
-            total += math.prod(shape) + 4 * shape[0]
+            num_bytes[name] = math.prod(shape) + 4 * shape[0]
         else:
-            total += math.prod(shape) * np.dtype(dtype).itemsize
-    return total
+            num_bytes[name] = math.prod(shape) * np.dtype(dtype).itemsize
+    return num_bytes
 
 
 def is_layer_matrix(name: str, shape: Sequence[int]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -175,12 +176,15 @@ def steady_decode(
 
 @contextmanager
 def _no_prompts(built: BuiltEngine) -> Iterator[None]:
-    """Make the forward pass return equal logits without computing."""
-    model, ops = built.executor.model, built.ops
-    even = ops.upload(np.zeros((built.limits.max_num_seqs, model.config.vocab_size), np.float32))
+    """Make the forward pass return random logits without computing: equal tokens would take equal experts."""
+    model, ops, num_rows = built.executor.model, built.ops, built.limits.max_num_seqs
+    random = ops.upload(np.random.default_rng(0).random((num_rows, model.config.vocab_size), np.float32))
+    first_row = itertools.count()
 
     def no_forward(batch: Batch, kv: Array, out: Array | None = None) -> Array:
-        return even[: batch.num_sequences if batch.logit_rows is None else len(batch.logit_rows)]
+        count = batch.num_sequences if batch.logit_rows is None else len(batch.logit_rows)
+        first = next(first_row) % (num_rows - count + 1)
+        return random[first : first + count]
 
     vars(model)["forward"] = no_forward
     try:

@@ -48,6 +48,10 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
         ("free memory", _size(ops.memory_bytes()[0]) + each),
         ("weights", _size(weights.num_bytes) + (f", {weights.label}" if weights.label else "") + each),
     ]
+    if (experts := config.experts) is not None:
+        used = _size(weights.expert_bytes * experts.num_used // experts.num_experts)
+        of_all = f"{experts.num_experts} in {sum(experts.layers)} layers, {_size(weights.expert_bytes)} of the weights"
+        rows.append(("experts", f"{of_all}; {experts.num_used} for a token, {used}{each}"))
     try:
         if ops.name == "cuda":
             sized = size_engine(settings, config, ops, load_format="dummy", progress=True)

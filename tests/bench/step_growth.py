@@ -72,14 +72,16 @@ def _terms(table: StepTable, config: ModelConfig, item: int) -> tuple[dict[str, 
     times_us, work = dict.fromkeys(TERMS, 0.0), dict.fromkeys((*TERMS, "step"), (0.0, 0.0))
     for row in table.rows:
         times_us[_term(row.op)] += row.time_us
-    for op, (num_bytes, num_flops) in work_of(config, table.batch, table.mean_context, item).items():
+    for op, (num_bytes, num_flops) in work_of(
+        config, table.batch, table.mean_context, item, table.experts_in_use
+    ).items():
         for term in (_term(op), "step"):
             work[term] = work[term][0] + num_bytes, work[term][1] + num_flops
     return times_us, work
 
 
 def _term(op: str) -> str:
-    return "attention" if op == ATTENTION else "products" if op.startswith("linear ") else "all else"
+    return "attention" if op == ATTENTION else "products" if op.startswith(("linear ", "experts ")) else "all else"
 
 
 def report_growth(rows: Sequence[Growth]) -> None:

@@ -31,8 +31,9 @@ from service.config.settings import Settings
 from service.engine.build import BuiltEngine, build_engine
 from service.errors import StartupError
 from service.garbage import freeze_heap
+from tests.bench.experts_in_use import bytes_of_products, experts_in_use
 from tests.bench.step_growth import growth_of, report_growth
-from tests.bench.step_table import PRODUCTS, KernelEvent, StepTable, table_of
+from tests.bench.step_table import KernelEvent, StepTable, table_of
 
 PROFILED_STEPS = 8
 TIMED_STEPS = 32
@@ -90,10 +91,10 @@ def profile_decode(built: BuiltEngine, batch: int, context: int, ceilings: Ceili
         held = engine.stats().num_slots_filled
         events = _events(lambda: [engine.step() for _ in range(PROFILED_STEPS)], built)
         mean_context = (held + engine.stats().num_slots_filled) / 2 / batch
-    item, layer = built.ops.dtype.itemsize, built.executor.model.weights.layers[0]
-    weight_bytes = {name: getattr(layer, name).nbytes for name in PRODUCTS}
-    times = (1e6 * timed_s, 1e3 * host_s)
-    return table_of(events, PROFILED_STEPS, batch, mean_context, *times, config, item, ceilings, weight_bytes)
+        in_use = experts_in_use(built)
+    times, item = (1e6 * timed_s, 1e3 * host_s), built.ops.dtype.itemsize
+    weight_bytes = bytes_of_products(built.executor.model, in_use)
+    return table_of(events, PROFILED_STEPS, batch, mean_context, *times, config, item, ceilings, weight_bytes, in_use)
 
 
 def _timed(built: BuiltEngine) -> tuple[float, float]:
@@ -145,6 +146,8 @@ def tell(table: StepTable) -> None:
         f"\nbatch {table.batch}, context {table.mean_context:.0f}: {table.step_us:,.0f} us a step, {timed_us:,.0f} "
         f"without the profiler, {100 * idle_share:.2f} % idle, {table.host_ms:.2f} ms of the host"
     )
+    in_use = "" if table.experts_in_use is None else f" with {table.experts_in_use:.1f} experts of a layer in use"
+    print(f"{table.memory_share:.2f} of the memory's limit{in_use}")
     rows = [
         (
             row.op,

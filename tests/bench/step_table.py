@@ -13,11 +13,15 @@ from model.config import ModelConfig
 from service.bench.kernels import Ceilings
 
 PRODUCTS = ("qkv", "output", "gate_up", "down")
-"""Operations of a layer, in launch order; the head's follow after all layers."""
+"""Products of a layer without experts, in launch order; the head's follow after all layers."""
+
+EXPERT_PRODUCTS = ("qkv", "output", "router")
+"""The same of a layer with experts, whose own products have kernels of their own."""
 
 HEAD = "lm_head"
 COPIES = "copies"
 ATTENTION = "paged_decode"
+EXPERTS = "experts_linear"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,24 +54,38 @@ class StepTable:
     timed_us: float  # without the profiler, by the host's clock
     idle_us: float  # idle device
     host_ms: float  # scheduling, building and output, without waits for the device
+    memory_share: float  # time of the step's least bytes at the copy rate, over timed_us
+    experts_in_use: float | None  # of a layer, mean; None without experts
     rows: list[OperationRow]
 
 
-def op_names(events: Sequence[KernelEvent], num_layers: int) -> list[str]:
-    """Return the operation of each event of whole steps, in order of start.
+def products_of(config: ModelConfig) -> list[str]:
+    """Return the products of a step in launch order, without those of experts."""
+    has_experts = (False,) * config.num_layers if config.experts is None else config.experts.layers
+    return [name for experts in has_experts for name in (EXPERT_PRODUCTS if experts else PRODUCTS)] + [HEAD]
 
-    A product is a kernel not of ours, or our own; a step has four per layer and one for the head. Further launches of
-    cuBLASLt (reductions, memsets) and pieces of many rows belong to the previous one.
+
+def op_names(events: Sequence[KernelEvent], products: Sequence[str]) -> list[str]:
+    """Return the operation of each event of whole steps of these products, in order of start.
+
+    A product is a kernel not of ours, or our own. Further launches of cuBLASLt (reductions, memsets) and pieces of many
+    rows belong to the previous one.
     """
-    names, num_products, product, previous = [], 0, PRODUCTS[0], ""
+    names, num_products, product, previous, expert_product = [], 0, "", "", ""
     for event in events:
         kind = "part of a product" if event.name == previous and _kind(previous) == "product" else _kind(event.name)
         previous = event.name
         if kind == "product":
-            at = num_products % (len(PRODUCTS) * num_layers + 1)
-            product = HEAD if at == len(PRODUCTS) * num_layers else PRODUCTS[at % len(PRODUCTS)]
+            product = products[num_products % len(products)]
             num_products += 1
-        names.append(f"linear {product}" if kind in ("product", "part of a product") else kind)
+        if kind == "group_by_expert":
+            expert_product = "gate_up"
+        elif kind.startswith("silu_mul"):
+            expert_product = "down"
+        if kind in ("product", "part of a product"):
+            names.append(f"linear {product}")
+        else:
+            names.append(f"experts {expert_product}" if kind == EXPERTS else kind)
     return names
 
 
@@ -75,6 +93,8 @@ def _kind(kernel: str) -> str:
     lowered = kernel.lower()
     if "memcpy" in lowered:
         return COPIES
+    if kernel.startswith(("experts_gemv", "experts_sm90", "experts_w4a16")):
+        return EXPERTS
     if "splitkreduce" in lowered or "memset" in lowered:
         return "part of a product"
     if "nvjet" in lowered or "gem" in lowered or "cutlass" in lowered or kernel.startswith("small_m"):
@@ -93,28 +113,43 @@ def added_us(events: Iterable[KernelEvent]) -> tuple[list[float], float]:
     return added, idle
 
 
-def work_of(config: ModelConfig, batch: int, mean_context: float, item: int) -> dict[str, tuple[float, float]]:
-    """Return least bytes and FLOPs per step by operation; `item` bytes an element."""
-    layers, hidden, inner = config.num_layers, config.hidden_size, config.intermediate_size
+def work_of(
+    config: ModelConfig, batch: int, mean_context: float, item: int, experts_in_use: float | None = None
+) -> dict[str, tuple[float, float]]:
+    """Return least bytes and FLOPs per step by operation; `item` bytes an element; a layer reads `experts_in_use`."""
+    layers, hidden, inner, experts = config.num_layers, config.hidden_size, config.intermediate_size, config.experts
+    num_routed = 0 if experts is None else sum(experts.layers)
     q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes = {
         "qkv": (q_width + 2 * kv_width, hidden, layers, item),
         "output": (hidden, q_width, layers, item),
-        "gate_up": (2 * inner, hidden, layers, item),
-        "down": (hidden, inner, layers, item),
+        "gate_up": (2 * inner, hidden, layers - num_routed, item),
+        "down": (hidden, inner, layers - num_routed, item),
         HEAD: (config.vocab_size, hidden, 1, 4),
     }
+    if experts is not None:
+        shapes["router"] = (experts.num_experts, hidden, num_routed, 4)
     work = {
         f"linear {name}": (count * ((n * k + batch * k) * item + batch * n * out_item), count * 2 * batch * n * k)
         for name, (n, k, count, out_item) in shapes.items()
+        if count
     }
     num_bytes = {
         ATTENTION: layers * batch * (mean_context * 2 * kv_width + 2 * q_width) * item,
         "add_rms_norm": layers * 2 * 4 * batch * hidden * item,
-        "silu_mul": layers * 3 * batch * inner * item,
+        "silu_mul": (layers - num_routed) * 3 * batch * inner * item,
         "rope_kv_write": layers * 2 * batch * (q_width + 2 * kv_width) * item,
         "sample_tokens": batch * config.vocab_size * 4,
     }
+    if experts is not None and experts_in_use is not None:
+        pairs, own = batch * experts.num_used, experts.intermediate_size
+        for name, (n, k) in {"gate_up": (2 * own, hidden), "down": (hidden, own)}.items():
+            moved = (experts_in_use * n * k + pairs * (n + k)) * item
+            work[f"experts {name}"] = num_routed * moved, num_routed * 2 * pairs * n * k
+        num_bytes["silu_mul"] += num_routed * 3 * pairs * own * item
+        num_bytes["route_experts"] = num_routed * (batch * experts.num_experts * 4 + pairs * 8)
+        num_bytes["group_by_expert"] = num_routed * 16 * pairs
+        num_bytes["combine_experts"] = num_routed * (pairs + batch) * hidden * item
     return work | {name: (count, 0) for name, count in num_bytes.items()}
 
 
@@ -129,20 +164,22 @@ def least_us(work: Mapping[str, tuple[float, float]], ceilings: Ceilings) -> dic
 def table_of(
     events: Sequence[KernelEvent], num_steps: int, batch: int, mean_context: float, timed_us: float, host_ms: float,
     config: ModelConfig, item: int, ceilings: Ceilings, weight_bytes: Mapping[str, int] | None = None,
+    experts_in_use: float | None = None,
 ) -> StepTable:  # fmt: skip
     """Return the table of `num_steps` whole steps; the longest operation first.
 
-    `weight_bytes` are of a layer's quantised products, whose FLOPs are counted as those of 16 bits.
+    `weight_bytes` are of all layers' quantised products ("linear qkv", "experts down": of the experts in use), whose
+    FLOPs are counted as those of 16 bits.
     """
     events = sorted(events, key=lambda event: (event.begin_us, event.end_us))
     added, idle_us = added_us(events)
     times, launches = {}, {}
-    for name, time_us in zip(op_names(events, config.num_layers), added, strict=True):
+    for name, time_us in zip(op_names(events, products_of(config)), added, strict=True):
         times[name] = times.get(name, 0.0) + time_us / num_steps
         launches[name] = launches.get(name, 0) + 1
-    work = work_of(config, batch, mean_context, item)
+    work = work_of(config, batch, mean_context, item, experts_in_use)
     for name, num_bytes in (weight_bytes or {}).items():
-        work[f"linear {name}"] = (config.num_layers * num_bytes, work[f"linear {name}"][1])
+        work[name] = (num_bytes, work[name][1])
     least = least_us(work, ceilings)
     step_us = sum(times.values()) + idle_us / num_steps
     rows = [
@@ -162,5 +199,7 @@ def table_of(
         timed_us=timed_us,
         idle_us=idle_us / num_steps,
         host_ms=host_ms,
+        memory_share=1e6 * sum(moved for moved, _ in work.values()) / ceilings.copy_bytes_per_s / timed_us,
+        experts_in_use=experts_in_use,
         rows=rows,
     )

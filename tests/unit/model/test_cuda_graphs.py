@@ -23,8 +23,7 @@ from model.weights.loader import load_model
 from model.weights.lora.adapter import read_adapter
 from tests.support.adapters import write_adapter
 from tests.support.demo_engine import DEMO
-
-BLOCK_SIZE, MAX_BLOCKS, MAX_ROWS = 8, 24, 12
+from tests.support.steps import BLOCK_SIZE, MAX_BLOCKS, MAX_ROWS, by_itself, step
 
 
 class QuietOps(NumpyOps):
@@ -50,53 +49,6 @@ def graphs(model, kv) -> StepGraphs:
     made = StepGraphs(model, np.arange(MAX_ROWS, dtype=np.int32), MAX_ROWS, MAX_BLOCKS)
     made.capture(kv)
     return made
-
-
-def step(model: Llama, chunks: list[tuple[int, int]]) -> ForwardInputs:
-    """Chunks of (start, length), those of one token first; each chunk's last row is asked for its logits."""
-    starts, lengths = np.array(chunks, np.int32).T
-    ends, rng = np.cumsum(lengths), np.random.default_rng(len(chunks))
-    positions = np.concatenate([np.arange(start, start + length) for start, length in chunks]).astype(np.int32)
-    tables = rng.permutation(MAX_ROWS * MAX_BLOCKS)[: len(chunks) * MAX_BLOCKS].reshape(len(chunks), -1)
-    tables = tables[:, : -(-int((starts + lengths).max()) // BLOCK_SIZE)].astype(np.int32)
-    blocks = tables[np.repeat(np.arange(len(chunks)), lengths), positions // BLOCK_SIZE].astype(np.int64)
-    num_decodes = int(np.count_nonzero(lengths == 1))
-    return ForwardInputs(
-        token_ids=rng.integers(0, model.config.vocab_size, ends[-1]).astype(np.int32),
-        pending_token_row=np.full(ends[-1], MAX_ROWS, np.int32),
-        positions=positions,
-        slots=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
-        context_lens=starts + lengths,
-        logit_rows=(ends - 1).astype(np.int32),
-        num_decodes=num_decodes,
-        tables=tables[:num_decodes],
-        dirty_tables=np.ones(num_decodes, np.bool_),
-        chunk_lens=lengths[num_decodes:],
-        chunk_tables=list(tables[num_decodes:]),
-    )
-
-
-def by_itself(model: Llama, kv: np.ndarray, inputs: ForwardInputs) -> np.ndarray:
-    """Sequence after sequence, nothing beside it."""
-    rows, end = [], 0
-    tables = inputs.block_tables(np.arange(inputs.num_decodes), BLOCK_SIZE)
-    for sequence, length in enumerate([*[1] * inputs.num_decodes, *inputs.chunk_lens]):
-        part, end = slice(end, end + length), end + length
-        batch = Batch(
-            token_ids=inputs.token_ids[part],
-            positions=inputs.positions[part],
-            slots=inputs.slots[part],
-            block_tables=tables[[sequence]],
-            context_lens=inputs.context_lens[[sequence]],
-            query_start=np.array([0, length], np.int32),
-            logit_rows=np.array([length - 1], np.int32),
-            num_decodes=0,
-            num_tokens=length,
-            num_sequences=1,
-            max_query_len=length,
-        )
-        rows.append(model.forward(batch, kv))
-    return np.concatenate(rows)
 
 
 def uncaptured(model: Llama, kv: np.ndarray, inputs: ForwardInputs, adapters: BatchAdapters) -> np.ndarray:

@@ -8,17 +8,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from model.batch import Batch
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.families.configs.family import ExpertsConfig
 from model.families.experts import Experts, experts_mlp
+from model.kv_cache import allocate
 from model.ops.cpu.ops import NumpyOps
 from model.ops.cpu.quantised import dequantise
+from model.ops.interface import Array, ExpertGroups
 from model.ops.weight import Weight, WeightFormat
 from model.weights.formats.stored_matrix import StoredMatrix
 from model.weights.loader import load_model, plan_weights
 from model.weights.writer import write_quantised
+from tests.support.expert_models import expert_model
 from tests.support.goldens import FOLDER, Golden, relative_error
+from tests.support.kernel_checks import NUMPY_DTYPES
+from tests.support.steps import BLOCK_SIZE
 
 OPS = NumpyOps()
 CONFIG = ExpertsConfig(num_experts=6, num_used=2, intermediate_size=24, renormalises=False, layers=(True,))
@@ -71,6 +77,36 @@ def test_rows_are_rounded_to_e4m3_after_the_router():
     assert 1e-4 < relative_error(experts_mlp(OPS, CONFIG, in_fp8, x), by_loops(experts, x)) < 0.08
 
 
+def test_padding_of_a_step_takes_no_expert(tmp_path: Path):
+    routed = []
+
+    class Recording(NumpyOps):
+        def group_by_expert(self, ids: Array, num_experts: int) -> ExpertGroups:
+            routed.append(ids)
+            return super().group_by_expert(ids, num_experts)
+
+    model = expert_model(tmp_path, Recording())
+    kv = allocate(model.ops, model.config, 4, BLOCK_SIZE)
+    batch = Batch(
+        token_ids=np.array([7, 9, 0], np.int32),
+        positions=np.zeros(3, np.int32),
+        slots=np.array([0, BLOCK_SIZE, 4 * BLOCK_SIZE]),
+        block_tables=np.array([[0], [1], [0]], np.int32),
+        context_lens=np.array([1, 1, 0], np.int32),
+        query_start=np.array([3], np.int32),
+        logit_rows=None,
+        num_decodes=3,
+        num_tokens=3,
+        num_sequences=3,
+        max_query_len=0,
+    )
+    model.forward(batch, kv)
+    assert len(routed) == 2  # one layer of three has no experts
+    for ids in routed:
+        assert (ids[:2] >= 0).all()
+        assert (ids[2] == -1).all()
+
+
 def test_first_layer_keeps_a_dense_layer_and_one_of_experts():
     layers = Golden.load(NAME).model(OPS).first_layer().weights.layers
     assert [layer.router is not None for layer in layers] == [False, True]
@@ -79,6 +115,8 @@ def test_first_layer_keeps_a_dense_layer_and_one_of_experts():
 def test_a_gpu_is_refused_by_name_before_anything_is_loaded():
     config = ModelConfig.read(FOLDER / NAME)
     with pytest.raises(ModelError, match=r"model_type: qwen3_moe: experts are not on a GPU yet \(--device cpu\)"):
+        load_model(None, config, Gpu(NUMPY_DTYPES["bfloat16"]), 16, load_format="dummy")
+    with pytest.raises(ModelError, match=r"--dtype: float32 has no products of experts on a GPU, and qwen3_moe has"):
         load_model(None, config, Gpu(), 16, load_format="dummy")
 
 
@@ -124,5 +162,7 @@ def test_plans_count_experts_and_keep_the_router():
     model = load_model(FOLDER / NAME, config, OPS, 16, quantization="fp8")
     planned = plan_weights(FOLDER / NAME, config, OPS.dtype, "fp8")
     assert planned.num_bytes == model.weights.num_bytes - model.weights.table_bytes
+    routed = [layer for layer in model.weights.layers if layer.router is not None]
+    assert planned.expert_bytes == sum(layer.gate_up.nbytes + layer.down.nbytes for layer in routed)
     assert [layer.gate_up.format for layer in model.weights.layers] == [WeightFormat.FP8] * 4
     assert model.weights.layers[3].router.format is WeightFormat.DENSE

@@ -75,7 +75,9 @@ def test_loaded_bytes_is_what_is_loaded():
     folder = FOLDER / "llama_biases_sharded_fp32"
     config = ModelConfig.read(folder)
     weights = load_model(folder, config, NumpyOps(), 16).weights
-    assert weights.num_bytes - weights.table_bytes == loaded_bytes(config, NUMPY_DTYPES["float32"], "auto")
+    assert weights.num_bytes - weights.table_bytes == sum(
+        loaded_bytes(config, NUMPY_DTYPES["float32"], "auto").values()
+    )
 
 
 def test_rope_tables_end_with_the_longest_sequence():
@@ -110,6 +112,20 @@ def test_dummy_weights_are_the_same_however_they_are_cut():
         part = np.empty(length, dtype)
         source.read_into("model.embed_tokens.weight", start, part)
         np.testing.assert_array_equal(part, whole[start : start + length])
+
+
+def test_dummy_experts_and_layers_differ():
+    """Equal ones would align the hidden states of all tokens, and with them their experts."""
+    source = DummyWeights(ModelConfig.read(FOLDER / "qwen3_moe_bf16"), NUMPY_DTYPES["float32"])
+    parts = {}
+    for name in ("layers.0.mlp.gate", "layers.1.mlp.gate", "layers.0.mlp.experts.0.down_proj"):
+        parts[name] = np.empty(64, np.float32)
+        source.read_into(f"model.{name}.weight", 3, parts[name])
+        rest = np.empty(60, np.float32)
+        source.read_into(f"model.{name}.weight", 7, rest)
+        np.testing.assert_array_equal(rest, parts[name][4:])
+    first, *others = parts.values()
+    assert all((first != other).mean() > 0.9 for other in others)
 
 
 def test_a_fault_in_one_tensor_ends_the_load_with_its_name(tmp_path: Path):

@@ -18,6 +18,7 @@ def table(batch: int, context: float, attention_us: float) -> StepTable:
         for op, time_us in times_us.items()
     ]
     times = {"step_us": 1000.0, "timed_us": 600.0 + attention_us, "idle_us": 0.0, "host_ms": 0.1}
+    times |= {"memory_share": 0.5, "experts_in_use": None}
     return StepTable(batch=batch, mean_context=context, rows=rows, **times)
 
 

@@ -6,7 +6,17 @@ import pytest
 
 from model.presets import PRESETS
 from service.bench.kernels import Ceilings
-from tests.bench.step_table import COPIES, KernelEvent, added_us, least_us, op_names, table_of, work_of
+from tests.bench.step_table import (
+    COPIES,
+    PRODUCTS,
+    KernelEvent,
+    added_us,
+    least_us,
+    op_names,
+    products_of,
+    table_of,
+    work_of,
+)
 
 CEILINGS = Ceilings(copy_bytes_per_s=4e12, gemm_flops_per_s=8e14)
 
@@ -24,7 +34,7 @@ def step_of(num_layers: int, begin_us: float) -> list[KernelEvent]:
 
 
 def test_products_are_named_by_their_place_in_the_step():
-    names = op_names(step_of(2, 0.0) + step_of(2, 1000.0), num_layers=2)
+    names = op_names(step_of(2, 0.0) + step_of(2, 1000.0), [*PRODUCTS * 2, "lm_head"])
     layer = ["linear qkv", "rope_kv_write", "paged_decode", "linear output", "add_rms_norm"]
     layer += ["linear gate_up", "silu_mul", "linear down", "linear down"]
     assert names == [COPIES, *layer * 2, "linear lm_head", "sample_tokens"] * 2
@@ -57,3 +67,37 @@ def test_the_least_time_is_that_of_the_weights_at_few_rows_and_of_the_products_a
     assert many["linear gate_up"] == pytest.approx(1e6 * weights * 4096 / 8e14)
     assert many["paged_decode"] == pytest.approx(4096 * few["paged_decode"])
     assert few["paged_decode"] == pytest.approx(1e6 * 1000 * 131072 / 4e12, rel=0.01)
+
+
+def experts_step(num_layers: int) -> list[KernelEvent]:
+    layer = ["nvjet_sm90_a", "rope_kv_write", "paged_decode", "gemv", "add_rms_norm", "nvjet_router"]
+    layer += ["route_experts", "group_by_expert", "experts_gemv", "silu_mul", "gather_rows", "experts_sm90"]
+    layer += ["combine_experts", "add_rms_norm"]
+    names = [*layer * num_layers, "nvjet_sm90_b", "sample_tokens"]
+    return [event(name, 6 * i, 6 * i + 5) for i, name in enumerate(names)]
+
+
+def test_products_of_experts_are_told_from_those_of_layers():
+    config = PRESETS["qwen3-30b-a3b"]
+    names = op_names(experts_step(config.num_layers), products_of(config))
+    assert names[3:14] == [
+        *("linear output", "add_rms_norm", "linear router", "route_experts", "group_by_expert", "experts gate_up"),
+        *("silu_mul", "gather_rows", "experts down", "combine_experts", "add_rms_norm"),
+    ]
+    assert names[-2:] == ["linear lm_head", "sample_tokens"]
+
+
+def test_experts_in_use_are_read_once():
+    config = PRESETS["qwen3-30b-a3b"]
+    assert config.experts is not None
+    table = table_of(
+        experts_step(config.num_layers), 1, 64, 1.0, 9000.0, 1.0, config, 2, CEILINGS, {"experts down": 6 << 30}, 126.0
+    )
+    work = work_of(config, 64, 1.0, 2, 126.0)
+    one = 2 * 2 * config.experts.intermediate_size * config.hidden_size
+    assert work["experts gate_up"][0] == pytest.approx(config.num_layers * 126 * one, rel=0.01)
+    down = next(row for row in table.rows if row.op == "experts down")
+    assert down.ceiling_share == pytest.approx(1e6 * (6 << 30) / 4e12 / down.time_us)
+    num_bytes = sum(moved for op, (moved, _) in work.items() if op != "experts down") + (6 << 30)
+    assert table.memory_share == pytest.approx(1e6 * num_bytes / 4e12 / 9000.0)
+    assert table.experts_in_use == 126.0
