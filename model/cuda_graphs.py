@@ -19,6 +19,7 @@ from tqdm import tqdm
 from model.adapter_slots import AdapterSlots, StaticAdapterRows
 from model.batch import Batch
 from model.families.llama import Llama
+from model.ops.group.arrays import divided, product_split
 from model.ops.interface import MAX_EXACT_ROWS, Array
 from model.ops.packing import Packing, TableRows
 from model.step_inputs import ForwardInputs
@@ -67,7 +68,9 @@ class StepGraphs:
         self._max_rows = max_rows
         self._num_slots = 0
         self._block_tables = ops.empty((max_rows + MAX_CHUNKS, max_blocks), np.dtype(np.int32))
-        self._logits = ops.empty((max_rows + MAX_CHUNKS, model.config.vocab_size), np.dtype(np.float32))
+        split = product_split(model.weights.lm_head.data)
+        vocab_size = model.config.vocab_size if split is None else split.part_size(ops.num_ranks)
+        self._logits = divided(ops.empty((max_rows + MAX_CHUNKS, vocab_size), np.dtype(np.float32)), split)
         padding = self._padding()
         packing = Packing.of(padding)
         self._packed = ops.empty((packing.num_bytes,), np.dtype(np.uint8))

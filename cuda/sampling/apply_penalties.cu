@@ -7,9 +7,20 @@
 //   grid (R), block (1024)
 //   reference: add_bias and penalise in numpy_sampling
 //   needs: adjusted aligned to 16 bytes
+//   with IS_PART the logits are those of tokens first_token..
 //   Token ids outside 0..V-1 are ignored. A token biased more than twice in a row sums in no fixed order.
 //   roofline: 2 R V floats moved; copy bandwidth from R = 132 on
 #include "common/logits.cuh"
+
+#ifndef IS_PART
+#define IS_PART 0
+#endif
+#if IS_PART
+#define FIRST_TOKEN , int first_token
+#else
+#define FIRST_TOKEN
+constexpr int first_token = 0;
+#endif
 
 __device__ __forceinline__ void copy_row(const LogitsRow& row, float* to) {
     row.for_each_group<4>([&](int g, const Vec<float>& tokens) {
@@ -33,7 +44,7 @@ __device__ __forceinline__ float penalised(float logit, float repetition, float 
 extern "C" __global__ void __launch_bounds__(LOGITS_THREADS)
     apply_penalties(const float* logits, float* adjusted, const int* bias_indptr, const int* bias_ids,
                     const float* bias_values, const int* seen_indptr, const int* seen_ids, const int* output_counts,
-                    const float* repetition, const float* presence, const float* frequency, int vocab) {
+                    const float* repetition, const float* presence, const float* frequency, int vocab FIRST_TOKEN) {
     const int r = blockIdx.x;
     float* to = adjusted + static_cast<i64>(r) * vocab;
     copy_row(LogitsRow(logits, vocab), to);
@@ -41,14 +52,14 @@ extern "C" __global__ void __launch_bounds__(LOGITS_THREADS)
 
     if (bias_indptr != nullptr) {
         for (int n = bias_indptr[r] + threadIdx.x; n < bias_indptr[r + 1]; n += blockDim.x) {
-            const int id = bias_ids[n];
+            const int id = bias_ids[n] - first_token;
             if (id >= 0 && id < vocab) atomicAdd(to + id, bias_values[n]);
         }
         __syncthreads();
     }
     if (seen_indptr != nullptr) {
         for (int n = seen_indptr[r] + threadIdx.x; n < seen_indptr[r + 1]; n += blockDim.x) {
-            const int id = seen_ids[n];
+            const int id = seen_ids[n] - first_token;
             if (id >= 0 && id < vocab)
                 to[id] = penalised(to[id], repetition[r], presence[r], frequency[r], output_counts[n]);
         }

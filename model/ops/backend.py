@@ -25,11 +25,22 @@ def open_group(device: str, dtype: str, model_dtype: str, kv_dtype: str, num_ran
     ops = open_ops(device, dtype, model_dtype, kv_dtype)
     if num_ranks == 1:
         return ops
-    if ops.name != "numpy":
-        raise ModelError(f"--tensor-parallel-size: {num_ranks} is not supported on a GPU yet (1, or --device cpu)")
+    if ops.name == "cuda":
+        _refuse_gpus(num_ranks)  # until sums have run on GPUs: delete this line
+        return _open_cuda_group(ops.dtype, ops.kv_dtype, num_ranks)
     return GroupOps(
         [NumpyOps(ops.dtype, ops.kv_dtype, num_sharing=num_ranks) for _ in range(num_ranks)], NumpyCollectives()
     )
+
+
+def _refuse_gpus(num_ranks: int) -> None:
+    raise ModelError(f"--tensor-parallel-size: {num_ranks} is not supported on a GPU yet (1, or --device cpu)")
+
+
+def _open_cuda_group(dtype: np.dtype, kv_dtype: np.dtype, num_ranks: int) -> Ops:
+    from model.ops.gpu.group.open import open_cuda_group
+
+    return open_cuda_group(dtype, kv_dtype, num_ranks)
 
 
 def open_ops(device: str, dtype: str, model_dtype: str, kv_dtype: str = "auto") -> Ops:

@@ -39,7 +39,7 @@ def incomplete_kernels(table: Mapping[str, str], ops: set[str], references: set[
         if op not in references:
             found.append(f"{kernel}: no reference {op} in model/ops/cpu/ops.py")
         if kernel not in tests:
-            found.append(f"{kernel}: no tests/kernel/test_{kernel}.py")
+            found.append(f"{kernel}: no test_{kernel}.py in tests/kernel")
     return found
 
 
@@ -69,7 +69,7 @@ def test_every_kernel_has_an_op_a_reference_and_a_test():
         set().union(*(methods_of(modules, "model.ops.interface", name) for name in ("Device", "Ops", "AdapterOps"))),
         methods_of(modules, "model.ops.cpu.device", "NumpyDevice")
         | methods_of(modules, "model.ops.cpu.ops", "NumpyOps"),
-        {path.stem.removeprefix("test_") for path in (ROOT / "tests/kernel").glob("test_*.py")},
+        {path.stem.removeprefix("test_") for path in (ROOT / "tests/kernel").rglob("test_*.py")},
     )
     assert found == []
 

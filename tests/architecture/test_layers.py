@@ -69,11 +69,12 @@ TRAINING = "demo"
 """Makes the demo model. It may use all of `model`, and nothing of the service or the model uses it."""
 
 GATES = {
-    "model.ops.backend": "model.ops.gpu.ops",
-    "model.hub.locate": "model.hub.download",
-    "service.observability.tracing": "service.observability.otel",
-    "service.cli.verbs": "service",
-    "service.offline.public": "service.offline.api",
+    "model.ops.backend": ("model.ops.gpu.ops", "model.ops.gpu.group.open"),
+    "model.ops.gpu.group.open": ("model.ops.gpu.group.nccl",),
+    "model.hub.locate": ("model.hub.download",),
+    "service.observability.tracing": ("service.observability.otel",),
+    "service.cli.verbs": ("service",),
+    "service.offline.public": ("service.offline.api",),
 }
 """The only imports inside functions: optional or slow dependencies and the command line's verbs, loaded on demand."""
 GPU_PACKAGES = ("cupy", "cupyx", "cupy_backends", "cuda", "nvmath", "nvidia")
@@ -148,7 +149,7 @@ def hidden_imports(modules: list[Source]) -> list[str]:
     found = []
     for module in modules:
         for imported in module.imports():
-            is_gate = module.name in GATES and is_within(imported.target, GATES[module.name])
+            is_gate = any(is_within(imported.target, gate) for gate in GATES.get(module.name, ()))
             if imported.inside_function and not is_gate:
                 found.append(f"{module.name}:{imported.line} imports {imported.target} inside a function")
             if imported.target in ("typing.TYPE_CHECKING", "importlib.import_module"):

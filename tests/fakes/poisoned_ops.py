@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from model.ops.gpu.group.rank import CudaRank
 from model.ops.gpu.ops import CudaOps
 
 _ALL_ONES = 0xFF  # a NaN in each of the three float types, -1 in integers
 
 
-class PoisonedOps(CudaOps):
+class _Poisoned(CudaOps):
     is_poisoning = True  # off while a kernel is timed
 
     def temporary(self, shape, dtype):
@@ -15,3 +16,11 @@ class PoisonedOps(CudaOps):
         if array.nbytes and self.is_poisoning:
             array.data.memset_async(_ALL_ONES, array.nbytes, self.stream)
         return array
+
+
+class PoisonedOps(_Poisoned):
+    """One GPU."""
+
+
+class PoisonedRank(_Poisoned, CudaRank):
+    """A rank of a group."""

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -62,18 +62,28 @@ class Kernels:
             self._functions[key] = function
         return function
 
-    def compile_together(self, work: Callable[[], None]) -> None:
+    def compile_together(
+        self, work: Callable[[], None], others: Sequence[Kernels] = (), use: Callable[[], None] | None = None
+    ) -> None:
         """Run `work` after compiling its missing kernels in parallel.
 
         If any is missing, `work` runs twice, first launching nothing from that kernel on: none reads what was not
-        written. It must not depend on results.
+        written. It must not depend on results. `others` of a group launch nothing either; `use` selects this device.
         """
-        with ThreadPoolExecutor(thread_name_prefix="compile") as self._compilers:
+        together = (self, *others)
+        with ThreadPoolExecutor(thread_name_prefix="compile") as compilers:
+            for kernels in together:
+                kernels._compilers, kernels._compiling = compilers, self._compiling
             try:
                 work()
             finally:
-                self._compilers = None
-        compiling, self._compiling = self._compiling, {}
+                for kernels in together:
+                    kernels._compilers = None
+        compiling = self._compiling
+        for kernels in together:
+            kernels._compiling = {}
+        if use is not None:
+            use()
         for key, compiled in compiling.items():
             self._modules[key] = _loaded(compiled.result())
         if compiling:

@@ -105,6 +105,10 @@ class Linear:
         self._launch_gemv(build, x, weight, bias, out)
         return True
 
+    def share_tuning(self, other: Linear) -> None:
+        """Take the algorithms that `other`, on an equal device, has measured."""
+        self._tuning = other._tuning
+
     def _carry_out(self, algorithm: GemmAlgorithm, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
         if algorithm.kind == GEMV:
             self._launch_gemv(GEMV_BUILDS[algorithm.choice], x, weight, bias, out)

@@ -148,6 +148,12 @@ def stacked(splits: Sequence[Split | None]) -> Split | None:
     return Split(0, tuple(section for split in splits if split is not None for section in split.sections))
 
 
+def product_split(data: Array) -> Split | None:
+    """Return the split of products with a weight of this `data`: by columns, if the matrix is divided by rows."""
+    is_by_rows = isinstance(data, SplitArray) and data.split.axis == 0
+    return replace(data.split, axis=1) if is_by_rows else None
+
+
 def own_rows(array: GroupArray, split: Split) -> SplitArray:
     """Return each rank's rows of an array that every rank has, padded to equal parts."""
     size = split.part_size(len(array.parts))

@@ -39,14 +39,14 @@ class GroupDevice:
 
     def download(self, array: Array) -> np.ndarray:
         """Return the array, or the whole of a `SplitArray`. Raises RuntimeError if ranks differ in what they share."""
-        return _whole(array, [ops.download(part) for ops, part in self._parts(array)])
+        return whole_of(array, [ops.download(part) for ops, part in self._parts(array)])
 
     def download_async(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
         fetches = [ops.download_async(on_rank(list(arrays), rank)) for rank, ops in self._turns()]
 
         def fetch() -> list[np.ndarray]:
             hosts = [own() for own in fetches]
-            return [_whole(array, parts) for array, *parts in zip(arrays, *hosts, strict=True)]
+            return [whole_of(array, parts) for array, *parts in zip(arrays, *hosts, strict=True)]
 
         return fetch
 
@@ -113,11 +113,15 @@ def upload_parts(ops: Device, whole: np.ndarray, split: Split | None) -> Array:
     """Return `whole` on a single device, or its parts on the ranks of a group; None: whole on each."""
     if split is None or not isinstance(ops, GroupDevice):
         return ops.upload(whole)
-    parts = [own.upload(split.part_of(whole, rank, ops.num_ranks)) for rank, own in enumerate(ops.ranks)]
+    parts = []
+    for rank, own in enumerate(ops.ranks):
+        own.use()
+        parts.append(own.upload(split.part_of(whole, rank, ops.num_ranks)))
     return SplitArray(tuple(parts), split)
 
 
-def _whole(array: Array, parts: Sequence[np.ndarray]) -> np.ndarray:
+def whole_of(array: Array, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return what the downloaded `parts` of `array` make up. Raises RuntimeError if ranks differ in what they share."""
     if isinstance(array, PartialSums):
         raise TypeError("partial sums are not downloaded")
     if isinstance(array, SplitArray):

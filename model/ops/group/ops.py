@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from model.ops.collectives import Collectives
-from model.ops.group.arrays import GroupArray, PartialSums, SplitArray, divided, joined, on_rank
+from model.ops.group.arrays import GroupArray, PartialSums, SplitArray, divided, joined, on_rank, product_split
 from model.ops.group.device import GroupDevice
 from model.ops.interface import (
     Array,
@@ -79,8 +79,7 @@ class GroupOps(GroupDevice):
         ]
         if is_partial:
             return PartialSums(tuple(parts))
-        split = replace(weight.data.split, axis=1) if isinstance(weight.data, SplitArray) else None
-        return divided(GroupArray(tuple(parts)), split)
+        return divided(GroupArray(tuple(parts)), product_split(weight.data))
 
     def prepare_weight(self, weight: Weight) -> Weight:
         prepared: Weight = self._each(lambda ops, weight: ops.prepare_weight(weight), weight)

@@ -28,7 +28,13 @@ SHAPE = {"HEAD_DIM": 128, "BLOCK_SIZE": 16}
 ALSO = {
     "dequantise_rows": ({}, {"WEIGHT_INT8": 1, "BLOCK_SCALES": 0}, {"WEIGHT_INT8": 0, "BLOCK_SCALES": 1}),
     "route_experts": ({"PER_LANE": 1}, {"PER_LANE": 4}),
-    "sum_add_rms_norm": ({"NUM_RANKS": 4},),
+    "sum_add_rms_norm": ({"NUM_RANKS": 2, "PUSH": 0}, {"NUM_RANKS": 4, "PUSH": 1}),
+    "sum_add_rms_norm_quantised": ({"NUM_RANKS": 2, "PUSH": 1}, {"NUM_RANKS": 4, "PUSH": 0}),
+    "sum_ranks": ({"NUM_RANKS": 2, "STEPS": 1}, {"NUM_RANKS": 4, "STEPS": 2}, {"NUM_RANKS": 4, "STEPS": 0}),
+    "gather_ranks": ({"NUM_RANKS": 4},),
+    "normalise_qk_ranks": ({"NUM_RANKS": 4},),
+    "best_of_ranks": ({"NUM_RANKS": 4},),
+    "apply_penalties": ({}, {"IS_PART": 1}),
     "add_bias": ({"OUT_FLOAT": 0}, {"OUT_FLOAT": 1}),
     "rope_kv_write": tuple(
         {"HEAD_DIM": head_dim, **cache} for head_dim in (64, 80, 96, 128, 256) for cache in ({}, {"QUIRE_KV_FP8": 1})
