@@ -55,6 +55,7 @@ ALREADY_SO = [
         _ONE, _COMPILED,
     ),
     *_rows("cuda-graph-sizes cudagraph-capture-sizes", _SEVERAL, _COMPILED),
+    *_rows("max-context-len-to-capture", _ONE, _COMPILED),
     *_rows("attention-backend moe-backend linear-backend attention-config kernel-config all2all-backend", _ONE,
            _KERNELS),
     *_rows(
@@ -71,11 +72,23 @@ ALREADY_SO = [
     *_rows("max-log-len disable-access-log-for-endpoints", _ONE, "requests are not logged"),
     *_rows("enable-prompt-tokens-details", _SWITCH, "usage.prompt_tokens_details is always sent"),
     *_rows("enable-request-id-headers", _SWITCH, "X-Request-Id is always sent"),
+    *_rows("enable-reasoning", _SWITCH, "reasoning is separated where the chat template has it (--reasoning-parser)"),
+    *_rows("num-scheduler-steps num-lookahead-slots scheduler-delay-factor", _ONE, "a step is planned at a time"),
+    *_rows("multi-step-stream-outputs disable-async-output-proc", _SWITCH, "each step's tokens are sent"),
+    *_rows("worker-use-ray engine-use-ray", _SWITCH, "one process runs all ranks"),
+    *_rows("calculate-kv-scales", _SWITCH, "scales of an fp8 cache are the checkpoint's, else measured at start"),
+    *_rows("guided-decoding-disable-fallback", _SWITCH, "llguidance compiles every grammar"),
+    *_rows("use-tqdm-on-load no-use-tqdm-on-load", _SWITCH, "loading shows its progress"),
+    *_rows("lora-extra-vocab-size", _ONE, "adapters with tokens of their own are refused when they are read"),
     *_rows("enable-ssl-refresh", _SWITCH, "certificates are reloaded when they change"),
     *_rows("ignore-patterns", _SEVERAL, "only served files are downloaded"),
     *_rows("safetensors-load-strategy model-loader-extra-config max-parallel-loading-workers", _ONE,
            "tensors are read in parallel"),
-    *_rows("language-model-only skip-mm-profiling disable-chunked-mm-input interleave-mm-strings", _SWITCH, _TEXT),
+    *_rows(
+        "language-model-only skip-mm-profiling disable-chunked-mm-input disable-mm-preprocessor-cache "
+        "interleave-mm-strings",
+        _SWITCH, _TEXT,
+    ),
     *_rows(
         "limit-mm-per-prompt mm-processor-cache-gb mm-processor-cache-type mm-processor-kwargs mm-encoder-tp-mode "
         "mm-encoder-attn-backend media-io-kwargs allowed-local-media-path video-pruning-rate",
@@ -117,6 +130,9 @@ REFUSED = [
     *_rows("speculative-model num-speculative-tokens", _ONE, reason=_DRAFTS),
     *_rows("fully-sharded-loras", _SWITCH, reason="adapters are served by a worker of one device"),
     *_rows("default-mm-loras", _ONE, reason=_TEXT),
+    *_rows("enable-prompt-adapter", _SWITCH, reason="prompt adapters are not served (--lora-modules)"),
+    *_rows("prompt-adapters max-prompt-adapters max-prompt-adapter-token", _SEVERAL,
+           reason="prompt adapters are not served (--lora-modules)"),
     *_rows(
         "data-parallel-address data-parallel-rpc-port data-parallel-rank data-parallel-start-rank "
         "data-parallel-backend node-rank master-addr master-port dcp-comm-backend",

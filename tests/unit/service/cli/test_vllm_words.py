@@ -31,6 +31,8 @@ STARTING = [
     "--tensor-parallel-size 1 --max-model-len 32k",
     "meta-llama/Llama-3.1-8B-Instruct -dp 4 -asc 2",
     "meta-llama/Llama-3.3-70B-Instruct -tp 4 --distributed-executor-backend mp",
+    'Qwen/Qwen3-8B --speculative-config \'{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}\' '
+    "--max-num-batched-tokens 8192",
     "Qwen/Qwen3Guard-Gen-0.6B --host 0.0.0.0 --max-model-len 32768",
     "mistralai/Mistral-7B-Instruct-v0.3 --tokenizer_mode mistral --config_format mistral --load_format mistral "
     "--enable-auto-tool-choice --tool-call-parser mistral --max-model-len auto",

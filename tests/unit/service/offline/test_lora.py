@@ -1,4 +1,4 @@
-"""`LoRARequest` with `LLM` and `AsyncLLM` on the demo model."""
+"""`LoRARequest` with `LLM` and `AsyncLLM` on a small random model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from model.config import ModelConfig
 from service.offline.api import LLM, AsyncLLM, BeamSearchParams, LoRARequest, SamplingParams
 from tests.support.adapters import merged_model, write_adapter
-from tests.support.demo_engine import DEMO
+from tests.support.small_models import write_cached
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPT = list(range(100, 120))
@@ -19,20 +19,21 @@ SMALL = {"max_model_len": 128, "swap_space": 0, "num_gpu_blocks": 64}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Two adapters, and the demo model with the first one merged."""
-    root, config = tmp_path_factory.mktemp("adapters"), ModelConfig.read(DEMO)
+    """A model, two adapters, and the model with the first one merged."""
+    root = tmp_path_factory.mktemp("adapters")
+    base = write_cached(root, "meta-llama/Llama-3.1-8B-Instruct").rename(root / "base")
+    config = ModelConfig.read(base)
     fox = write_adapter(root / "fox", config, rank=8, seed=1, strength=5.0)
     write_adapter(root / "owl", config, rank=16, seed=2, strength=5.0)
-    merged_model(DEMO, fox, root / "merged", 64)
+    merged_model(base, fox, root / "merged", 64)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (DEMO / name).exists():
-            shutil.copy(DEMO / name, root / "merged")
+        shutil.copy(base / name, root / "merged")
     return root
 
 
 @pytest.fixture(scope="module")
 def llm(folders):
-    with LLM(enable_lora=True, max_loras=2, **SMALL) as made:
+    with LLM(folders / "base", enable_lora=True, max_loras=2, **SMALL) as made:
         yield made
 
 
@@ -103,7 +104,7 @@ def test_async_streams_take_an_adapter(llm, folders):
     async def stream(served):
         return [output async for output in served.generate(PROMPT, GREEDY, lora_request=fox)][-1]
 
-    with AsyncLLM(enable_lora=True, **SMALL) as served:
+    with AsyncLLM(folders / "base", enable_lora=True, **SMALL) as served:
         found = asyncio.run(stream(served))
     assert ids([found]) == ids(llm.generate([PROMPT], GREEDY, lora_request=fox, use_tqdm=False))
     assert found.lora_request is fox
