@@ -107,6 +107,13 @@ def _in_units(split: Split, unit: int, num_ranks: int, module: str) -> Split:
 
 
 def _check(config: ModelConfig, num_ranks: int) -> None:
+    problem = _problem(config, num_ranks)
+    if problem is not None:
+        allowed = ", ".join(str(each) for each in SIZES if _problem(config, each) is None)
+        raise ModelError(f"{FLAG}: {problem} ({allowed})")
+
+
+def _problem(config: ModelConfig, num_ranks: int) -> str | None:
     heads, kv_heads = config.num_heads, config.num_kv_heads
     counts, experts = {"attention heads": heads}, config.experts
     if experts is None or not all(experts.layers):
@@ -115,9 +122,9 @@ def _check(config: ModelConfig, num_ranks: int) -> None:
         counts["columns of an expert"] = experts.intermediate_size
     for what, count in counts.items():
         if count % num_ranks:
-            allowed = ", ".join(str(each) for each in SIZES if count % each == 0)
-            raise ModelError(f"{FLAG}: {num_ranks} does not divide {count} {what} ({allowed})")
+            return f"{num_ranks} does not divide {count} {what}"
     if kv_heads % num_ranks and num_ranks % kv_heads:
-        raise ModelError(f"{FLAG}: of {num_ranks} ranks and {kv_heads} KV heads neither divides the other (1)")
+        return f"of {num_ranks} ranks and {kv_heads} KV heads neither divides the other"
     if config.vocab_size < num_ranks:
-        raise ModelError(f"{FLAG}: {num_ranks} is more than the vocabulary of {config.vocab_size}")
+        return f"{num_ranks} is more than the vocabulary of {config.vocab_size}"
+    return None

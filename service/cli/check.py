@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 
 from model.config import ModelConfig
+from model.errors import ModelError
 from model.kv_scales import cache_dtype_name
 from model.ops.interface import Ops
+from model.weights.loader import plan_weights
+from model.weights.sharding import SIZES
 from service.bench.flag_values import whole_number
 from service.cli.table import print_table
 from service.config.settings import Settings
 from service.engine.build import (
+    model_folder,
     num_swap_blocks,
     open_devices,
     planned_weights,
@@ -41,12 +45,13 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
     config = read_model_config(settings)
     wanted_len = wanted_model_len(settings, config)
     ops = open_devices(settings, config)
-    each = "" if ops.num_ranks == 1 else ", on each rank"
+    each = "" if ops.num_ranks == 1 else " on each rank"
     weights = planned_weights(settings, config, ops)
     rows: Rows = [
         ("model", f"{config.family}, {_parameters(config)}, {ops.dtype} on {ops.device_name}"),
         ("free memory", _size(ops.memory_bytes()[0]) + each),
-        ("weights", _size(weights.num_bytes) + (f", {weights.label}" if weights.label else "") + each),
+        ("weights", _size(weights.num_bytes) + each + (f", {weights.label}" if weights.label else "")),
+        ("weights by ranks", _by_ranks(settings, config, ops)),
     ]
     if (experts := config.experts) is not None:
         used = _size(weights.expert_bytes * experts.num_used // experts.num_experts)
@@ -66,14 +71,30 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
     return 0
 
 
+def _by_ranks(settings: Settings, config: ModelConfig, ops: Ops) -> str:
+    """Return a rank's bytes for each number of ranks that divides the model; a CPU's ranks share its memory."""
+    free_bytes, sizes = ops.memory_bytes()[0], []
+    for num_ranks in SIZES:
+        try:
+            planned = plan_weights(model_folder(settings), config, ops.dtype, settings.quantization, num_ranks)
+        except ModelError:
+            continue
+        own_bytes = free_bytes * ops.num_ranks // num_ranks if ops.name == "numpy" else free_bytes
+        sizes.append(
+            f"{num_ranks}: {_size(planned.num_bytes)}" + ("" if planned.num_bytes < own_bytes else " (too large)")
+        )
+    return ", ".join(sizes)
+
+
 def _cache(settings: Settings, ops: Ops, memory: MemoryPlan) -> Rows:
     num_host_blocks, num_tokens = num_swap_blocks(settings, ops, memory), memory.num_blocks * memory.block_size
-    size = _size(memory.num_blocks * memory.block_bytes)
+    size, block = _size(memory.num_blocks * memory.block_bytes), f"{memory.block_bytes} bytes"
     if memory.num_ranks > 1:
         size += f" ({_size(memory.num_blocks * memory.block_bytes // memory.num_ranks)} on each rank)"
+        block += f" ({memory.block_bytes // memory.num_ranks} on each rank)"
     rows = [
         ("KV cache", f"{size}, {num_tokens} tokens in {cache_dtype_name(ops)}"),
-        ("blocks", f"{memory.num_blocks} of {memory.block_size} tokens, {memory.block_bytes} bytes each"),
+        ("blocks", f"{memory.num_blocks} of {memory.block_size} tokens, each {block}"),
         ("longest sequence", f"{memory.max_model_len} tokens"),
     ]
     if num_host_blocks:
@@ -87,9 +108,10 @@ def _concurrency(memory: MemoryPlan, max_num_seqs: int, length: int | None) -> R
     fitting = [
         memory.num_blocks // -(-each // memory.block_size) if each <= memory.max_model_len else 0 for each in lengths
     ]
+    counts = [min(count, max_num_seqs) for count in fitting]
     return [
-        (f"{each} tokens each", f"{min(count, max_num_seqs)} sequences at once")
-        for each, count in zip(lengths, fitting, strict=True)
+        (f"{each} tokens each", f"{count} sequence{'' if count == 1 else 's'} at once")
+        for each, count in zip(lengths, counts, strict=True)
     ]
 
 

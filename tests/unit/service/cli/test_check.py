@@ -1,8 +1,9 @@
-"""Rows of `quire check` for a model with experts."""
+"""Rows of `quire check` for experts and ranks."""
 
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,3 +21,14 @@ def test_experts_and_those_of_a_token_are_reported(tmp_path: Path, capsys: pytes
     table = capsys.readouterr().out
     assert "16 in 2 layers, 12.0 MiB of the weights; 4 for a token, 3.0 MiB" in table
     assert "KV cache" in table
+
+
+def test_ranks_are_reported(capsys: pytest.CaptureFixture[str]):
+    """28 heads on 4 KV heads: no 8 ranks. A CPU's ranks share its memory."""
+    settings = Settings(model_config="qwen2.5-7b", device="cpu", load_format="dummy", tensor_parallel_size=2)
+    run_check(settings, argparse.Namespace(length=None))
+    table = capsys.readouterr().out
+    assert re.search(r"weights +15\.20 GiB on each rank", table)
+    assert re.search(
+        r"weights by ranks +1: 28\.37 GiB[^,]*, 2: 15\.20 GiB[^,]*, 4: 8\.62 GiB[^,]*$", table, re.MULTILINE
+    )
