@@ -16,7 +16,11 @@ from model.config import ModelConfig
 from model.cuda_graphs import MAX_CHUNKS, ROWS_ALONE, ROWS_BESIDE, ROWS_BESIDE_FEW, StepGraphs, decode_sizes
 from model.families.llama import Llama
 from model.kv_cache import block_shape
+from model.ops.collectives import NumpyCollectives
 from model.ops.cpu.ops import NumpyOps
+from model.ops.group.arrays import Section, Split, SplitArray
+from model.ops.group.device import upload_parts
+from model.ops.group.ops import GroupOps
 from model.ops.interface import MAX_EXACT_ROWS
 from model.step_inputs import ForwardInputs
 from model.weights.loader import load_model
@@ -87,6 +91,19 @@ def test_logits_are_those_of_each_sequence_by_itself(model, kv, graphs, chunks):
     inputs, before = step(model, chunks), kv.copy()
     logits = graphs.forward(inputs)
     np.testing.assert_allclose(logits, by_itself(model, before, inputs), atol=2e-4)
+
+
+def test_captured_steps_of_a_group_have_its_parts_of_the_logits(model, kv, graphs, monkeypatch):
+    for name in ("ROWS_BESIDE", "ROWS_BESIDE_FEW", "ROWS_ALONE"):
+        monkeypatch.setattr(cuda_graphs, name, (8,))
+    ops = GroupOps([QuietOps(np.dtype(np.float32)) for _ in range(2)], NumpyCollectives())
+    divided = load_model(DEMO, model.config, ops, MAX_BLOCKS * BLOCK_SIZE)
+    sampled = ops.upload(np.arange(MAX_ROWS, dtype=np.int32))
+    of_group = StepGraphs(divided, sampled, MAX_ROWS, MAX_BLOCKS)
+    of_group.capture(upload_parts(ops, kv, Split(3, (Section(kv.shape[3]),))))
+    logits = of_group.forward(step(model, [(20, 1), (7, 1)]))
+    assert isinstance(logits, SplitArray)
+    np.testing.assert_allclose(ops.download(logits), graphs.forward(step(model, [(20, 1), (7, 1)])), atol=2e-4)
 
 
 def test_padding_writes_no_key(model, kv, graphs):

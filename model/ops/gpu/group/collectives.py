@@ -41,7 +41,7 @@ class CudaCollectives:
     def __init__(self, ranks: Sequence[GroupLauncher], mover: ShareMover | None = None, max_blocks: int = MAX_BLOCKS):
         """`max_blocks` of all ranks' kernels must be resident at once on each device."""
         self._ranks = tuple(ranks)
-        self._mover = mover
+        self.mover = mover
         self._max_blocks = min(MAX_BLOCKS, max_blocks, *(rank.num_sms for rank in ranks))
         memories = [rank.shared(shared_bytes(len(ranks))) for rank in self._turns()]
         for rank in self._ranks:
@@ -51,7 +51,7 @@ class CudaCollectives:
 
     @property
     def has_nccl(self) -> bool:
-        return self._mover is not None
+        return self.mover is not None
 
     def path(self, parts: Sequence[Array]) -> SumPath:
         """Return the path of the sum of parts [T, H]; graphs hold no launch of NCCL's."""
@@ -64,8 +64,8 @@ class CudaCollectives:
 
     def sum_by(self, path: SumPath, parts: Sequence[Array]) -> list[Array]:
         """Return the sum on each rank; only `sum_add_rms_norm` pushes."""
-        if path is SumPath.NCCL and self._mover is not None:
-            return self._sum_by_nccl(self._mover, parts)
+        if path is SumPath.NCCL and self.mover is not None:
+            return self._sum_by_nccl(self.mover, parts)
         outs = [rank.temporary(part.shape, part.dtype) for rank, part in zip(self._turns(), parts, strict=True)]
         steps, size = (2 if path is SumPath.TWO_SHOT else 1), parts[0].size
         vecs = math.ceil(size * parts[0].dtype.itemsize / (_VEC_BYTES * (len(parts) if steps == 2 else 1)))

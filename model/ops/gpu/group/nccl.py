@@ -19,12 +19,12 @@ class NcclMover:
         """Raises AttributeError without NCCL, and NCCL's errors."""
         os.environ["NCCL_NVLS_ENABLE"] = "0"  # no NVLink multicast
         self._ranks = ranks
-        self._links = nccl.NcclCommunicator.initAll([rank.device_id for rank in ranks])
+        self.links = nccl.NcclCommunicator.initAll([rank.device_id for rank in ranks])
 
     def exchange(self, parts: Sequence[Array], into: Sequence[Array], num_bytes: int) -> None:
         size = parts[0].nbytes
         with self._together():
-            for rank, (ops, link) in enumerate(zip(self._ranks, self._links, strict=True)):
+            for rank, (ops, link) in enumerate(zip(self._ranks, self.links, strict=True)):
                 own = max(0, min(num_bytes, size - rank * num_bytes))
                 for peer in range(len(self._ranks)):
                     share = max(0, min(num_bytes, size - peer * num_bytes))
@@ -38,7 +38,7 @@ class NcclMover:
 
     def gather(self, arrays: Sequence[Array], num_bytes: int) -> None:
         with self._together():
-            for rank, (ops, link) in enumerate(zip(self._ranks, self._links, strict=True)):
+            for rank, (ops, link) in enumerate(zip(self._ranks, self.links, strict=True)):
                 whole = arrays[rank].data.ptr
                 link.allGather(whole + rank * num_bytes, whole, num_bytes, nccl.NCCL_INT8, ops.stream.ptr)
 

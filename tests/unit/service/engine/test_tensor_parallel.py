@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from model import cuda_graphs
 from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import SamplingParams
 from model.text.grammar import regex_grammar
@@ -64,6 +65,16 @@ def test_prefixes_swap_branches_and_grammars(one_rank):
         for branch, logprobs in each.logprobs.items():
             expected = [one.logprob for one in one_rank[name].logprobs[branch]]
             np.testing.assert_allclose([one.logprob for one in logprobs], expected, atol=1e-4)
+
+
+def test_captured_steps_that_run_ahead_as_on_gpus(one_rank, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "ROWS_ALONE", (32, 64))
+    for name in ("ROWS_BESIDE", "ROWS_BESIDE_FEW"):
+        monkeypatch.setattr(cuda_graphs, name, (16, 64))
+    group = group_of(2)
+    group.name = "cuda"
+    with np.errstate(all="ignore"):  # padding
+        assert tokens(received_by(DemoEngines(group, num_layers=TWO_LAYERS))) == tokens(one_rank)
 
 
 def test_a_request_goes_on_from_one_rank_to_two_and_back(one_rank):
