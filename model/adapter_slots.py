@@ -29,6 +29,7 @@ class AdapterSlots:
             {product: self._matrix(parts, num_slots, max_rank) for product, parts in layer.items()}
             for layer in self._parts
         )
+        adapter_ops.write_async(()).wait()  # allocate its buffers now
 
     def matrix(self, layer: int, product: str) -> AdapterMatrix:
         return self._layers[layer][product]

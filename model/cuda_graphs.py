@@ -83,6 +83,7 @@ class StepGraphs:
         self._adapters: StaticAdapterRows | None = None
         self._drafted = [size for size in self._decodes_only if 1 < size <= MAX_EXACT_ROWS] if verifies_drafts else []
         self._drafted_replays: dict[int, Callable[[], None]] = {}
+        self._drafted_adapter_replays: dict[int, Callable[[], None]] = {}
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
         self._adapter_replays: dict[tuple[int, int], Callable[[], None]] = {}
         self._seconds: dict[tuple[int, int], float] = {}  # with chunks, on padding
@@ -110,7 +111,11 @@ class StepGraphs:
                 adapted = replace(batch, adapters=self._adapters.batch(batch.num_tokens))
                 self._adapter_replays[size] = self._captured(adapted, kv, first_layer)
         for rows in reversed(self._drafted):
-            self._drafted_replays[rows] = self._captured(self._batch(rows, 0), kv, first_layer, is_exact=True)
+            batch = self._batch(rows, 0)
+            self._drafted_replays[rows] = self._captured(batch, kv, first_layer, is_exact=True)
+            if self._adapters is not None:
+                adapted = replace(batch, adapters=self._adapters.batch(rows))
+                self._drafted_adapter_replays[rows] = self._captured(adapted, kv, first_layer, is_exact=True)
         self._seconds = self._measured([size for size in sizes if size[1]])
 
     def forward(self, inputs: ForwardInputs) -> Array | None:
@@ -122,12 +127,14 @@ class StepGraphs:
         if size is None:
             return None
         self._fill(inputs, *size)
-        hosts, replay = [self._host], self._replays[size]
+        hosts, replays, drafted = [self._host], self._replays, self._drafted_replays
         if self._adapters is not None and inputs.adapter_slots is not None:
-            hosts, replay = [self._host, *self._adapters.host_rows(inputs.adapter_slots)], self._adapter_replays[size]
-        elif inputs.num_draft_rows and size[1] == 0:
-            replay = self._drafted_replays.get(size[0], replay)
+            hosts = [self._host, *self._adapters.host_rows(inputs.adapter_slots)]
+            replays, drafted = self._adapter_replays, self._drafted_adapter_replays
         self._model.ops.upload_all(hosts, self._packed, self._changed_tables(inputs, size[0]))
+        replay = replays[size]
+        if inputs.num_draft_rows and size[1] == 0:
+            replay = drafted.get(size[0], replay)
         replay()
         return self._logits[: len(inputs.logit_rows)]
 

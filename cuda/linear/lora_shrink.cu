@@ -1,49 +1,182 @@
-// lora_shrink: shrunk[m, o] = x[rows[m]] . a[slot, o], where row m of the step has the adapter in `slot`.
+// lora_shrink: shrunk[c, m, o] = x[rows[m]] . a[slot, o] over split c of K, where row m of the step has the adapter in
+// `slot`.
 //
-//   x [T, K], a [S, P * R, K] of the build's type; shrunk float32[M, P * R]; o = p * R + r, r below the adapter's rank
-//   rows int32[M]: rows of x, those of one adapter adjacent; runs int32[G, 3]: slot, first of `rows`, number of rows
-//   ranks int32[S]; K is a multiple of 16 bytes' elements, x and a are aligned to 16 bytes
-//   grid (ceil(P R / 8), G, ceil(longest run / 16)), block 256: a warp makes one output of up to 16 rows
-//   reference: NumpyOps.lora_shrink; beyond the rank nothing is written
-//   roofline: decodes read each adapter of the step once, P rank K elements; x comes from L2 for every 8 outputs, which
-//   long prompts pay for
-#include "common/types.cuh"
+//   x [T, K], a [S, P * R, K] of the build's type; shrunk float32[C, M, P * R]; o = p * R + r, r below the rank
+//   rows int32[M]: rows of x, those of an adapter adjacent; ranks int32[S]
+//   tiles int32[G, 3]: slot, first of `rows`, number of rows, at most 16 ROW_TILES; 0 rows: padding
+//   K and R are multiples of 8, split_inputs of 256; x and a are aligned to 16 bytes
+//   grid (ceil(P R / (8 ROW_TILES)), G, C), block 128: four warps take chunks of 64 inputs of the same outputs in turn,
+//   through rings in shared memory (48 KiB in all)
+//   reference: NumpyOps.lora_shrink; beyond the rank, up to the next multiple of 8, anything may be written
+//   roofline: decodes read each adapter of the step once, P rank K elements, the first of them before the previous
+//   kernel has ended; x comes from L2 for every 8 ROW_TILES outputs
+#include "common/mma.cuh"
 
-constexpr int NUM_ROWS = 16;
-constexpr int NUM_WARPS = 8;
+constexpr int WARPS = 4;
+constexpr int TILE_ROWS = 16 * ROW_TILES;
+constexpr int COL_TILES = ROW_TILES;
+constexpr int OUTPUTS = 8 * COL_TILES;
+constexpr int CHUNK = 64;            // inputs of a warp at a time
+constexpr int STEP = WARPS * CHUNK;  // of a block
+constexpr int STAGES = 4 / ROW_TILES;
 
-extern "C" __global__ void __launch_bounds__(NUM_WARPS * WARP_SIZE)
-    lora_shrink(float* shrunk, const T* x, const T* a, const int* rows, const int* runs, const int* ranks, int num_inputs,
-                int num_parts, int max_rank) {
-    start_next_kernel();
+struct Tile {
+    int slot, first, num_rows;
+};
+
+#if QUIRE_DTYPE == 0
+
+// One output of one row by one warp after the other.
+__device__ void shrink_tile(float* shrunk, const T* x, const T* a, const int* rows, Tile tile, int rank, int num_inputs,
+                            int width, int max_rank, int output, int begin, int end) {
     wait_for_previous_kernel();
-    const int slot = runs[3 * blockIdx.y], first = runs[3 * blockIdx.y + 1], count = runs[3 * blockIdx.y + 2];
-    const int begin = blockIdx.z * NUM_ROWS, num_rows = min(NUM_ROWS, count - begin);
-    const int width = num_parts * max_rank, output = blockIdx.x * NUM_WARPS + threadIdx.x / WARP_SIZE;
-    if (num_rows <= 0 || output >= width || output % max_rank >= ranks[slot]) return;
-
-    const T* own[NUM_ROWS];
-#pragma unroll
-    for (int row = 0; row < NUM_ROWS; ++row)
-        own[row] = x + static_cast<i64>(rows[first + begin + min(row, num_rows - 1)]) * num_inputs;
-    const T* weights = a + (static_cast<i64>(slot) * width + output) * num_inputs;
-
-    constexpr int SIZE = Vec<T>::SIZE;
-    float sums[NUM_ROWS] = {};
-    const int lane = threadIdx.x % WARP_SIZE;
-    for (int k = lane * SIZE; k < num_inputs; k += WARP_SIZE * SIZE) {
-        const Vec<T> weight = load_vec(weights + k);
-#pragma unroll
-        for (int row = 0; row < NUM_ROWS; ++row) {
-            if (row >= num_rows) break;
-            const Vec<T> input = load_vec(own[row] + k);
-#pragma unroll
-            for (int i = 0; i < SIZE; ++i) sums[row] += to_float(input.at[i]) * to_float(weight.at[i]);
+    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    for (int o = output + warp; o < min(output + OUTPUTS, width); o += WARPS) {
+        if (o % max_rank >= rank) continue;
+        const T* weights = a + (static_cast<i64>(tile.slot) * width + o) * num_inputs;
+        for (int m = tile.first; m < tile.first + tile.num_rows; m++) {
+            const T* inputs = x + static_cast<i64>(rows[m]) * num_inputs;
+            float sum = 0.0f;
+            for (int k = begin + lane; k < end; k += WARP_SIZE) sum += inputs[k] * weights[k];
+            sum = warp_sum(sum);
+            if (lane == 0) shrunk[static_cast<i64>(m) * width + o] = sum;
         }
     }
+}
+
+#else
+
+constexpr int VECS = CHUNK / 8;  // of 16 bytes in a row of a chunk
+constexpr int ROW_BYTES = 2 * CHUNK;
+constexpr int STAGE_BYTES = (OUTPUTS + TILE_ROWS) * ROW_BYTES;
+constexpr int LANE_ROWS = WARP_SIZE / VECS;  // rows that a warp copies at once
+
+// The byte offset of a vector in its stage. Odd rows swap halves: eight lanes that read two rows touch all banks.
+__device__ __forceinline__ int shared_offset(int row, int vec) { return (row * VECS + (vec ^ row % 2 * 4)) * 16; }
+
+__device__ __forceinline__ uint4 load_shared(const char* from) { return *reinterpret_cast<const uint4*>(from); }
+
+// NUM rows of an operand as a lane copies them: every LANE_ROWS-th, one vector of each.
+template <int NUM>
+struct Rows {
+    const T* from[NUM / LANE_ROWS];  // null: zeros
+
+    __device__ __forceinline__ void start_copies(u32 stage, const T* readable, int k, int end) const {
+        const int lane = threadIdx.x % WARP_SIZE, row = lane / VECS, vec = lane % VECS;
 #pragma unroll
-    for (int row = 0; row < NUM_ROWS; ++row) {
-        const float sum = warp_sum(sums[row]);
-        if (row < num_rows && lane == 0) shrunk[static_cast<i64>(first + begin + row) * width + output] = sum;
+        for (int n = 0; n < NUM / LANE_ROWS; n++) {
+            const bool wanted = from[n] != nullptr && k + vec * 8 < end;
+            const T* source = wanted ? from[n] + k + vec * 8 : readable;
+            copy_async_16(stage + shared_offset(row + n * LANE_ROWS, vec), source, wanted);
+        }
     }
+};
+
+// The mma's fragments may take any order of K on which x and a agree: a lane loads 8 adjacent elements of its rows.
+__device__ __forceinline__ void multiply(float (&sums)[ROW_TILES][COL_TILES][4], const char* stage) {
+    const int lane = threadIdx.x % WARP_SIZE, g = lane / 4, t = lane % 4;
+    const char* inputs = stage + OUTPUTS * ROW_BYTES;
+#pragma unroll
+    for (int c = 0; c < VECS; c += 4) {
+        uint4 by[COL_TILES];
+#pragma unroll
+        for (int j = 0; j < COL_TILES; j++) by[j] = load_shared(stage + shared_offset(8 * j + g, c + t));
+#pragma unroll
+        for (int i = 0; i < ROW_TILES; i++) {
+            const uint4 low = load_shared(inputs + shared_offset(16 * i + g, c + t));
+            const uint4 high = load_shared(inputs + shared_offset(16 * i + g + 8, c + t));
+            const u32 first_half[4] = {low.x, high.x, low.y, high.y};
+            const u32 second_half[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+            for (int j = 0; j < COL_TILES; j++) {
+                mma_16x8x16(sums[i][j], first_half, by[j].x, by[j].y);
+                mma_16x8x16(sums[i][j], second_half, by[j].z, by[j].w);
+            }
+        }
+    }
+}
+
+__device__ void shrink_tile(float* shrunk, const T* x, const T* a, const int* rows, Tile tile, int rank, int num_inputs,
+                            int width, int max_rank, int output, int begin, int end) {
+    __shared__ __align__(128) char shared[WARPS * STAGES * STAGE_BYTES];
+    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    const char* ring = shared + warp * STAGES * STAGE_BYTES;
+    const u32 ring_address = shared_address(ring);
+    int k = begin + warp * CHUNK;
+
+    Rows<OUTPUTS> weights;
+#pragma unroll
+    for (int n = 0; n < OUTPUTS / LANE_ROWS; n++) {
+        const int o = output + lane / VECS + n * LANE_ROWS;
+        const bool wanted = o < width && o / 8 * 8 % max_rank < rank;
+        weights.from[n] = wanted ? a + (static_cast<i64>(tile.slot) * width + o) * num_inputs : nullptr;
+    }
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; stage++)
+        weights.start_copies(ring_address + stage * STAGE_BYTES, a, k + stage * STEP, end);
+    Rows<TILE_ROWS> inputs;
+#pragma unroll
+    for (int n = 0; n < TILE_ROWS / LANE_ROWS; n++) {
+        const int m = lane / VECS + n * LANE_ROWS;
+        inputs.from[n] = m < tile.num_rows ? x + static_cast<i64>(rows[tile.first + m]) * num_inputs : nullptr;
+    }
+    wait_for_previous_kernel();
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; stage++) {
+        inputs.start_copies(ring_address + stage * STAGE_BYTES + OUTPUTS * ROW_BYTES, x, k + stage * STEP, end);
+        commit_copies();  // the first group has all weights so far
+    }
+
+    float sums[ROW_TILES][COL_TILES][4] = {};
+    for (int stage = 0; k < end; k += STEP, stage = (stage + 1) % STAGES) {
+        wait_for_copies<STAGES - 2>();
+        __syncwarp();  // the stage has landed, and all lanes have read the previous one
+        const u32 next = ring_address + (stage + STAGES - 1) % STAGES * STAGE_BYTES;
+        weights.start_copies(next, a, k + (STAGES - 1) * STEP, end);
+        inputs.start_copies(next + OUTPUTS * ROW_BYTES, x, k + (STAGES - 1) * STEP, end);
+        commit_copies();
+        multiply(sums, ring + stage * STAGE_BYTES);
+    }
+    wait_for_copies<0>();
+    __syncthreads();  // the rings are free
+
+    float* partial = reinterpret_cast<float*>(shared);
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int i = 0; i < ROW_TILES; i++) {
+#pragma unroll
+        for (int c = 0; c < 4 * COL_TILES; c++) {
+            const int m = 16 * i + g + 8 * (c % 4 / 2), o = c / 4 * 8 + 2 * t + c % 2;
+            partial[(warp * TILE_ROWS + m) * OUTPUTS + o] = sums[i][c / 4][c % 4];
+        }
+    }
+    __syncthreads();
+    for (int task = threadIdx.x; task < tile.num_rows * OUTPUTS; task += blockDim.x) {
+        const int o = output + task % OUTPUTS;
+        if (o >= width || o / 8 * 8 % max_rank >= rank) continue;
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) sum += partial[w * TILE_ROWS * OUTPUTS + task];
+        shrunk[static_cast<i64>(tile.first + task / OUTPUTS) * width + o] = sum;
+    }
+}
+
+#endif
+
+extern "C" __global__ void __launch_bounds__(WARPS * WARP_SIZE)
+    lora_shrink(float* shrunk, const T* x, const T* a, const int* rows, const int* tiles, const int* ranks,
+                int num_rows, int num_inputs, int num_parts, int max_rank, int split_inputs) {
+    start_next_kernel();
+    // Tiles, ranks and adapters are older than the step: they may be read before the previous kernel has ended.
+    const Tile tile = {tiles[3 * blockIdx.y], tiles[3 * blockIdx.y + 1], tiles[3 * blockIdx.y + 2]};
+    const int width = num_parts * max_rank, output = blockIdx.x * OUTPUTS, rank = ranks[tile.slot];
+    const int begin = blockIdx.z * split_inputs, end = min(begin + split_inputs, num_inputs);
+    bool has_outputs = false;
+    for (int o = output; o < min(output + OUTPUTS, width); o += 8) has_outputs |= o % max_rank < rank;
+    if (tile.num_rows <= 0 || !has_outputs) {
+        wait_for_previous_kernel();  // else the next kernel would not wait for it
+        return;
+    }
+    shrink_tile(shrunk + static_cast<i64>(blockIdx.z) * num_rows * width, x, a, rows, tile, rank, num_inputs, width,
+                max_rank, output, begin, end);
 }

@@ -67,7 +67,7 @@ def adapter_ops(ops: Ops) -> AdapterOps | None:
     if isinstance(ops, GroupOps):
         ranks = [own for rank in ops.ranks if (own := adapter_ops(rank)) is not None]
         return GroupAdapterOps(ranks) if len(ranks) == ops.num_ranks else None
-    return ops if isinstance(ops, NumpyOps) else None
+    return ops if isinstance(ops, AdapterOps) else None
 
 
 def _open_cpu(dtype: str, kv_dtype: str) -> Ops:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -432,6 +432,7 @@ class AsyncWrite(Protocol):
         """Wait for the copy. Raises what stopped it."""
 
 
+@runtime_checkable
 class AdapterOps(Protocol):
     """LoRA adapters' products, on a backend that has them (`backend.adapter_ops`)."""
 

@@ -119,7 +119,7 @@ def check_adapters(settings: Settings, ops: Ops) -> None:
     """Raises StartupError for adapters where they are not served."""
     if not settings.enable_lora:
         return
-    if adapter_ops(ops) is None:
+    if ops.name == "cuda":  # its kernels have not run yet
         raise StartupError("--enable-lora: not on a GPU yet (--device cpu, or merge the adapter into the weights)")
     if settings.max_cpu_loras is not None and settings.max_cpu_loras < settings.max_loras:
         raise StartupError(f"--max-cpu-loras: {settings.max_cpu_loras} is below --max-loras ({settings.max_loras})")

@@ -71,6 +71,7 @@ class SizedModel:
     kv_format: KvFormat
     workspace_bytes: int
     budget: int  # tokens of one step
+    slots: AdapterSlots | None  # of --enable-lora
 
 
 def read_model_config(settings: Settings) -> ModelConfig:
@@ -107,8 +108,7 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
         fit_prompts=executor.fit_prompts,
     )
     num_host_blocks = num_swap_blocks(settings, ops, memory)
-    slots = open_slots(settings, config, ops)
-    drafter = _attach(settings, sized, draft, num_host_blocks, slots, progress=progress)
+    drafter = _attach(settings, sized, draft, num_host_blocks, progress=progress)
     kv = KVManager(
         memory.num_blocks,
         memory.block_size,
@@ -121,7 +121,7 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
         kv, FairShare(kv, limits.max_num_seqs), calibrate_swap_cost(executor, memory), settings.preemption_mode
     )
     speculation = build_speculation(settings, executor, kv, memory.max_model_len, drafter, draft)
-    adapters = None if slots is None else build_adapters(settings, config, ops, executor.write_adapter)
+    adapters = None if sized.slots is None else build_adapters(settings, config, ops, executor.write_adapter)
     engine = Engine(executor, kv, limits, frozenset(config.eos_token_ids), grammars, preemption, speculation, adapters)
     _check_generation(engine, limits)
     _log_ready(sized, ops)
@@ -133,13 +133,12 @@ def _attach(
     sized: SizedModel,
     draft: PlannedDraftModel | None,
     num_host_blocks: int,
-    slots: AdapterSlots | None,
     *,
     progress: bool,
 ) -> Drafter | None:
     """Give the executor its cache, and return the settings' drafter."""
     executor, memory, model = sized.executor, sized.memory, sized.executor.model
-    attach = partial(executor.attach, adapters=slots, num_host_blocks=num_host_blocks, progress=progress)
+    attach = partial(executor.attach, adapters=sized.slots, num_host_blocks=num_host_blocks, progress=progress)
     if draft is None:
         cache = allocate(model.ops, model.config, memory.num_blocks, memory.block_size)
         attach(cache)
@@ -200,17 +199,17 @@ def size_engine(
         max_blocks,
         verifies_drafts=ops.name == "cuda" and settings.speculative_config is not None,
     )
+    slots = open_slots(settings, config, ops)
     if ops.name != "cuda":
-        return SizedModel(
-            executor, planned, weight_format, kv_format(model, settings.block_size, wanted_len), 0, budget
-        )
+        cache_format = kv_format(model, settings.block_size, wanted_len)
+        return SizedModel(executor, planned, weight_format, cache_format, 0, budget, slots)
     sizes = (min(budget, wanted_len), executor.max_rows, wanted_len)
-    ops.warm_up(partial(warm_up, model, settings.block_size, *sizes))
+    ops.warm_up(partial(warm_up, model, settings.block_size, *sizes, slots))
     warm_up_sizes(model, settings.block_size, budget, *sizes[1:])
     cache_format = kv_format(model, settings.block_size, wanted_len)  # its kernels are compiled now
     memory = plan_memory(settings, config, ops, wanted_len)
-    workspace_bytes = free_bytes - weights - ops.memory_bytes()[0]
-    return SizedModel(executor, memory, weight_format, cache_format, workspace_bytes, budget)
+    workspace_bytes = free_bytes - reserved_bytes - ops.memory_bytes()[0]
+    return SizedModel(executor, memory, weight_format, cache_format, workspace_bytes, budget, slots)
 
 
 def _log_ready(sized: SizedModel, ops: Ops) -> None:

@@ -2,48 +2,63 @@ import numpy as np
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
+from model.ops.interface import AdapterMatrix, AdapterRows
 from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, assert_close, normal, report_bandwidth, seconds_of
 from tests.support.lora_cases import PARTS, lora_case
 
 pytestmark = pytest.mark.gpu
 
 
-def launch(ops, out, shrunk, b, rows, runs, ranks, part_ends: tuple[int, ...], max_run: int) -> None:
-    _, width, max_rank = b.shape
-    grid = (-(-width // 256), len(runs), -(-max_run // 16))
-    ends = [*part_ends[:-1], width, width][:2]
-    sizes = map(np.int32, (width, len(part_ends), max_rank, *ends))
-    ops.launch("lora_expand", grid, (out, shrunk, b, rows, runs, ranks, *sizes))
+def check(ops, rng, case, dtype: str, tile_rows: int, num_splits: int = 3) -> None:
+    """`shrunk` has several summands and holds NaN where it is undefined; rows without an adapter keep their bits."""
+    reference = NumpyOps(NUMPY_DTYPES[dtype])
+    whole = case.known(reference.lora_shrink(case.x, case.matrix, case.rows))
+    if not whole.size:
+        return
+    expected = case.out.copy()
+    reference.lora_expand(whole[None], case.matrix, case.rows, expected)
+    shares = rng.dirichlet(np.ones(num_splits)).astype(np.float32)
+    shrunk = np.full((num_splits, len(case.x), *whole.shape[1:]), np.nan, np.float32)
+    for slot, first, count in case.rows.tiles:
+        rows, rank = slice(first, first + count), case.matrix.ranks[slot]
+        shrunk[:, rows, :, :rank] = shares[:, None, None, None] * whole[rows, :, :rank]
+    out = ops.upload(case.out)
+    ops.lora_expand(ops.upload(shrunk), *case.on(ops, tile_rows), out)
+    assert_close(ops.download(out), expected, dtype)
+    others = np.setdiff1d(np.arange(len(case.x)), case.rows.rows)
+    np.testing.assert_array_equal(ops.download(out)[others], case.out[others])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.parametrize("num_rows", [1, 7, 200])
+@pytest.mark.parametrize("num_rows", [1, 2, 15, 16, 17, 64, 200, 512])
 def test_rows_of_mixed_ranks(open_ops, rng, dtype, parts, num_rows):
-    """Beyond an adapter's rank `shrunk` holds NaN; rows without an adapter keep their bits."""
-    ops, case, reference = open_ops(dtype), lora_case(rng, dtype, parts, num_rows), NumpyOps(NUMPY_DTYPES[dtype])
-    shrunk = reference.lora_shrink(case.x, case.matrix, case.rows)
-    if not shrunk.size:
-        return
-    expected = case.out.copy()
-    reference.lora_expand(shrunk, case.matrix, case.rows, expected)
-    for slot, first, count in case.rows.runs:
-        shrunk[first : first + count, :, case.matrix.ranks[slot] :] = np.nan
-    out = ops.upload(case.out)
-    arrays = (shrunk, case.matrix.b, case.rows.rows, case.rows.runs, case.matrix.ranks)
-    launch(ops, out, *map(ops.upload, arrays), case.matrix.part_ends, case.rows.max_run)
-    assert_close(ops.download(out), expected, dtype)
-    others = np.setdiff1d(np.arange(num_rows), case.rows.rows)
-    np.testing.assert_array_equal(ops.download(out)[others], case.out[others])
+    check(open_ops(dtype), rng, lora_case(rng, dtype, parts, num_rows), dtype, 16)
 
 
-def test_speed(open_ops, rng):
-    """64 rows of 16 adapters of rank 16, Llama-3.1-8B's q, k and v."""
-    ops, num_slots, rank, ends = open_ops("bfloat16"), 16, 16, (4096, 5120, 6144)
-    b = ops.upload(normal(rng, (num_slots, ends[-1], rank), "bfloat16"))
-    out, shrunk = (ops.upload(normal(rng, *how)) for how in (((64, ends[-1]), "bfloat16"), ((64, 3, rank), "float32")))
-    rows = ops.upload(np.arange(64, dtype=np.int32))
-    runs = ops.upload(np.array([(slot, 4 * slot, 4) for slot in range(num_slots)], np.int32))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [5, 33, 2100])
+def test_large_tiles(open_ops, rng, dtype, num_rows):
+    check(open_ops(dtype), rng, lora_case(rng, dtype, "three", num_rows), dtype, 32)
+
+
+@pytest.mark.parametrize("num_splits", [1, 16])
+def test_any_number_of_summands(open_ops, rng, num_splits):
+    check(open_ops("bfloat16"), rng, lora_case(rng, "bfloat16", "two", 40), "bfloat16", 16, num_splits)
+
+
+@pytest.mark.parametrize("ends", [(4096, 5120, 6144), (4096,), (14336, 28672)], ids=str)
+def test_speed(open_ops, rng, ends):
+    """64 rows of 32 adapters of rank 16: the products of Llama-3.1-8B, in memory for several sets."""
+    ops, num_slots, rank = open_ops("bfloat16"), 32, 16
+    b = normal(rng, (num_slots, ends[-1], rank), "bfloat16")
+    out = ops.upload(normal(rng, (64, ends[-1]), "bfloat16"))
+    shrunk = ops.upload(normal(rng, (1, 64, len(ends), rank), "float32"))
+    tiles = np.array([(slot, 2 * slot, 2) for slot in range(num_slots)], np.int32)
+    adapters = AdapterRows(ops.upload(np.arange(64, dtype=np.int32)), ops.upload(tiles), 16)
     ranks = ops.upload(np.full(num_slots, rank, np.int32))
-    seconds = seconds_of(ops, [lambda: launch(ops, out, shrunk, b, rows, runs, ranks, ends, 4)])
-    report_bandwidth(f"lora_expand {num_slots} adapters of rank {rank}", b.nbytes + 2 * out.nbytes, seconds)
+    a = ops.empty((num_slots, len(ends), rank, 8), b.dtype)
+    matrices = [AdapterMatrix(a, ops.upload(b), ranks, ends) for _ in range(4)]
+    launches = [lambda matrix=matrix: ops.lora_expand(shrunk, matrix, adapters, out) for matrix in matrices]
+    num_bytes = b.nbytes + 2 * out.nbytes
+    report_bandwidth(f"lora_expand {num_slots} adapters, {ends[-1]} x {rank}", num_bytes, seconds_of(ops, launches))

@@ -15,6 +15,7 @@ from model.ops.gpu.arena import Arena
 from model.ops.gpu.host_blocks import CudaHostBlocks
 from model.ops.gpu.kernels import Kernels, arch_of, is_there
 from model.ops.gpu.launch import OverlappedLaunch
+from model.ops.gpu.launcher import expect as expect
 from model.ops.gpu.tensor_maps import TensorMaps
 from model.ops.gpu.transfers import Transfers
 from model.ops.interface import Array
@@ -187,15 +188,3 @@ def _expect_rows(host: np.ndarray, places: np.ndarray, table: Array) -> None:
         raise ValueError(f"{host.dtype} {host.shape} at {places.dtype} {places.shape} is no part of {table.shape}")
     if len(places) and not 0 <= places.min() <= places.max() < len(table):
         raise ValueError(f"rows {places.min()} to {places.max()} are outside a table of {len(table)}")
-
-
-def expect(name: str, array: Array, dtype: np.dtype, *shape: int | None) -> None:
-    """Raise ValueError unless `array` is C-contiguous, of this dtype and shape (None: any)."""
-    sizes = array.shape
-    fits = sizes == shape or (len(sizes) == len(shape) and None in shape and _fits(sizes, shape))
-    if not fits or array.dtype != dtype or not array.flags.c_contiguous:
-        raise ValueError(f"{name} is {array.dtype} {sizes}, expected {dtype} {shape}, contiguous")
-
-
-def _fits(sizes: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
-    return all(wanted is None or size == wanted for size, wanted in zip(sizes, shape, strict=True))

@@ -46,3 +46,15 @@ class KernelLauncher(Protocol):
 
     def most_clusters(self, name: str, cluster: int, *, threads: int, shared_bytes: int, **defines: int) -> int:
         """Return how many clusters run at once; 0 while the kernel is compiled."""
+
+
+def expect(name: str, array: Array, dtype: np.dtype, *shape: int | None) -> None:
+    """Raise ValueError unless `array` is C-contiguous, of this dtype and shape (None: any)."""
+    sizes = array.shape
+    fits = sizes == shape or (len(sizes) == len(shape) and None in shape and _fits(sizes, shape))
+    if not fits or array.dtype != dtype or not array.flags.c_contiguous:
+        raise ValueError(f"{name} is {array.dtype} {sizes}, expected {dtype} {shape}, contiguous")
+
+
+def _fits(sizes: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
+    return all(wanted is None or size == wanted for size, wanted in zip(sizes, shape, strict=True))

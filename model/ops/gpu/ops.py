@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,6 +12,8 @@ from functools import partial
 import numpy as np
 
 from model.ops.cpu.quantised import dequantise
+from model.ops.gpu.adapters import launches as lora
+from model.ops.gpu.adapters.writes import AsyncWriter, CudaWrite
 from model.ops.gpu.attention import decode_attention, kv_build, plan_decode_attention, prefill_attention
 from model.ops.gpu.device import DTYPE_CODES, THREADS, CudaDevice, expect
 from model.ops.gpu.experts.launches import combine_experts, group_by_expert, route_experts
@@ -26,6 +28,8 @@ from model.ops.gpu.w8 import linear as w8
 from model.ops.int4 import can_tile
 from model.ops.interface import (
     MAX_EXACT_ROWS,
+    AdapterMatrix,
+    AdapterRows,
     Array,
     AttentionBatch,
     ExpertGroups,
@@ -58,6 +62,7 @@ class CudaOps(CudaDevice):
         self._linear_w8 = w8.W8Linear(self, self._linear)
         self._linear_fp8 = Fp8Linear(self, self._linear_w8)
         self._linear_int4 = int4.Int4Linear(self, self._linear)
+        self._writer: AsyncWriter | None = None  # until adapters need it
         self._is_exact = False
 
     def exact_rows(self) -> AbstractContextManager[None]:
@@ -327,6 +332,20 @@ class CudaOps(CudaDevice):
 
     def combine_experts(self, x: Array, groups: ExpertGroups, weights: Array) -> Array:
         return combine_experts(self, x, groups, weights)
+
+    def lora_tile_rows(self, num_rows: int) -> int:
+        return lora.tile_rows(num_rows)
+
+    def lora_shrink(self, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> Array:
+        return lora.shrink(self, x, matrix, adapters)
+
+    def lora_expand(self, shrunk: Array, matrix: AdapterMatrix, adapters: AdapterRows, out: Array) -> None:
+        lora.expand(self, shrunk, matrix, adapters, out)
+
+    def write_async(self, values: Iterable[tuple[Array, Array]]) -> CudaWrite:
+        if self._writer is None:
+            self._writer = AsyncWriter(self.stream)
+        return self._writer.start(values)
 
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
         expect("kv", kv, self.kv_dtype, *kv.shape)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from model.adapter_slots import AdapterSlots, BatchAdapters, adapter_rows
 from model.batch import Batch
 from model.config import ModelConfig
 from model.cuda_graphs import ROWS_BESIDE
@@ -102,9 +103,16 @@ def _affordable_bytes(settings: Settings, ops: Ops, reserved_bytes: int) -> int:
     return min(free // 4, CPU_CACHE_BYTES // ops.num_ranks)
 
 
-def warm_up(model: Llama, block_size: int, num_tokens: int, num_sequences: int, max_model_len: int) -> None:
-    """Run the largest prefill and decode, and small batches, with every sampling option: workspace is allocated
-    before the pool is sized."""
+def warm_up(
+    model: Llama,
+    block_size: int,
+    num_tokens: int,
+    num_sequences: int,
+    max_model_len: int,
+    adapters: AdapterSlots | None = None,
+) -> None:
+    """Run the largest prefill and decode, and small batches, with every sampling option and adapters: workspace is
+    allocated before the pool is sized."""
     ops, vocab_size = model.ops, model.config.vocab_size
     kv = allocate(ops, model.config, 1, block_size)
     params = SamplingParams(max_tokens=1, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
@@ -121,11 +129,20 @@ def warm_up(model: Llama, block_size: int, num_tokens: int, num_sequences: int, 
             mask=TokenMask(np.full(count, -1, np.int32), np.zeros((1, num_mask_words(vocab_size)), np.uint32)),
         )
         with ops.scratch():
-            logits = model.forward(shared_block_batch(ops, lengths, block_size, max_model_len), kv)
+            batch = shared_block_batch(ops, lengths, block_size, max_model_len)
+            logits = model.forward(replace(batch, adapters=_first_adapter(adapters, batch)), kv)
             logits = ops.gather_rows(logits, ops.upload(np.zeros(count, np.int32)))  # for forking branches
             ops.sample(logits, sampling_arrays(rows, vocab_size, frozenset(), ops.upload_all))
         ops.synchronize()
     ops.copy_blocks(kv, *ops.upload_all([np.zeros(1, np.int32), np.ones(1, np.int32)]))  # outside the cache
+
+
+def _first_adapter(slots: AdapterSlots | None, batch: Batch) -> BatchAdapters | None:
+    """Return the first slot's adapter for all rows."""
+    if slots is None:
+        return None
+    tile_rows = slots.adapter_ops.lora_tile_rows(batch.num_tokens)
+    return BatchAdapters(slots, adapter_rows(np.zeros(batch.num_tokens, np.int32), slots.ops, tile_rows))
 
 
 def warm_up_sizes(model: Llama, block_size: int, num_tokens: int, num_sequences: int, max_model_len: int) -> None:

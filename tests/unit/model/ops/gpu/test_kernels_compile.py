@@ -26,6 +26,8 @@ QUIRE_COMPILE_ALL=1: all."""
 DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 SHAPE = {"HEAD_DIM": 128, "BLOCK_SIZE": 16}
 ALSO = {
+    "lora_shrink": ({"ROW_TILES": 1}, {"ROW_TILES": 2}),
+    "lora_expand": ({"ROW_TILES": 1}, {"ROW_TILES": 2}),
     "dequantise_rows": ({}, {"WEIGHT_INT8": 1, "BLOCK_SCALES": 0}, {"WEIGHT_INT8": 0, "BLOCK_SCALES": 1}),
     "route_experts": ({"PER_LANE": 1}, {"PER_LANE": 4}),
     "sum_add_rms_norm": ({"NUM_RANKS": 2, "PUSH": 0}, {"NUM_RANKS": 4, "PUSH": 1}),

@@ -1,0 +1,94 @@
+"""Writes through two pinned buffers, on a device whose copies happen as late as they may. No GPU is needed."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+writes = pytest.importorskip("model.ops.gpu.adapters.writes", reason="needs CuPy", exc_type=ImportError)
+STAGING_BYTES = 64
+
+
+class LateStream:
+    """Copies when a caller waits for the stream, or for an event behind them."""
+
+    def __init__(self, **_):
+        self.ptr, self.waiting, self.waited_for = self, [], []
+
+    def record(self, event):
+        return event
+
+    def wait_event(self, event):
+        self.waited_for.append(event)
+
+    def synchronize(self, count=None):
+        done, self.waiting = self.waiting[:count], self.waiting[len(self.waiting[:count]) :]
+        for address, source, num_bytes in done:
+            ctypes.memmove(address, source, num_bytes)
+
+
+class LateEvent:
+    def __init__(self, **_):
+        self.stream, self.last = None, None
+
+    def record(self, stream):
+        self.stream, self.last = stream, stream.waiting[-1] if stream.waiting else None
+
+    def synchronize(self):
+        if self.last is not None and self.last in self.stream.waiting:
+            self.stream.synchronize(self.stream.waiting.index(self.last) + 1)
+
+
+@pytest.fixture
+def writer(monkeypatch):
+    cuda = SimpleNamespace(
+        Stream=LateStream,
+        Event=LateEvent,
+        Device=lambda: SimpleNamespace(use=lambda: None),
+        alloc_pinned_memory=bytearray,
+    )
+    runtime = SimpleNamespace(
+        memcpyHostToDevice=1,
+        memcpyAsync=lambda to, source, count, kind, stream: stream.waiting.append((to, source, count)),
+    )
+    monkeypatch.setattr(writes, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(writes, "runtime", runtime)
+    monkeypatch.setattr(writes, "STAGING_BYTES", STAGING_BYTES)
+    return writes.AsyncWriter(LateStream())
+
+
+def on_device(memory: np.ndarray) -> SimpleNamespace:
+    return SimpleNamespace(data=SimpleNamespace(ptr=memory.ctypes.data))
+
+
+def test_values_of_any_size_arrive(writer):
+    rng = np.random.default_rng(0)
+    hosts = [rng.integers(0, 99, size).astype(np.int16) for size in (1, 7, 200, 32, 31, 33, 3)]
+    memories = [np.zeros_like(host) for host in hosts]
+    for _ in range(2):  # buffers are used again
+        write = writer.start(zip(map(on_device, memories), hosts, strict=True))
+        write.wait()
+        assert write.is_done()
+        for memory, host in zip(memories, hosts, strict=True):
+            np.testing.assert_array_equal(memory, host)
+            memory[:] = 0
+
+
+def test_a_write_waits_for_the_work_before_it(writer):
+    writer.start(()).wait()
+    assert len(writer._stream.waited_for) == 1
+
+
+def test_what_stops_a_write_is_raised(writer):
+    def values():
+        yield from ()
+        raise OSError("the file is gone")
+
+    write = writer.start(values())
+    with pytest.raises(OSError, match="the file is gone"):
+        write.wait()
+    with pytest.raises(OSError, match="the file is gone"):
+        write.is_done()
