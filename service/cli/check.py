@@ -88,13 +88,13 @@ def _by_ranks(settings: Settings, config: ModelConfig, ops: Ops) -> str:
 
 def _cache(settings: Settings, ops: Ops, memory: MemoryPlan) -> Rows:
     num_host_blocks, num_tokens = num_swap_blocks(settings, ops, memory), memory.num_blocks * memory.block_size
-    size, block = _size(memory.num_blocks * memory.block_bytes), f"{memory.block_bytes} bytes"
+    size, block = _size(memory.num_blocks * memory.block_bytes), f"{memory.block_bytes} bytes each"
     if memory.num_ranks > 1:
         size += f" ({_size(memory.num_blocks * memory.block_bytes // memory.num_ranks)} on each rank)"
         block += f" ({memory.block_bytes // memory.num_ranks} on each rank)"
     rows = [
         ("KV cache", f"{size}, {num_tokens} tokens in {cache_dtype_name(ops)}"),
-        ("blocks", f"{memory.num_blocks} of {memory.block_size} tokens, each {block}"),
+        ("blocks", f"{memory.num_blocks} of {memory.block_size} tokens, {block}"),
         ("longest sequence", f"{memory.max_model_len} tokens"),
     ]
     if num_host_blocks:
