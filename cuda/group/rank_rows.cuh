@@ -150,8 +150,8 @@ __device__ __forceinline__ void add_rows(const Group& group, const PerRank<const
         const i64 start = static_cast<i64>(t) * width;
         T* row = residual + start;
         const auto add_vec = [&rows, row, start](int i) {
+            Vec<T> sum = load_vec(row + i);  // comes while the block waits
             const Vec<T> more = rows.sum_vec(start, i);
-            Vec<T> sum = load_vec(row + i);
 #pragma unroll
             for (int j = 0; j < Vec<T>::SIZE; j++)
                 sum.at[j] = from_float<T>(to_float(sum.at[j]) + to_float(more.at[j]));

@@ -66,7 +66,7 @@ def adapter_ops(ops: Ops) -> AdapterOps | None:
     """Return the backend's products of LoRA adapters; None: it has none yet."""
     if isinstance(ops, GroupOps):
         ranks = [own for rank in ops.ranks if (own := adapter_ops(rank)) is not None]
-        return GroupAdapterOps(ranks) if len(ranks) == ops.num_ranks else None
+        return GroupAdapterOps(ops.ranks, ranks) if len(ranks) == ops.num_ranks else None
     return ops if isinstance(ops, AdapterOps) else None
 
 

@@ -3,16 +3,17 @@ by columns it has its columns of A and B, and adds its share to its partial sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from model.ops.group.arrays import GroupArray, joined, on_rank
-from model.ops.interface import AdapterMatrix, AdapterOps, AdapterRows, Array, AsyncWrite
+from model.ops.interface import AdapterMatrix, AdapterOps, AdapterRows, Array, AsyncWrite, PartOps
 
 
 class GroupAdapterOps:
     """`AdapterOps` of n ranks."""
 
-    def __init__(self, ranks: Sequence[AdapterOps]):
+    def __init__(self, devices: Sequence[PartOps], ranks: Sequence[AdapterOps]):
+        self._devices = tuple(devices)
         self._ranks = tuple(ranks)
 
     def lora_tile_rows(self, num_rows: int) -> int:
@@ -20,17 +21,22 @@ class GroupAdapterOps:
 
     def write_async(self, values: Iterable[tuple[Array, Array]]) -> AsyncWrite:
         pairs = list(values)
-        return _Writes([ops.write_async(on_rank(pairs, rank)) for rank, ops in enumerate(self._ranks)])
+        return _Writes([ops.write_async(on_rank(pairs, rank)) for rank, ops in self._turns()])
 
     def lora_shrink(self, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> Array:
         arrays = x, matrix, adapters
-        return joined([ops.lora_shrink(*on_rank(arrays, rank)) for rank, ops in enumerate(self._ranks)])
+        return joined([ops.lora_shrink(*on_rank(arrays, rank)) for rank, ops in self._turns()])
 
     def lora_expand(self, shrunk: Array, matrix: AdapterMatrix, adapters: AdapterRows, out: Array) -> None:
         """Add to each rank's outputs, or to its part of `PartialSums`."""
         arrays = shrunk, matrix, adapters, GroupArray(out.parts)
-        for rank, ops in enumerate(self._ranks):
+        for rank, ops in self._turns():
             ops.lora_expand(*on_rank(arrays, rank))
+
+    def _turns(self) -> Iterator[tuple[int, AdapterOps]]:
+        for rank, ops in enumerate(self._ranks):
+            self._devices[rank].use()
+            yield rank, ops
 
 
 class _Writes:

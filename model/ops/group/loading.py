@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
-from model.ops.group.arrays import GroupArray, SplitArray, whole_shape
+from model.ops.group.arrays import GroupArray, Range, SplitArray, whole_shape
 from model.ops.interface import PartOps
 from model.ops.load_parallel import Piece, load_in_threads
 from model.ops.weight import Array
@@ -51,7 +52,12 @@ class _Part:
 
 
 def load_group(ranks: Sequence[PartOps], targets: Sequence[GroupArray], read: Read) -> None:
-    """Fill `targets`: see `Device.load_parallel`, with positions in the wholes."""
+    """Fill `targets`: see `Device.load_parallel`, with positions in the wholes. Padding gets zeros."""
+    for number, rank in enumerate(ranks):
+        padding = [rows for array in targets for rows in _padding_of(array, number, len(ranks))]
+        if padding:
+            rank.use()
+            rank.load_parallel(padding, _zero)
     for chunks in _chunks(targets):
         load_in_threads([chunk.host for chunk in chunks], partial(_read_pieces, chunks, read))
         for number, rank in enumerate(ranks):
@@ -64,6 +70,20 @@ def _read_pieces(chunks: Sequence[_Chunk], read: Read, pieces: Iterator[Piece]) 
     for piece in pieces:
         chunk = chunks[piece.target]
         read(chunk.target, chunk.start + piece.start, chunk.host.reshape(-1)[piece.start : piece.stop])
+
+
+def _zero(index: int, start: int, out: np.ndarray) -> None:
+    out.fill(0)
+
+
+def _padding_of(array: GroupArray, rank: int, num_ranks: int) -> Iterator[Array]:
+    """Yield a rank's rows that are no rows of the whole; padded columns are loaded with the others."""
+    if not isinstance(array, SplitArray) or array.split.axis:
+        return
+    end = Range(len(array), 0, 0)
+    for (at, start, stop), following in pairwise([*array.split.ranges(rank, num_ranks), end]):
+        if at + stop - start < following.at:
+            yield array.parts[rank][at + stop - start : following.at]
 
 
 def _copy(parts: Sequence[_Part], index: int, start: int, out: np.ndarray) -> None:

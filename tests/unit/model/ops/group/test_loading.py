@@ -44,6 +44,19 @@ def test_every_rank_gets_its_part_of_what_is_read_once(monkeypatch, chunk_bytes:
     np.testing.assert_array_equal(targets[1].parts[3], wholes[1][[9, 10, 11, 15, 16, 17]])
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_padding_gets_zeros(axis: int):
+    """Memory of a GPU holds anything at first, and weights are checked for NaN."""
+    ops, shape, split = group_of(4), (5, 5), Split(axis, (Section(5),))
+    target = divided(ops.empty(split.part_shape(shape, 4), np.dtype(np.float32)), split)
+    for part in target.parts:
+        part.fill(np.nan)
+    ops.load_parallel([target], lambda _, start, out: out.fill(1))
+    whole = np.concatenate(target.parts, axis=axis)
+    assert whole.sum() == 25
+    np.testing.assert_array_equal(ops.download(target), np.ones(shape))
+
+
 def test_an_error_of_the_reader_is_raised():
     def read(target: int, start: int, out: np.ndarray) -> None:
         raise ValueError("cut short")
