@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -53,17 +54,30 @@ class _Part:
 
 def load_group(ranks: Sequence[PartOps], targets: Sequence[GroupArray], read: Read) -> None:
     """Fill `targets`: see `Device.load_parallel`, with positions in the wholes. Padding gets zeros."""
-    for number, rank in enumerate(ranks):
-        padding = [rows for array in targets for rows in _padding_of(array, number, len(ranks))]
-        if padding:
-            rank.use()
-            rank.load_parallel(padding, _zero)
-    for chunks in _chunks(targets):
-        load_in_threads([chunk.host for chunk in chunks], partial(_read_pieces, chunks, read))
-        for number, rank in enumerate(ranks):
-            parts = [part for chunk in chunks for part in _parts_of(chunk, number, len(ranks))]
-            rank.use()
-            rank.load_parallel([part.into for part in parts], partial(_copy, parts))
+    with ThreadPoolExecutor(len(ranks), "rank") as threads:
+
+        def on_each(load: Callable[[int, PartOps], None]) -> None:
+            """Fill all ranks at once: each has a bus of its own."""
+            for done in [threads.submit(load, number, rank) for number, rank in enumerate(ranks)]:
+                done.result()
+
+        on_each(partial(_load_padding, targets, len(ranks)))
+        for chunks in _chunks(targets):
+            load_in_threads([chunk.host for chunk in chunks], partial(_read_pieces, chunks, read))
+            on_each(partial(_load_parts, chunks, len(ranks)))
+
+
+def _load_parts(chunks: Sequence[_Chunk], num_ranks: int, number: int, rank: PartOps) -> None:
+    parts = [part for chunk in chunks for part in _parts_of(chunk, number, num_ranks)]
+    rank.use()
+    rank.load_parallel([part.into for part in parts], partial(_copy, parts))
+
+
+def _load_padding(targets: Sequence[GroupArray], num_ranks: int, number: int, rank: PartOps) -> None:
+    padding = [rows for array in targets for rows in _padding_of(array, number, num_ranks)]
+    if padding:
+        rank.use()
+        rank.load_parallel(padding, _zero)
 
 
 def _read_pieces(chunks: Sequence[_Chunk], read: Read, pieces: Iterator[Piece]) -> None:

@@ -13,7 +13,6 @@ from tests.support.kernel_checks import normal
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("cards", [(0, 0), (0, 1)], ids=["one card", "2 cards"])
 @pytest.mark.parametrize("what", ["push", "pull", "two-shot", "gather"])
 def test_a_rank_that_never_comes(open_cards, rng, monkeypatch, cards, what):

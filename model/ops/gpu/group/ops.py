@@ -73,11 +73,17 @@ class CudaGroupOps(GroupOps):
         fetches = [ops.download_async(own[rank]) for rank, ops in self._turns()]
 
         def fetch() -> list[np.ndarray]:
-            hosts = [each() for each in fetches]
+            hosts = [self._fetched(rank, each) for rank, each in enumerate(fetches)]
             self.sums.check([host.pop() for host in hosts])
             return [whole_of(array, parts) for array, *parts in zip(arrays, *hosts, strict=True)]
 
         return fetch
+
+    def _fetched(self, rank: int, fetch: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
+        try:
+            return fetch()
+        except RuntimeError as error:  # CuPy's do not name the device
+            raise RuntimeError(f"rank {rank} ({self._cuda_ranks[rank].label}) failed: {error}") from error
 
     def _check(self) -> None:
         self.sums.check([ops.download(error) for ops, error in self._parts(self._errors)])

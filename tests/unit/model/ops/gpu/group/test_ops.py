@@ -78,6 +78,16 @@ def test_what_is_read_after_a_late_rank_is_an_error(ops):
             read()
 
 
+def test_a_rank_that_fails_is_named(ops, monkeypatch):
+    def lost():
+        raise RuntimeError("cudaErrorIllegalAddress")
+
+    monkeypatch.setattr(ops.ranks[1], "download_async", lambda arrays: lost)
+    fetch = ops.download_async([ops.upload(np.arange(3))])
+    with pytest.raises(RuntimeError, match=r"rank 1 \(cuda:1, Fake, 0000:01:00.0\) failed: cudaErrorIllegalAddress"):
+        fetch()
+
+
 def test_norms_over_all_heads_take_one_launch(ops, log):
     qkv = SplitArray(group_array(GroupArray, 3, 16).parts, Split(1, (Section(16), Section(8), Section(8))))
     ops.normalise_qk(qkv, group_array(GroupArray, 16), group_array(GroupArray, 8), 1e-5)
