@@ -1,10 +1,10 @@
 """Tokens of the demo model with drafts and without, on the CPU: they must be equal.
 
-    python -m tests.bench.speculative_tokens [--prompts 1000] [--out FILE]
+    python -m tests.bench.speculative_tokens [--prompts 1000] [--kinds penalties,logprobs] [--out FILE]
 
 Every prompt is sent in each kind of sampling, to an engine without drafts and to one with as many as are found. Batches
-of prompts take turns with n-gram, suffix, and a drafter that knows the answer and errs at random positions. Exits with
-1 if a token, an end or a log-probability differs.
+of prompts take turns with n-gram, suffix, and a drafter that knows the answer and errs at random positions. The file is
+written after each batch. Exits with 1 if a token, an end or a log-probability differs.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from model.sampling_params import SamplingParams
 from model.text.grammar import regex_grammar
 from model.text.tokenizer import Tokenizer
 from service.bench.flag_values import whole_number
+from service.bench.report import check_report_flags, run_script, write_report
 from service.engine.drafting.drafter import Drafter
 from service.engine.drafting.ngram import NgramDrafter
 from service.engine.drafting.suffix import SuffixDrafter
 from service.engine.engine import Engine
 from service.engine.request import EngineRequest
+from service.errors import StartupError
 from tests.fakes.drafters import KnowingDrafter
 from tests.support.demo_engine import DEMO, DemoEngines
-from tests.support.measuring import tell
 from tests.support.received import Received, run_steps
 
 KINDS = {
@@ -61,26 +62,36 @@ class Figures:
     num_different: int = 0  # answers
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--prompts", default="1000", help="prompts of each kind (default: 1000)")
-    parser.add_argument("--out", type=Path, help="JSON file for the figures (default: none)")
+    parser.add_argument("--kinds", default=",".join(KINDS), help=f"some of: {', '.join(KINDS)} (default: all)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file for the figures (default: none)")
+    parser.set_defaults(plot=None)
     flags = parser.parse_args()
+    check_report_flags(flags)
+    kinds = [kind.strip() for kind in flags.kinds.split(",")]
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise StartupError(f"--kinds: {unknown[0]!r} is not known ({', '.join(KINDS)})")
     num_prompts, start_s = whole_number("--prompts", flags.prompts), time.monotonic()
-    figures = measure(num_prompts)
-    record = {"bench": "speculative_tokens", "num_prompts": num_prompts, "kinds": [asdict(row) for row in figures]}
-    tell({**record, "elapsed_s": round(time.monotonic() - start_s)}, flags.out)
-    return int(any(row.num_different for row in figures))
+    figures: dict[str, Figures] = {}
+    for row in measure(num_prompts, kinds):
+        figures[row.kind] = row
+        rows = [asdict(one) for one in figures.values()]
+        record = {"bench": "speculative_tokens", "elapsed_s": round(time.monotonic() - start_s), "kinds": rows}
+        write_report(flags, record, {})
+    for row in figures.values():
+        print(row)
+    if any(row.num_different for row in figures.values()):
+        sys.exit(1)
 
 
-def measure(num_prompts: int) -> list[Figures]:
+def measure(num_prompts: int, kinds: list[str]) -> Iterator[Figures]:
+    """Yield the figures of a kind so far after each batch."""
     engines, rng = DemoEngines(NumpyOps(np.dtype(np.float32))), random.Random(0)
     prompts = [drawn_prompt(rng) for _ in range(num_prompts)]
-    figures = []
-    for kind in KINDS:
-        figures.append(_measure_kind(engines, kind, prompts))
-        print(figures[-1], flush=True)
-    return figures
+    for kind in kinds:
+        yield from _measure_kind(engines, kind, prompts)
 
 
 def drawn_prompt(rng: random.Random) -> tuple[int, ...]:
@@ -91,7 +102,7 @@ def drawn_prompt(rng: random.Random) -> tuple[int, ...]:
     return tuple(TOKENIZER.encode(story, add_special_tokens=False))
 
 
-def _measure_kind(engines: DemoEngines, kind: str, prompts: list[tuple[int, ...]]) -> Figures:
+def _measure_kind(engines: DemoEngines, kind: str, prompts: list[tuple[int, ...]]) -> Iterator[Figures]:
     figures = Figures(kind)
     for number, first in enumerate(range(0, len(prompts), PROMPTS_AT_ONCE)):
         some = prompts[first : first + PROMPTS_AT_ONCE]
@@ -113,7 +124,7 @@ def _measure_kind(engines: DemoEngines, kind: str, prompts: list[tuple[int, ...]
             figures.num_answers += 1
             figures.num_tokens += received.num_output_tokens
             figures.num_different += not _are_equal(received, drafted[name])
-    return figures
+        yield figures
 
 
 def _drafter(number: int, plain: dict[str, Received]) -> Drafter:
@@ -145,4 +156,4 @@ def _numbers(logprobs: list) -> Iterator[float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)
