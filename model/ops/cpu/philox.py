@@ -31,11 +31,14 @@ def philox_words(counters: np.ndarray, seeds: np.ndarray) -> np.ndarray:
 
 def gumbel_noise(token_ids: np.ndarray, seeds: np.ndarray, positions: np.ndarray, branches: np.ndarray) -> np.ndarray:
     """Return Gumbel noise float32[N] of `Ops.sample`; arrays are [N], seeds uint64. Neighbours share words."""
-    counters = np.zeros((len(token_ids), 4), np.uint32)
-    counters[:, 0], counters[:, 1], counters[:, 2] = token_ids // 4, positions, branches
+    groups = token_ids // 4
     is_new = np.ones(len(token_ids), bool)
-    is_new[1:] = (np.diff(counters[:, :3], axis=0) != 0).any(axis=1) | (np.diff(seeds) != 0)
-    words = philox_words(counters[is_new], seeds[is_new])[np.cumsum(is_new) - 1, token_ids % 4]
+    is_new[1:] = groups[1:] != groups[:-1]
+    for column in (positions, branches, seeds):
+        is_new[1:] |= column[1:] != column[:-1]
+    counters = np.zeros((np.count_nonzero(is_new), 4), np.uint32)
+    counters[:, 0], counters[:, 1], counters[:, 2] = groups[is_new], positions[is_new], branches[is_new]
+    words = philox_words(counters, seeds[is_new])[np.cumsum(is_new) - 1, token_ids % 4]
     uniform = ((words >> 9).astype(np.float64) + 0.5) * 2.0**-23
     noise: np.ndarray = -np.log(-np.log(uniform))
     return noise.astype(np.float32)

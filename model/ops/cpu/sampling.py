@@ -9,6 +9,9 @@ import numpy as np
 from model.ops.cpu.philox import gumbel_noise
 from model.ops.interface import Array, Bias, Penalties, Sampled, SamplingArrays, TokenCandidates, TokenMask
 
+NOISE_SPAN = np.float32(19.5)
+"""More than two tokens' Gumbel noise can differ by: -log(-log(u)) of u in [2**-24, 1 - 2**-24]."""
+
 
 def sample(logits: Array, how: SamplingArrays, out: Array | None) -> Sampled:
     """`Ops.sample`."""
@@ -26,7 +29,7 @@ def sample(logits: Array, how: SamplingArrays, out: Array | None) -> Sampled:
         # A quotient that overflows leaves only the best token.
         drawn = np.flatnonzero(np.isfinite(best / how.temperature))
     if drawn.size:
-        adjusted[drawn] = _perturbed(adjusted[drawn], how, drawn)
+        adjusted[drawn] = perturbed(adjusted[drawn], how, drawn)
     token_ids = np.where(is_nan, 0, np.argmax(adjusted, axis=1)).astype(np.int32)
     if out is not None:
         out[...] = token_ids
@@ -49,7 +52,7 @@ def sample_part(logits: Array, how: SamplingArrays, first_token: int) -> TokenCa
     is_drawn = np.isfinite(scaled)
     drawn = np.flatnonzero(is_drawn)
     if drawn.size:
-        adjusted[drawn] = _perturbed(adjusted[drawn], how, drawn, first_token)
+        adjusted[drawn] = perturbed(adjusted[drawn], how, drawn, np.arange(first_token, first_token + logits.shape[1]))
     token_ids = np.argmax(adjusted, axis=1)
     score = np.where(how.temperature == 0, np.float32(0), scaled)
     score[drawn] = adjusted[drawn, token_ids[drawn]]
@@ -113,17 +116,22 @@ def forbid(logits: np.ndarray, mask: TokenMask) -> None:
     logits[masked] = np.where(bits, logits[masked], -np.inf)
 
 
-def _perturbed(logits: np.ndarray, how: SamplingArrays, rows: np.ndarray, first_token: int = 0) -> np.ndarray:
-    """logits [N, V] of `rows` of `how`, from `first_token` on -> logits / temperature + noise; -inf: left out."""
+def perturbed(
+    logits: np.ndarray, how: SamplingArrays, rows: np.ndarray, vocabulary: np.ndarray | None = None
+) -> np.ndarray:
+    """logits [N, V] of `rows` of `how` -> logits / temperature + noise; -inf: left out. Tokens that cannot be the best
+    get no noise. `vocabulary` int[V]: their ids, unless they are 0..V-1."""
     with np.errstate(over="ignore"):
         scaled: np.ndarray = logits / how.temperature[rows, None]
     cut = (how.top_k[rows] < logits.shape[1]) | (how.top_p[rows] < 1) | (how.min_p[rows] > 0)
     if cut.any():
         thresholds = _thresholds(scaled[cut], how.top_k[rows[cut]], how.top_p[rows[cut]], how.min_p[rows[cut]])
         scaled[cut] = np.where(scaled[cut] >= thresholds[:, None], scaled[cut], -np.inf)
-    kept, token_ids = np.nonzero(scaled > -np.inf)
+    best = scaled.max(axis=1, keepdims=True)
+    kept, columns = np.nonzero(scaled > best - NOISE_SPAN - 4 * np.spacing(np.abs(best)))
+    token_ids = columns if vocabulary is None else vocabulary[columns]
     at = rows[kept]
-    scaled[kept, token_ids] += gumbel_noise(token_ids + first_token, how.seed[at], how.position[at], how.branch[at])
+    scaled[kept, columns] += gumbel_noise(token_ids, how.seed[at], how.position[at], how.branch[at])
     return scaled
 
 
