@@ -134,7 +134,7 @@ class Eagle3Head:
         self._down = _transposed(weights[f"{LAYER}mlp.down_proj.weight"])
         self._lm_head = _transposed(weights["lm_head.weight"] * weights["norm.weight"])
         self._hidden_norm = weights[f"{LAYER}hidden_norm.weight"] if config.norm_before_residual else None
-        self._token_ids = token_ids
+        self.token_ids = token_ids
         self._embedding = embedding
         self._embedding_scale = self._norm_scale(embedding.astype(np.float32, copy=False))
         cos, sin = rope_tables(config.rope, config.head_dim, max_model_len)
@@ -171,8 +171,8 @@ class Eagle3Head:
         return attended
 
     def finish(self, hidden: np.ndarray, attended: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """hidden [S, H], attended [S, Hq * D] -> output [S, H], the next step's hidden state, and its likeliest token
-        int64[S]."""
+        """hidden [S, H], attended [S, Hq * D] -> output [S, H], the next step's hidden state, and logits float32[S, V]
+        of `token_ids`."""
         if self._hidden_norm is not None:
             hidden = hidden * self._norm_scale(hidden) * self._hidden_norm
         out = attended @ self._output
@@ -182,8 +182,9 @@ class Eagle3Head:
         up /= 1 + np.exp(-gate)
         up *= gate
         out += up @ self._down
-        ids: np.ndarray = self._token_ids[(out @ self._lm_head).argmax(axis=1)]  # a norm's scale keeps the order
-        return out, ids
+        logits: np.ndarray = out @ self._lm_head
+        logits *= self._norm_scale(out)
+        return out, logits
 
     def _norm_scale(self, x: np.ndarray) -> np.ndarray:
         """x [T, H] -> [T, 1]."""

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 
-_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
-_LOW = np.uint64(0xFFFFFFFF)
+FEW = 8
+"""Numbers that plain integers give sooner than arrays."""
+_FIRST, _SECOND = 0xD2511F53, 0xCD9E8D57
+_MULTIPLIERS = (np.uint64(_FIRST), np.uint64(_SECOND))
+_STEPS = (0x9E3779B9, 0xBB67AE85)
+_WEYL = (np.uint64(_STEPS[0]), np.uint64(_STEPS[1]))
+_MASK = 0xFFFFFFFF
+_LOW = np.uint64(_MASK)
 _HALF = np.uint64(32)
 
 
@@ -31,6 +36,9 @@ def philox_words(counters: np.ndarray, seeds: np.ndarray) -> np.ndarray:
 
 def gumbel_noise(token_ids: np.ndarray, seeds: np.ndarray, positions: np.ndarray, branches: np.ndarray) -> np.ndarray:
     """Return Gumbel noise float32[N] of `Ops.sample`; arrays are [N], seeds uint64. Neighbours share words."""
+    if len(token_ids) <= FEW:
+        columns = (column.tolist() for column in (token_ids, positions, branches, seeds))
+        return _gumbel(np.array([_word(*one) for one in zip(*columns, strict=True)], np.uint32))
     groups = token_ids // 4
     is_new = np.ones(len(token_ids), bool)
     is_new[1:] = groups[1:] != groups[:-1]
@@ -39,6 +47,22 @@ def gumbel_noise(token_ids: np.ndarray, seeds: np.ndarray, positions: np.ndarray
     counters = np.zeros((np.count_nonzero(is_new), 4), np.uint32)
     counters[:, 0], counters[:, 1], counters[:, 2] = groups[is_new], positions[is_new], branches[is_new]
     words = philox_words(counters, seeds[is_new])[np.cumsum(is_new) - 1, token_ids % 4]
+    return _gumbel(words)
+
+
+def _gumbel(words: np.ndarray) -> np.ndarray:
     uniform = ((words >> 9).astype(np.float64) + 0.5) * 2.0**-23
     noise: np.ndarray = -np.log(-np.log(uniform))
     return noise.astype(np.float32)
+
+
+def _word(token_id: int, position: int, branch: int, seed: int) -> int:
+    """Return the token's word of `philox_words`."""
+    first, second, third, fourth = token_id // 4, position, branch, 0
+    key, other_key = seed & _MASK, seed >> 32
+    for _ in range(10):
+        one, two = first * _FIRST, third * _SECOND
+        first, second = two >> 32 ^ second ^ key, two & _MASK
+        third, fourth = one >> 32 ^ fourth ^ other_key, one & _MASK
+        key, other_key = key + _STEPS[0] & _MASK, other_key + _STEPS[1] & _MASK
+    return (first, second, third, fourth)[token_id % 4]

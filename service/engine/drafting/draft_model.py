@@ -1,4 +1,4 @@
-"""Drafts of a smaller model with the same vocabulary, greedily."""
+"""Drafts of a smaller model with the same vocabulary."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from model.families.llama import Llama
 from model.ops.interface import Array
 from service.engine.drafting.draft_time import DraftTime
 from service.engine.drafting.drafter import DRAFT_MODEL
+from service.engine.drafting.draws import drawn
 from service.engine.sequence import Sequence
 
 SHORT_CATCH_UP = 32
@@ -101,11 +102,12 @@ class DraftModelDrafter:
         self._read[sequence] = _Read(num_tokens, drafts, sequence.block_table[:], before)
 
     def _forward(self, sequences: list[Sequence], tokens: list[array[int]], starts: list[int]) -> list[int]:
-        """Read `tokens` at `starts`; return each sequence's likeliest next one."""
+        """Read `tokens` at `starts`; return each sequence's next one."""
         ops = self._model.ops
         with ops.scratch():
             logits = self._model.forward(self._batch(sequences, tokens, starts), self._kv)
-            ids: list[int] = logits.argmax(axis=1).tolist()
+            ends = [start + len(own) for start, own in zip(starts, tokens, strict=True)]
+            ids: list[int] = drawn(logits, sequences, ends).tolist()
         return ids
 
     def _batch(self, sequences: list[Sequence], tokens: list[array[int]], starts: list[int]) -> Batch:

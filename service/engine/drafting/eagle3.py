@@ -13,6 +13,7 @@ from model.ops.group.arrays import on_rank
 from model.ops.interface import Array
 from service.engine.drafting.draft_time import DraftTime
 from service.engine.drafting.drafter import EAGLE3
+from service.engine.drafting.draws import drawn
 from service.engine.execution.decode_batch import BatchLayout
 from service.engine.sequence import Sequence
 
@@ -128,7 +129,8 @@ class Eagle3Drafter:
         context = self._gather(tables, lengths)
         for step in range(1, num_steps + 1):
             attended = head.attend(q, context.keys, context.values, context.mask)
-            hidden, ids = head.finish(hidden, attended)
+            hidden, logits = head.finish(hidden, attended)
+            ids = drawn(logits, ready, lengths[: len(ready)] + step, head.token_ids)
             for sequence, token_id in zip(ready, ids.tolist(), strict=True):
                 drafts[sequence].append(token_id)
             ready = [sequence for sequence in ready if counts[sequence] > step]

@@ -95,7 +95,8 @@ def test_a_head_computes_the_published_algorithm(tmp_path, norm_before_residual)
         mask = np.where(np.arange(9) <= at, 0, -np.inf).astype(np.float32)[None, None, None]
         out, drafted = head.finish(hidden[at : at + 1], head.attend(q[at : at + 1], keys, values, mask))
         np.testing.assert_allclose(out[0], wanted[at], rtol=1e-3, atol=1e-3)
-        assert drafted[0] == 4 * logits[at].argmax()  # id = index + d2t
+        np.testing.assert_allclose(drafted[0], logits[at], rtol=1e-3, atol=1e-3)
+    assert head.token_ids.tolist() == [4 * index for index in range(len(logits[0]))]  # id = index + d2t
 
 
 def layer(**changes):

@@ -119,7 +119,7 @@ def test_drafts_change_no_token(engines, heads, requests, plain, answers, name):
     if name == "eagle3":
         assert stats.num_accepted_by_source[3] > 50
     if name == "same model":
-        assert stats.num_accepted_by_source[4] > 150
+        assert stats.num_accepted_by_source[4] > 0.8 * stats.num_drafted_by_source[4] > 150  # penalties change some
     assert stats.num_output_tokens == sum(map(len, answers.values()))
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
+from model.ops.cpu.philox import gumbel_noise
 from model.ops.interface import Bias, Penalties, Sampled, SamplingArrays, TokenMask
 
 OPS = NumpyOps()
@@ -232,3 +233,14 @@ def test_a_tiny_temperature_is_greedy_not_nan(temperature, options):
     sampled = sample(logits, temperature=temperature, **options)
     assert sampled.token_ids.tolist() == [2] * 12
     assert not sampled.is_nan.any()
+
+
+@pytest.mark.parametrize("scale", [0.1, 3.0, 300.0, 3e6])
+@pytest.mark.parametrize("temperature", [0.01, 1.0, 30.0])
+def test_tokens_left_without_noise_are_never_drawn(scale, temperature):
+    logits = (np.random.default_rng(int(scale)).normal(size=(40, 300)) * scale).astype(np.float32)
+    params = how(40, temperature=temperature)
+    rows, token_ids = np.indices(logits.shape).reshape(2, -1)
+    noise = gumbel_noise(token_ids, params.seed[rows], params.position[rows], params.branch[rows])
+    wanted = (logits / np.float32(temperature) + noise.reshape(logits.shape)).argmax(axis=1)
+    assert sample(logits, temperature=temperature).token_ids.tolist() == wanted.tolist()

@@ -1,0 +1,49 @@
+"""Drafts drawn as the sampler will draw their positions: with the same noise, from the drafter's own logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from model.ops.cpu.sampling import perturbed
+from model.ops.interface import SamplingArrays
+from model.sampler import RECORD
+from service.engine.sequence import Sequence
+
+SPAN = 6.0
+"""A token is drawn only with a logit, over the temperature, this far below the best or nearer."""
+
+
+def drawn(
+    logits: np.ndarray, sequences: Seq[Sequence], positions: Seq[int] | np.ndarray, vocabulary: np.ndarray | None = None
+) -> np.ndarray:
+    """Return token ids int64[S] at `positions`; logits float32[S, V] of `vocabulary` int64[V], or of 0..V-1.
+    Penalties, biases and grammars are left to the sampler."""
+    chosen: np.ndarray = logits.argmax(axis=1)
+    records = np.frombuffer(b"".join(one.sampling_record for one in sequences), RECORD)
+    rows = np.flatnonzero(records["temperature"])
+    if rows.size:
+        own, how = logits[rows], _arrays(records[rows], np.array(positions, np.uint32)[rows])
+        least = own.max(axis=1) - np.float32(SPAN) * how.temperature
+        columns = np.flatnonzero((own >= least[:, None]).any(axis=0))
+        if len(columns) > 1:
+            ids = columns if vocabulary is None else vocabulary[columns]
+            chosen[rows] = columns[perturbed(own[:, columns], how, np.arange(rows.size), ids).argmax(axis=1)]
+    return chosen if vocabulary is None else vocabulary[chosen]
+
+
+def _arrays(records: np.ndarray, positions: np.ndarray) -> SamplingArrays:
+    return SamplingArrays(
+        temperature=records["temperature"],
+        top_k=records["top_k"],
+        top_p=records["top_p"],
+        min_p=records["min_p"],
+        seed=records["seed"],
+        position=positions,
+        branch=records["branch"],
+        penalties=None,
+        bias=None,
+        num_logprobs=0,
+        with_logprobs=False,
+    )
