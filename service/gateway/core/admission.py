@@ -31,30 +31,60 @@ MAX_SHOWN_IDS = 1 << 19
 """Half of what a record holds."""
 
 
+class TextStage:
+    """Prompts to token ids, forms to grammars, off the event loop where they take long."""
+
+    def __init__(self, model: ServedModel, settings: Settings, threads: TextThreads, grammars: GrammarPool) -> None:
+        self.model = model
+        self.settings = settings
+        self._threads = threads
+        self._grammars = grammars
+        self._reader = PromptReader(model, settings)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises RequestError for what the model cannot do."""
+        self._reader.check(request)
+
+    async def read(self, request: GenerationRequest, tenant: str, max_model_len: int) -> tuple[Tokenized, str | None]:
+        """Return the prompts and the compiled grammar. Raises RequestError."""
+        if _is_quick_to_tokenize(request):
+            read, task = self._tokenize(request, max_model_len)
+        else:
+            read, task = await self._threads.run(tenant, self._tokenize, request, max_model_len)
+        return read, None if task is None else await self._compiled(request, task, tenant)
+
+    def _tokenize(self, request: GenerationRequest, max_model_len: int) -> tuple[Tokenized, PackedTask | None]:
+        read = self._reader.read(request, max_model_len)
+        return read, None if read.task is None else PackedTask.of(read.task)
+
+    async def _compiled(self, request: GenerationRequest, task: PackedTask, tenant: str) -> str:
+        requested = request.sampling.grammar
+        try:
+            return await self._grammars.compile(task, tenant)
+        except GrammarError as error:
+            raise grammar_refusal(error, "tools" if requested is None else requested.param) from None
+
+
 class Admission:
     def __init__(
         self,
-        model: ServedModel,
+        text: TextStage,
         queue: GatewayQueue,
         fleet: Fleet,
         pressure: BackPressure,
-        settings: Settings,
-        feed: str,
-        threads: TextThreads,
-        grammars: GrammarPool,
         adapters: Adapters,
+        feed: str,
     ) -> None:
-        self._model = model
+        """`feed`: name of the queue's feed with this gateway's events."""
+        self._model = text.model
+        self._text = text
         self._queue = queue
         self._fleet = fleet
         self._pressure = pressure
-        self._settings = settings
-        self._feed = feed
-        self._threads = threads
-        self._grammars = grammars
         self._adapters = adapters
-        self._reader = PromptReader(model, settings)
-        self._sampling = SamplingResolver(model.defaults, settings)
+        self._feed = feed
+        self._max_timeout_s = text.settings.request_timeout
+        self._sampling = SamplingResolver(text.model.defaults, text.settings)
         self._draining = False
 
     @property
@@ -74,13 +104,12 @@ class Admission:
         if not self._model.generates and not request.sampling.embeds:
             raise RequestError(400, "This model has no head: it only embeds (/v1/embeddings).", param="model")
         request = replace(request, model=self._model.name if adapter is None else adapter.name)
-        self._reader.check(request)
+        self._text.check(request)
         view = await self._check_room(tenant, len(request.prompts))
         timeout_s = self._timeout_s(request)
         max_model_len = view.max_model_len(self._model.max_model_len)
-        read, task = await self._tokenized(request, tenant, max_model_len)
+        read, grammar = await self._text.read(request, tenant, max_model_len)
         prompts = read.prompts
-        grammar = None if task is None else await self._compiled(request, task, tenant)
         seed = request.sampling.seed
         if seed is None:
             seed = secrets.randbits(64) if request_id is None else seed_of(request_id)
@@ -133,24 +162,6 @@ class Admission:
         except QueueUnavailable:
             raise unavailable() from None
 
-    async def _tokenized(
-        self, request: GenerationRequest, tenant: str, max_model_len: int
-    ) -> tuple[Tokenized, PackedTask | None]:
-        if _is_quick_to_tokenize(request):
-            return self._tokenize(request, max_model_len)
-        return await self._threads.run(tenant, self._tokenize, request, max_model_len)
-
-    def _tokenize(self, request: GenerationRequest, max_model_len: int) -> tuple[Tokenized, PackedTask | None]:
-        read = self._reader.read(request, max_model_len)
-        return read, None if read.task is None else PackedTask.of(read.task)
-
-    async def _compiled(self, request: GenerationRequest, task: PackedTask, tenant: str) -> str:
-        requested = request.sampling.grammar
-        try:
-            return await self._grammars.compile(task, tenant)
-        except GrammarError as error:
-            raise grammar_refusal(error, "tools" if requested is None else requested.param) from None
-
     async def _check_room(self, tenant: str, num_jobs: int) -> FleetView:
         if self._draining:
             raise draining()
@@ -163,7 +174,7 @@ class Admission:
         return view
 
     def _timeout_s(self, request: GenerationRequest) -> float:
-        max_s = self._settings.request_timeout
+        max_s = self._max_timeout_s
         if request.timeout_s is None:
             return max_s
         if request.timeout_s > max_s:

@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from service.config.settings import Settings
 from service.gateway.core.accepted_request import AcceptedRequest
 from service.gateway.core.adapters import Adapters
-from service.gateway.core.admission import Admission
+from service.gateway.core.admission import Admission, TextStage
 from service.gateway.core.back_pressure import BackPressure
 from service.gateway.core.dispatcher import Reader, RequestDispatcher, read_to_end
 from service.gateway.core.fleet import Fleet
@@ -59,9 +59,8 @@ class InferenceService:
         self.fleet = Fleet(queue, model.name, asyncio.get_running_loop().time)
         self.pressure = BackPressure(settings, asyncio.get_running_loop().time)
         self.adapters = Adapters(model, queue, settings)
-        self.admission = Admission(
-            model, queue, self.fleet, self.pressure, settings, feed, self.threads, self.grammars, self.adapters
-        )
+        text = TextStage(model, settings, self.threads, self.grammars)
+        self.admission = Admission(text, queue, self.fleet, self.pressure, self.adapters, feed)
         self.storage = storage_limits(settings)
         self.dispatcher = RequestDispatcher(model, queue, self.pressure, self.metrics, settings, tracing)
         self.request_store = RequestStore(
