@@ -162,7 +162,7 @@ def _cubin_path(name: str, arch: str, defines: Mapping[str, int], cache: Path) -
     return cache / f"{name}-sm_{arch}-{_fingerprint(name, arch, defines)}.cubin"
 
 
-def compile_cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
+def compile_cubin(name: str, arch: str, defines: Mapping[str, int], *more_options: str) -> bytes:
     """Compile cuda/<folder>/<name>.cu for sm_<arch>, without a GPU. Raises KernelError."""
     folder = source_folder()
     source = source_path(name)
@@ -171,7 +171,7 @@ def compile_cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
         raise KernelError("cuda_fp16.h was not found: install the 'cuda' extra (cuda-toolkit[cudart])")
     with _loading:
         _load_compiler()
-    options = (*_options(arch, defines), f"-I{folder}", f"-I{headers}")
+    options = (*_options(arch, defines), f"-I{folder}", f"-I{headers}", *more_options)
     program = nvrtc.createProgram(source.read_text(encoding="utf-8"), str(source), (), ())
     try:
         nvrtc.compileProgram(program, options)
