@@ -33,7 +33,7 @@ def search(
         for place, offer in enumerate(np.argsort(-totals, kind="stable").tolist()):
             rank, token = divmod(offer, len(rows[0]))
             total, output = float(totals[offer]), [*beams[rank][1], token]
-            if total == -math.inf or (place >= beam.width and len(following) == beam.width):
+            if total == -math.inf or (place >= beam.width and (len(following) == beam.width or length == longest)):
                 break
             is_stopped = token in stop_ids or is_complete(output)
             if not is_stopped and length < longest:

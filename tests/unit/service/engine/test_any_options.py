@@ -18,7 +18,7 @@ from service.engine.request import AdapterSource, EngineRequest
 from service.engine.step import TokenLogprob
 from tests.fakes.drafters import LyingDrafter
 from tests.support.adapters import source_of, write_adapter
-from tests.support.demo_engine import DEMO, DemoEngines
+from tests.support.demo_engine import DEMO, TWO_LAYERS, DemoEngines
 from tests.support.received import Received, run_steps
 from tests.support.rowwise_ops import RowwiseAheadOps, RowwiseOps
 from tests.unit.service.engine.execution.test_executor import FLOAT32, AheadOps
@@ -66,7 +66,7 @@ BRANCHES = (
 
 @pytest.fixture(scope="module")
 def steady():
-    return DemoEngines(NumpyOps(FLOAT32))
+    return DemoEngines(NumpyOps(FLOAT32), num_layers=TWO_LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def adapters(steady, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ahead():
-    return DemoEngines(AheadOps(FLOAT32))
+    return DemoEngines(AheadOps(FLOAT32), num_layers=TWO_LAYERS)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from service.engine.request import EngineRequest
 from service.errors import EndReason
 from tests.fakes.plain_model import PlainModel
 from tests.support.beam_reference import search
-from tests.support.demo_engine import DemoEngines
+from tests.support.demo_engine import TWO_LAYERS, DemoEngines
 from tests.support.received import run_steps
 from tests.unit.service.engine.execution.test_executor import AheadOps
 
@@ -25,12 +25,12 @@ PROMPT = [*range(40, 51)]
 @pytest.fixture(scope="module", params=[NumpyOps, AheadOps])
 def engine_of(request):
     """An idle engine of these sizes, the same one each time: to capture its steps on NumPy takes a while."""
-    return cache(DemoEngines(request.param(FLOAT32)).make)
+    return cache(DemoEngines(request.param(FLOAT32), num_layers=TWO_LAYERS).make)
 
 
 @pytest.fixture(scope="module")
 def plain():
-    engines = DemoEngines(NumpyOps(FLOAT32))
+    engines = DemoEngines(NumpyOps(FLOAT32), num_layers=TWO_LAYERS)
     return PlainModel(engines.model, engines.eos_token_ids)
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from concurrent import futures
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from service.engine.request import BranchHistory, EngineRequest
 from service.errors import EndReason
 from tests.fakes.plain_model import PlainModel
 from tests.support.beam_reference import search
-from tests.support.demo_engine import DEMO, DemoEngines
+from tests.support.demo_engine import DEMO, TWO_LAYERS, DemoEngines
 from tests.support.random_schemas import random_schema
 from tests.support.received import run_steps
 from tests.support.schema_validator import is_valid
@@ -39,7 +40,7 @@ PROMPT = tuple(TOKENIZER.encode("Once upon a time"))
 
 @pytest.fixture(scope="module")
 def engines():
-    return DemoEngines(AheadOps(FLOAT32))
+    return DemoEngines(AheadOps(FLOAT32), num_layers=TWO_LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def engine(engines):
 
 @pytest.fixture(scope="module")
 def plain():
-    engines = DemoEngines(NumpyOps(FLOAT32))
+    engines = DemoEngines(NumpyOps(FLOAT32), num_layers=TWO_LAYERS)
     return PlainModel(engines.model, engines.eos_token_ids)
 
 
@@ -143,7 +144,7 @@ def test_a_stop_id_that_alone_fits_within_min_tokens_is_a_token_and_ends_nothing
     received, ends = run(
         engines.make(),
         ask("bound", regex_grammar("ab[ac]{2}c"), stop_token_ids=stops, min_tokens=4, **params),
-        ask("free", None, max_tokens=5),
+        ask("free", None, max_tokens=5, ignore_eos=True),
     )
     assert re.fullmatch("ab[ac]{2}c", text(received["bound", 0]))
     assert set(received["bound", 0]) & set(stops)
@@ -247,9 +248,8 @@ def test_a_beam_whose_grammar_grows_beyond_its_limits_fails_its_own_request(engi
 
 def test_penalties_and_a_grammar_together(engines):
     params = {"temperature": 0.0, "frequency_penalty": 2.0}
-    received, _ = run(
-        engines.make(), ask("a", regex_grammar("[a-z]{60}"), **params), ask("b", None, max_tokens=30, **params)
-    )
+    free = ask("b", None, max_tokens=30, ignore_eos=True, **params)
+    received, _ = run(engines.make(), ask("a", regex_grammar("[a-z]{60}"), **params), free)
     assert re.fullmatch("[a-z]{60}", text(received["a", 0]))
     assert len(set(received["b", 0])) > 15
 
@@ -396,6 +396,7 @@ def test_masks_of_many_sequences_are_those_of_each(engines):
         engine.add_request(
             ask(str(i), None if i % 4 == 0 else regex_grammar(f"[{chr(97 + i)}0-9]{{30}}"), max_tokens=40)
         )
+    futures.wait([call.future for call in engine._grammars._compiling.values()])  # else some end before all have begun
     while len(engine.running) < 20:
         engine.step()
     samplers = engine.running
