@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.errors import ModelError
-from model.hub.files import INDEX_FILE, small_files, weight_files
+from model.hub.files import INDEX_FILE, MODEL_FILES, ServedFiles
 from model.json_files import read_json_object
 
 DEFAULT_REVISION = "main"
@@ -70,7 +70,7 @@ class CachedRepository:
         snapshot = self.folder / "snapshots" / commit
         return snapshot if snapshot.is_dir() else None
 
-    def complete_snapshot(self, revision: str) -> Path:
+    def complete_snapshot(self, revision: str, files: ServedFiles = MODEL_FILES) -> Path:
         """Return the folder if all served files are there. Raises ModelError with what is missing."""
         snapshot = self.snapshot(revision)
         if snapshot is None:
@@ -79,6 +79,6 @@ class CachedRepository:
             raise ModelError("is an interrupted download")
         available = {path.name for path in snapshot.iterdir() if path.exists()}  # a blob may be missing
         nested = {str(path.relative_to(snapshot)) for path in snapshot.glob("*/*") if path.exists()}
-        small_files(available)
-        weight_files(available | nested, lambda: read_json_object(snapshot / INDEX_FILE, INDEX_BYTES))
+        files.small(available)
+        files.weights(available | nested, lambda: read_json_object(snapshot / INDEX_FILE, INDEX_BYTES))
         return snapshot

@@ -25,7 +25,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.hub.cache import INDEX_BYTES, CachedRepository
-from model.hub.files import CONFIG, INDEX_FILE, small_files, weight_files
+from model.hub.files import CONFIG, INDEX_FILE, MODEL_FILES, ServedFiles
 from model.hub.resume import LIBRARY, WantedBlob, resume_killed
 from model.json_files import read_json_object
 
@@ -38,7 +38,7 @@ _GIT_SHA1 = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-def download_model(name: str, revision: str, cache: Path) -> Path:
+def download_model(name: str, revision: str, cache: Path, files: ServedFiles = MODEL_FILES) -> Path:
     """Download what is served of `name` and return its snapshot folder. Raises ModelError with one line.
 
     The config is read before the weights are fetched. Until all hashes are checked, a marker keeps the snapshot from
@@ -49,24 +49,24 @@ def download_model(name: str, revision: str, cache: Path) -> Path:
     for library in ("huggingface_hub", "httpx", "httpx2"):
         logging.getLogger(library).setLevel(logging.ERROR)
     try:
-        return _download(name, revision, cache)
+        return _download(name, revision, cache, files)
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from None
     except Exception as error:  # the client raises errors of many libraries
         raise ModelError(f"{name}: {_reason(error, name, revision, cache)}") from error
 
 
-def _download(name: str, revision: str, cache: Path) -> Path:
+def _download(name: str, revision: str, cache: Path, files: ServedFiles) -> Path:
     info = HfApi(library_name=LIBRARY).model_info(name, revision=revision, files_metadata=True)
     sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
     repository = CachedRepository.of(cache, name)
     repository.folder.mkdir(parents=True, exist_ok=True)
     repository.unverified.touch()
-    small = small_files(sizes)
+    small = files.small(sizes)
     snapshot = _fetch(name, revision, cache, [*small, INDEX_FILE])
     if CONFIG in small:
         ModelConfig.read(snapshot)
-    weights = weight_files(sizes, lambda: read_json_object(snapshot / INDEX_FILE, INDEX_BYTES))
+    weights = files.weights(sizes, lambda: read_json_object(snapshot / INDEX_FILE, INDEX_BYTES))
     missing = sum(sizes[each] for each in weights if not (snapshot / each).exists())
     free = disk_usage(repository.folder).free
     if missing > free:

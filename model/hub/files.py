@@ -1,8 +1,9 @@
-"""Choice of the files that are served: weights that hold no code, configs, tokenizer, chat template."""
+"""Choice of the files that are served: weights that hold no code, configs, tokenizer, chat template; adapters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 from model.errors import ModelError
@@ -15,9 +16,18 @@ SMALL_FILES = (
     CONFIG, TOKENIZER, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "quantize_config.json", "quant_config.json", "hf_quant_config.json",
 )  # fmt: skip
+ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 ReadIndex = Callable[[], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class ServedFiles:
+    """Choice of a kind of repository's files among those it has. Both raise ModelError with what is missing."""
+
+    small: Callable[[Collection[str]], list[str]]
+    weights: Callable[[Collection[str], ReadIndex], list[str]]
 
 
 def small_files(available: Collection[str]) -> list[str]:
@@ -42,6 +52,25 @@ def weight_files(available: Collection[str], read_index: ReadIndex) -> list[str]
         pickled = any(name.endswith(PICKLES) for name in available)
         raise ModelError(f"has no {SINGLE_FILE}" + (" (pickled weights are never loaded)" if pickled else ""))
     return ggufs
+
+
+def adapter_files(available: Collection[str]) -> list[str]:
+    """Return the config of a LoRA adapter. Raises ModelError without one."""
+    if ADAPTER_CONFIG not in available:
+        raise ModelError(f"has no {ADAPTER_CONFIG}")
+    return [ADAPTER_CONFIG]
+
+
+def adapter_weights(available: Collection[str], _: ReadIndex) -> list[str]:
+    """Return the tensors of a LoRA adapter. Raises ModelError without them."""
+    if ADAPTER_FILE not in available:
+        pickled = any(name.endswith(PICKLES) for name in available)
+        raise ModelError(f"has no {ADAPTER_FILE}" + (" (pickled weights are never loaded)" if pickled else ""))
+    return [ADAPTER_FILE]
+
+
+MODEL_FILES = ServedFiles(small_files, weight_files)
+ADAPTER_FILES = ServedFiles(adapter_files, adapter_weights)
 
 
 def _shards(available: Collection[str], index: dict[str, Any]) -> list[str]:

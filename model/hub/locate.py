@@ -15,6 +15,7 @@ from model.hub.cache import (
     is_offline,
     is_repository,
 )
+from model.hub.files import MODEL_FILES, ServedFiles
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,13 @@ class LocatedModel:
 
 
 def locate_model(
-    typed: str, environ: Mapping[str, str], revision: str | None = None, download_dir: Path | None = None
+    typed: str,
+    environ: Mapping[str, str],
+    revision: str | None = None,
+    download_dir: Path | None = None,
+    files: ServedFiles = MODEL_FILES,
 ) -> LocatedModel:
-    """Return the folder of `typed`, downloading only what no folder or cache has.
+    """Return the folder of `typed`, whose repository has these `files`, downloading only what no folder or cache has.
 
     `download_dir` replaces the cache's folder. Raises ModelError with one line.
     """
@@ -41,15 +46,15 @@ def locate_model(
     check_revision(revision)
     cache = cache_dir(environ) if download_dir is None else download_dir
     try:
-        return LocatedModel(CachedRepository.of(cache, typed).complete_snapshot(revision), typed)
+        return LocatedModel(CachedRepository.of(cache, typed).complete_snapshot(revision, files), typed)
     except ModelError as reason:
         if is_offline(environ):
             message = f"{typed}: no such folder, and its copy in {cache} {reason} (HF_HUB_OFFLINE forbids a download)"
             raise ModelError(message) from None
-    return LocatedModel(_download(typed, revision, cache), typed)
+    return LocatedModel(_download(typed, revision, cache, files), typed)
 
 
-def _download(name: str, revision: str, cache: Path) -> Path:
+def _download(name: str, revision: str, cache: Path, files: ServedFiles) -> Path:
     from model.hub.download import download_model  # 0.4 s of imports, which only a download needs
 
-    return download_model(name, revision, cache)
+    return download_model(name, revision, cache, files)

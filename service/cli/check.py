@@ -13,6 +13,7 @@ from model.weights.sharding import SIZES
 from service.bench.flag_values import whole_number
 from service.cli.table import print_table
 from service.config.settings import Settings
+from service.engine.adapters import check_adapters, slots_bytes
 from service.engine.build import (
     model_folder,
     num_swap_blocks,
@@ -45,6 +46,7 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
     config = read_model_config(settings)
     wanted_len = wanted_model_len(settings, config)
     ops = open_devices(settings, config)
+    check_adapters(settings, ops)
     each = "" if ops.num_ranks == 1 else " on each rank"
     weights = planned_weights(settings, config, ops)
     rows: Rows = [
@@ -57,13 +59,16 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
         used = _size(weights.expert_bytes * experts.num_used // experts.num_experts)
         of_all = f"{experts.num_experts} in {sum(experts.layers)} layers, {_size(weights.expert_bytes)} of the weights"
         rows.append(("experts", f"{of_all}; {experts.num_used} for a token, {used}{each}"))
+    slots = slots_bytes(settings, config, ops)
+    if slots:
+        rows.append(("adapters", f"{settings.max_loras} slots of rank {settings.max_lora_rank}, {_size(slots)}{each}"))
     try:
         if ops.name == "cuda":
             sized = size_engine(settings, config, ops, load_format="dummy", progress=True)
             memory = sized.memory
             rows.append(("a step's workspace", _size(sized.workspace_bytes)))
         else:
-            memory = plan_memory(settings, config, ops, wanted_len, reserved_bytes=weights.num_bytes)
+            memory = plan_memory(settings, config, ops, wanted_len, reserved_bytes=weights.num_bytes + slots)
     except StartupError as reason:
         print_table([*rows, ("does not fit", str(reason))])
         return 1

@@ -157,12 +157,12 @@ class Settings:
         verbs=_ENGINE_VERBS,
     )
     enable_lora: bool = _switch(
-        False, "serve LoRA adapters, on a CPU; requests name one in `model`", verbs=(SERVE, GATEWAY, WORKER)
+        False, "serve LoRA adapters, on a CPU; requests name one in `model`", verbs=(SERVE, GATEWAY, WORKER, CHECK)
     )
     lora_modules: LoraModules = _setting(
         LoraModules(),
         'adapters in PEFT\'s format: name=path, or JSON objects of "name", "path" and "base_model_name", '
-        "comma-separated; folders that gateways and workers read",
+        "comma-separated; paths are folders that gateways and workers read, or org/name of a Hugging Face adapter",
         verbs=_GATEWAY_VERBS,
         parse=parse_lora_modules,
     )
@@ -172,8 +172,10 @@ class Settings:
         "/v1/unload_lora_adapter, for all API keys (default: neither)",
         verbs=_GATEWAY_VERBS,
     )
-    max_loras: int = _integer(1, "max different adapters in a step", verbs=(SERVE, WORKER), low=1, high=MAX_SLOTS)
-    max_lora_rank: int = _one_of(16, "max rank of an adapter", RANKS, verbs=(SERVE, GATEWAY, WORKER))
+    max_loras: int = _integer(
+        1, "max different adapters in a step", verbs=(SERVE, WORKER, CHECK), low=1, high=MAX_SLOTS
+    )
+    max_lora_rank: int = _one_of(16, "max rank of an adapter", RANKS, verbs=(SERVE, GATEWAY, WORKER, CHECK))
     max_cpu_loras: int | None = _integer(
         None,
         "adapters kept in host memory besides those of open requests (default: --max-loras)",

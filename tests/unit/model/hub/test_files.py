@@ -3,7 +3,7 @@
 import pytest
 
 from model.errors import ModelError
-from model.hub.files import small_files, weight_files
+from model.hub.files import ADAPTER_FILES, small_files, weight_files
 
 SMALL = {"config.json", "tokenizer.json"}
 
@@ -54,3 +54,13 @@ def test_a_repository_without_them_is_refused(names, index, reason):
 def test_config_and_tokenizer_must_be_there(missing):
     with pytest.raises(ModelError, match=f"^has no {missing}$"):
         small_files(SMALL - {missing})
+
+
+def test_an_adapter_has_two_files():
+    available = {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "README.md"}
+    assert ADAPTER_FILES.small(available) == ["adapter_config.json"]
+    assert ADAPTER_FILES.weights(available, dict) == ["adapter_model.safetensors"]
+    with pytest.raises(ModelError, match=r"^has no adapter_config\.json$"):
+        ADAPTER_FILES.small({"config.json"})
+    with pytest.raises(ModelError, match=r"^has no adapter_model\.safetensors \(pickled weights are never loaded\)$"):
+        ADAPTER_FILES.weights({"adapter_model.bin"}, dict)

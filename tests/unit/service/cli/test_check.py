@@ -32,3 +32,11 @@ def test_ranks_are_reported(capsys: pytest.CaptureFixture[str]):
     assert re.search(
         r"weights by ranks +1: 28\.37 GiB[^,]*, 2: 15\.20 GiB[^,]*, 4: 8\.62 GiB[^,]*$", table, re.MULTILINE
     )
+
+
+def test_slots_of_adapters_are_reported(capsys: pytest.CaptureFixture[str]):
+    """Of all seven projections of Llama-3.1-8B, rank 16 takes 80 MiB."""
+    settings = Settings(model_config="llama-3.1-8b", device="cpu", load_format="dummy", dtype="bfloat16")
+    settings = replace(settings, enable_lora=True, max_loras=8, max_lora_rank=16)
+    run_check(settings, argparse.Namespace(length=None))
+    assert re.search(r"adapters +8 slots of rank 16, 640\.0 MiB$", capsys.readouterr().out, re.MULTILINE)

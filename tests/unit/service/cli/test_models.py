@@ -1,0 +1,58 @@
+"""Folders of what a command line names: adapters of Hugging Face by org/name."""
+
+import pytest
+
+from model.hub.cache import CachedRepository
+from service.cli.models import DEMO_MODEL, with_model
+from service.config.lora import LoraModule, LoraModules
+from service.config.settings import Settings
+from service.errors import StartupError
+from tests.support.hub import COMMIT
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache that holds the adapter org/sql, offline."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    cached = CachedRepository.of(tmp_path, "org/sql")
+    snapshot = cached.folder / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (cached.folder / "refs").mkdir()
+    (cached.folder / "refs" / "main").write_text(COMMIT)
+    for name in FILES:
+        (snapshot / name).write_text("{}")
+    return tmp_path
+
+
+def settings_of(cache, path: str, **choices) -> Settings:
+    modules = LoraModules((LoraModule("sql", path), LoraModule("talk", "/adapters/talk")))
+    return with_model(Settings(model=DEMO_MODEL, lora_modules=modules, download_dir=cache, **choices))
+
+
+def test_an_adapter_is_found_in_the_cache(cache):
+    found = settings_of(cache, "org/sql", enable_lora=True)
+    folder = cache / "models--org--sql" / "snapshots" / COMMIT
+    assert [module.path for module in found.lora_modules.modules] == [str(folder), "/adapters/talk"]
+    assert settings_of(cache, "org/sql").lora_modules.modules[0].path == "org/sql"  # adapters are off
+
+
+def test_a_folder_wins(cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "sql").mkdir(parents=True)
+    assert settings_of(cache, "org/sql", enable_lora=True).lora_modules.modules[0].path == "org/sql"
+
+
+@pytest.mark.parametrize(
+    ("missing", "reason"),
+    [("adapter_model.safetensors", "has no adapter_model.safetensors"), ("", "org/none: no such folder, and its copy")],
+)
+def test_offline_a_missing_adapter_is_one_line(cache, missing, reason):
+    if missing:
+        next(cache.glob(f"*/*/*/{missing}")).unlink()
+    with pytest.raises(StartupError) as refused:
+        settings_of(cache, "org/sql" if missing else "org/none", enable_lora=True)
+    assert str(refused.value).startswith("--lora-modules: org/")
+    assert reason in str(refused.value)
+    assert "\n" not in str(refused.value)
