@@ -12,6 +12,31 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
 }
 
 
+BFLOAT16 = NUMPY_DTYPES["bfloat16"]
+
+
+def widened(array: np.ndarray) -> np.ndarray:
+    """Return floats as float32. bfloat16 is shifted, many times faster than its type's own cast."""
+    if array.dtype != BFLOAT16:
+        return array.astype(np.float32, copy=False)
+    bits = array.view(np.uint16).astype(np.uint32)
+    bits <<= 16
+    return bits.view(np.float32)
+
+
+def narrowed(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return finite float32 in `dtype`, rounded to nearest even; infinity where that overflows."""
+    if dtype != BFLOAT16:
+        return array.astype(dtype, copy=False)
+    bits = array.view(np.uint32)
+    odd = bits >> 16
+    odd &= 1
+    odd += 0x7FFF
+    odd += bits
+    odd >>= 16
+    return odd.astype(np.uint16).view(BFLOAT16)
+
+
 def all_finite(array: np.ndarray) -> bool:
     """Return whether a contiguous float32, float16 or bfloat16 array has no NaN or infinity.
 

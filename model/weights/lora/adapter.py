@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from model.config import ModelConfig
-from model.dtypes import all_finite
+from model.dtypes import all_finite, narrowed, widened
 from model.errors import ModelError
 from model.ops.group.arrays import Split
 from model.weights.checkpoint import expected_shapes, layer_shapes
@@ -33,6 +34,9 @@ _REFUSED = {
 }
 SPELLINGS = ("model.language_model.", "language_model.model.")
 """Prefixes of a wrapper's layers, in place of "model."."""
+
+READ_THREADS = 8
+"""Threads that hash and convert an adapter while its requests wait."""
 
 Part = tuple[np.ndarray, np.ndarray]
 """A [r, K], B [N, r] times the scale."""
@@ -96,12 +100,19 @@ def read_adapter(directory: Path, config: ModelConfig, dtype: np.dtype, max_rank
     for module in described.expected:
         if module not in modules:
             raise ModelError(f"{path}: no tensors of {module}, which target_modules names")
+
+    def read(module: str) -> tuple[Part, bytes]:
+        return _read_part(described, module, places[module], modules[module], dtype)
+
     digest = hashlib.sha256(described.key.encode())
     products: dict[tuple[int, str], dict[int, Part]] = {}
     num_bytes = rank = 0
-    for module, (a, b) in sorted(modules.items()):
+    names = sorted(modules)
+    with ThreadPoolExecutor(READ_THREADS) as pool:
+        read_parts = list(pool.map(read, names))
+    for module, (part, part_digest) in zip(names, read_parts, strict=True):
         place = places[module]
-        part = _read_part(described, module, place, (a, b), dtype, digest)
+        digest.update(part_digest)
         products.setdefault((place.layer, place.product), {})[place.part] = part
         rank = max(rank, len(part[0]))
         num_bytes += sum(array.nbytes for array in part)
@@ -114,8 +125,8 @@ def _read_part(
     place: _Place,
     pair: tuple[StoredTensor, StoredTensor],
     dtype: np.dtype,
-    digest: hashlib._Hash,
-) -> Part:
+) -> tuple[Part, bytes]:
+    """Return a module's part and the digest of what it depends on."""
     rank, scale = described.rank_and_scale(module)
     (num_outputs, num_inputs), (a, b) = place.shape, pair
     for tensor, shape in ((a, (rank, num_inputs)), (b, (num_outputs, rank))):
@@ -123,17 +134,29 @@ def _read_part(
             raise tensor.error(f"dtype {tensor.dtype.name} is not supported ({', '.join(FLOAT_DTYPES)})")
         if tensor.shape != shape:
             raise tensor.error(f"shape {list(tensor.shape)} is not {list(shape)} (rank, inputs and outputs)")
-    digest.update(f"{module} {rank} {scale!r}".encode())
+    digest = hashlib.sha256(f"{module} {rank} {scale!r}".encode())
     values = []
     for tensor, factor in ((a, 1.0), (b, scale)):
         stored = tensor.values()
-        digest.update(stored.tobytes())
-        with np.errstate(over="ignore", invalid="ignore"):
-            cast = (stored.astype(np.float32) * np.float32(factor)).astype(dtype)
-        if not all_finite(cast):
+        digest.update(stored.reshape(-1).view(np.uint8).data)
+        cast = _scaled(stored, factor, dtype)
+        if cast is None:
             raise tensor.error(f"NaN or infinity in {dtype.name}")
         values.append(cast)
-    return values[0], values[1] if place.row_order is None else values[1][place.row_order]
+    b_values = values[1] if place.row_order is None else values[1][place.row_order]
+    return (values[0], b_values), digest.digest()
+
+
+def _scaled(stored: np.ndarray, factor: float, dtype: np.dtype) -> np.ndarray | None:
+    """Return values times a factor in `dtype`, rounded once; None if they hold NaN or infinity."""
+    if factor == 1 and stored.dtype == dtype:
+        return stored if all_finite(stored) else None
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = widened(stored) * np.float32(factor)
+        if not all_finite(scaled):
+            return None
+        cast = narrowed(scaled, dtype)
+    return cast if all_finite(cast) else None
 
 
 def _by_module(
