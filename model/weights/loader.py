@@ -113,6 +113,10 @@ def _repeat(tile: np.ndarray, start: int, out: np.ndarray) -> None:
         out[begin:end] = tile[first : first + end - begin]
 
 
+EXPERT_MULTIPLE = 16
+"""Divisor of the inputs of experts' products on a GPU, 16 bytes in 8 bits."""
+
+
 @dataclass(frozen=True)
 class PlannedWeights:
     num_bytes: int
@@ -452,7 +456,9 @@ def check_device(config: ModelConfig, ops: Ops) -> None:
     if config.experts is None or ops.name != "cuda":
         return
     if ops.dtype == np.float32:
-        raise ModelError(
-            f"--dtype: float32 has no products of experts on a GPU, and {config.family} has experts (auto)"
-        )
+        raise ModelError(f"--dtype: float32 has no products of experts on a GPU, which {config.family} needs (auto)")
+    own_size = config.experts.intermediate_size // ops.num_ranks
+    for name, size in {"hidden_size": config.hidden_size, "moe_intermediate_size": own_size}.items():
+        if size % EXPERT_MULTIPLE:
+            raise ModelError(f"{name}: {size} columns of experts are not supported on a GPU (a multiple of 16)")
     raise ModelError(f"model_type: {config.family}: experts are not on a GPU yet (--device cpu)")

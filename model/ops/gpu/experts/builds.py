@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 from model.ops.gpu.int4.builds import BLOCK_ROWS, Int4Layout, SmallMW4Build
@@ -44,7 +45,7 @@ _GEMV_W4 = (GemvW4Build(4, 1, 1, 4, 4), GemvW4Build(4, 1, 2, 4, 4))
 _SPAN_BYTES = 1024  # of 16 rows of 4-bit weights
 _TILE_ROWS = 128
 _COLS = (32, 64, 128)  # sorted pairs of a tile
-_STATIC_BYTES = 4 * MAX_EXPERTS  # `ends` of the Hopper kernels
+_STATIC_BYTES = 4 * MAX_EXPERTS + 128  # of the Hopper kernels: `ends`, and block_scan's
 _MIN_STAGES = 3
 
 
@@ -73,18 +74,26 @@ def takes_sm90(num_rows: int, mean_pairs: float) -> bool:
 
 def sm90_build(mean_pairs: float, is_fp8: bool, max_shared_bytes: int) -> SmallMBuild | SmallMW8Build | None:
     """Return the build of experts_sm90, None if shared memory is short."""
-    cols, of_all = _cols(mean_pairs), max_shared_bytes - _STATIC_BYTES
-    one: SmallMBuild | SmallMW8Build
-    one = SmallMW8Build(_TILE_ROWS, cols, 1, 1, 1) if is_fp8 else SmallMBuild(_TILE_ROWS, cols, 1, 1)
-    stages = _num_stages(one.shared_bytes, replace(one, stages=2).shared_bytes, of_all)
-    return replace(one, stages=stages) if stages >= _MIN_STAGES else None
+    return _sm90_build(_cols(mean_pairs), is_fp8, max_shared_bytes - _STATIC_BYTES)
 
 
 def w4_sm90_build(mean_pairs: float, layout: Int4Layout, max_shared_bytes: int) -> SmallMW4Build | None:
     """Return the build of experts_w4a16_sm90, None if shared memory is short."""
-    one = SmallMW4Build(_TILE_ROWS // BLOCK_ROWS, _cols(mean_pairs), 1, 1, layout)
-    of_all = max_shared_bytes - _STATIC_BYTES
-    stages = _num_stages(one.shared_bytes, replace(one, stages=2).shared_bytes, of_all)
+    return _w4_sm90_build(_cols(mean_pairs), layout, max_shared_bytes - _STATIC_BYTES)
+
+
+@functools.cache
+def _sm90_build(cols: int, is_fp8: bool, all_bytes: int) -> SmallMBuild | SmallMW8Build | None:
+    one: SmallMBuild | SmallMW8Build
+    one = SmallMW8Build(_TILE_ROWS, cols, 1, 1, 1) if is_fp8 else SmallMBuild(_TILE_ROWS, cols, 1, 1)
+    stages = _num_stages(one.shared_bytes, replace(one, stages=2).shared_bytes, all_bytes)
+    return replace(one, stages=stages) if stages >= _MIN_STAGES else None
+
+
+@functools.cache
+def _w4_sm90_build(cols: int, layout: Int4Layout, all_bytes: int) -> SmallMW4Build | None:
+    one = SmallMW4Build(_TILE_ROWS // BLOCK_ROWS, cols, 1, 1, layout)
+    stages = _num_stages(one.shared_bytes, replace(one, stages=2).shared_bytes, all_bytes)
     return replace(one, stages=stages) if stages >= _MIN_STAGES else None
 
 

@@ -116,7 +116,14 @@ def test_a_gpu_is_refused_by_name_before_anything_is_loaded():
     config = ModelConfig.read(FOLDER / NAME)
     with pytest.raises(ModelError, match=r"model_type: qwen3_moe: experts are not on a GPU yet \(--device cpu\)"):
         load_model(None, config, Gpu(NUMPY_DTYPES["bfloat16"]), 16, load_format="dummy")
-    with pytest.raises(ModelError, match=r"--dtype: float32 has no products of experts on a GPU, and qwen3_moe has"):
+    narrow = replace(config, experts=replace(config.experts, intermediate_size=24))
+    with pytest.raises(
+        ModelError, match=r"moe_intermediate_size: 24 columns of experts are not supported on a GPU \(a m"
+    ):
+        load_model(None, narrow, Gpu(NUMPY_DTYPES["bfloat16"]), 16, load_format="dummy")
+    with pytest.raises(
+        ModelError, match=r"--dtype: float32 has no products of experts on a GPU, which qwen3_moe needs"
+    ):
         load_model(None, config, Gpu(), 16, load_format="dummy")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from model.families.configs.family import ExpertsConfig
@@ -24,6 +26,15 @@ def test_every_operation_of_a_layer_runs_at_every_size():
         if case.op == "experts_linear":
             assert np.isfinite(result).all()
             assert case.num_flops == 2 * result.size * (32 if "gate_up" in case.size else 16)
+
+
+def test_4_bit_weights_are_multiplied_where_their_groups_fit():
+    experts = replace(EXPERTS, intermediate_size=128)
+    cases = list(ExpertCases(NumpyOps(), experts, 256, (2,)).all())
+    in_int4 = [case for case in cases if "int4" in case.size]
+    assert [case.size.split()[0] for case in in_int4] == ["gate_up", "down"]
+    for case in in_int4:
+        assert np.isfinite(case.make(1)()).all()
 
 
 def test_bytes_are_those_of_the_experts_in_use():
