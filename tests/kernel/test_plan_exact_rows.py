@@ -19,10 +19,11 @@ DRAFTED = [
     [(1, 3)],
     [(127, 5)],
     [(300, 17)],
-    [(4000, 5), (4223, 3)],
+    [(4220, 8)],
+    [(4000, 5), (1000, 3)],
     [(16000, 17)],
     [(513, 9), (40, 1), (700, 4), (12000, 2)],
-    [(5000, 1)] * 8,
+    [(900, 1)] * 8,
     [(0, 1), (250, 9), (0, 1), (130, 1)],
 ]
 """Of each sequence the context of its first row, and its rows. A context of 0 is padding."""
@@ -62,7 +63,7 @@ def ranges_of(plan: np.ndarray, members: np.ndarray, row: int) -> list[tuple[int
 
 
 @pytest.mark.parametrize("drafted", DRAFTED, ids=str)
-@pytest.mark.parametrize("window", [NO_WINDOW, 200, 4096])
+@pytest.mark.parametrize("window", [NO_WINDOW, 200])
 def test_each_row_has_the_splits_of_a_batch_of_one(open_ops, drafted, window):
     ops, (owners, lengths) = open_ops("bfloat16"), rows_of(drafted)
     width = 1024

@@ -1,0 +1,301 @@
+"""Steps with drafts on a device: their time, and output tokens a second over none with the acceptance forced.
+
+    python -m tests.bench.speculation_gpu [--model-config llama-3.1-8b] [--batch 1,16,64,256] [--out FILE]
+
+Weights are random and the head is zero: greedy sampling emits one token for ever, so that a drafter can be right at any
+rate, and sampling at temperature 1 emits text in which n-grams find nothing. `head` drafts with the products of an
+EAGLE-3 head, `free` costs the device nothing. About 4 minutes of an H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from unittest.mock import patch
+
+import numpy as np
+
+from model.ops.weight import Weight
+from model.sampling_params import SamplingParams
+from model.step_inputs import ForwardInputs, StepInputs
+from service.bench.flag_values import whole_number
+from service.bench.report import add_report_flags, check_report_flags, run_script, write_report
+from service.cli.table import print_grid
+from service.config.settings import Settings
+from service.config.speculative import SpeculativeConfig
+from service.engine import build
+from service.engine.build import BuiltEngine, build_engine
+from service.engine.drafting.build import step_cost
+from service.engine.drafting.draft_time import DraftTime
+from service.engine.drafting.drafter import EAGLE3, NGRAM
+from service.engine.drafting.lengths import DraftLengths, StepCost
+from service.engine.drafting.ngram import NgramDrafter
+from service.engine.request import EngineRequest
+from service.engine.scheduling.speculation import Speculation
+from service.errors import EndReason
+
+MAX_DRAFTS = 8
+CONTEXTS = (256, 1024, 4096)
+PROMPT_TOKENS = 256
+MIN_SECONDS = 1.0
+MAX_STEPS = 300
+DRAFT_VOCAB = 32_000
+NUM_TIMED = 30
+RATES = (0.6, 0.8)
+
+
+class ForcedDrafter:
+    """Each draft is right with a chance of `rate`."""
+
+    source, writes_cache, token_s = NGRAM, False, 0.0
+
+    def __init__(self, token_id: int, rate: float):
+        self._token_id, self._rate, self._rng = token_id, rate, random.Random(0)
+
+    def draft(self, sequences, max_tokens):
+        return [tuple(self._token_id + (self._rng.random() > self._rate) for _ in range(n)) for n in max_tokens]
+
+    def on_end(self, sequence) -> None:
+        """Keep nothing."""
+
+
+class HeadDrafter(ForcedDrafter):
+    """The same, after the products of an EAGLE-3 head; its attention and norms, a few launches, are left out."""
+
+    source, writes_cache = EAGLE3, True
+
+    def __init__(self, model, token_id: int, rate: float):
+        super().__init__(token_id, rate)
+        ops, config, layer = model.ops, model.config, model.weights.layers[0]
+        hidden, dtype = config.hidden_size, model.ops.dtype
+        self._ops, self._time = ops, DraftTime()
+        self._combine = Weight(ops.empty((hidden, 3 * hidden), dtype))
+        self._products = [
+            Weight(ops.empty((layer.qkv.shape[0], 2 * hidden), dtype)), layer.output, layer.gate_up, layer.down,
+            Weight(ops.empty((DRAFT_VOCAB, hidden), dtype)),
+        ]  # fmt: skip
+
+    @property
+    def token_s(self) -> float:
+        return self._time.token_s
+
+    def draft(self, sequences, max_tokens):
+        start_s = time.perf_counter()
+        ops, dtype = self._ops, self._ops.dtype
+        with ops.scratch():
+            ops.linear(ops.temporary((len(sequences), self._combine.shape[1]), dtype), self._combine)
+            for step in range(max(max_tokens)):
+                num_rows = sum(count > step for count in max_tokens)
+                for weight in self._products:
+                    ops.linear(ops.temporary((num_rows, weight.shape[1]), dtype), weight)
+        ops.synchronize()
+        self._time.add((time.perf_counter() - start_s) / max(max_tokens))
+        return super().draft(sequences, max_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    context: int
+    num_drafts: int
+    step_us: float
+    ratio: float  # to no drafts
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFigures:
+    batch: int
+    drafts: str
+    tokens_per_s: float
+    ratio: float  # to none, the mean of the runs before and after
+    step_ms: float
+    drafted: float  # per sequence and step
+    accepted: float  # of the drafted
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model-config", default="llama-3.1-8b", help="shape (default: llama-3.1-8b)")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu (default: cuda)")
+    parser.add_argument("--batch", default="1,16,64,256", help="sequences at once (default: 1,16,64,256)")
+    add_report_flags(parser)
+    flags = parser.parse_args()
+    check_report_flags(flags)
+    batches = [whole_number("--batch", part) for part in flags.batch.split(",")]
+    built = make_engine(flags.model_config, flags.device, max(batches))
+    steps = list(time_steps(built))
+    print_grid(list(asdict(steps[0])), [[_text(value) for value in asdict(row).values()] for row in steps])
+    cost = step_cost(built.executor, built.memory.max_model_len)
+    runs = [row for batch in batches for row in compare(built, cost, batch)]
+    print_grid(list(asdict(runs[0])), [[_text(value) for value in asdict(row).values()] for row in runs])
+    record = {
+        "bench": "speculation_gpu",
+        "model": flags.model_config,
+        "device": built.ops.device_name if flags.device == "cuda" else "cpu",
+    }
+    tables = {"steps": [asdict(row) for row in steps], "runs": [asdict(row) for row in runs]}
+    names = dict.fromkeys(row.drafts for row in runs)
+    series = [
+        {"label": name, "x": [str(batch) for batch in batches], "y": [row.ratio for row in runs if row.drafts == name]}
+        for name in names
+    ]
+    panel = {"kind": "bars", "title": "output tokens/s over none", "x": "sequences", "y": "ratio", "series": series}
+    write_report(flags, record | tables, {"title": flags.model_config, "panels": [panel]})
+
+
+def make_engine(shape: str, device: str, max_num_seqs: int) -> BuiltEngine:
+    """Build an engine that can verify drafts, and set the head to zero."""
+    settings = Settings(
+        model_config=shape,
+        load_format="dummy",
+        device=device,
+        max_model_len=max(CONTEXTS) + 64,
+        max_num_seqs=max_num_seqs,
+        enable_prefix_caching=False,
+        speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=MAX_DRAFTS),
+    )
+    with patch.object(build, "check_speculation"):  # also measures what users are still refused
+        built = build_engine(settings, progress=True)
+    head = built.executor.model.weights.lm_head.data
+    built.ops.load_parallel([head], lambda _, start, out: out.fill(0))
+    return built
+
+
+def time_steps(built: BuiltEngine) -> Iterator[StepFigures]:
+    """Yield the device's time of a forward pass of one sequence with drafts."""
+    for context in CONTEXTS:
+        none_us = 0.0
+        for num_drafts in (0, 1, 3, 4, 7, 8, 16):
+            step_us = 1e6 * step_seconds(built, context, num_drafts)
+            none_us = none_us or step_us
+            yield StepFigures(context=context, num_drafts=num_drafts, step_us=step_us, ratio=step_us / none_us)
+
+
+def step_seconds(built: BuiltEngine, context: int, num_drafts: int) -> float:
+    ops, runner, count = built.ops, built.executor.runner, num_drafts + 1
+    positions = np.arange(context, context + count, dtype=np.int32)
+    block_size = built.memory.block_size
+    tables = np.arange(-(-(context + count) // block_size), dtype=np.int32)[None].repeat(count, axis=0)
+    inputs = ForwardInputs(
+        token_ids=np.zeros(count, np.int32),
+        pending_token_row=np.full(count, len(runner.sampled), np.int32),
+        positions=positions,
+        slots=tables[0, positions // block_size].astype(np.int64) * block_size + positions % block_size,
+        context_lens=positions + 1,
+        logit_rows=np.arange(count, dtype=np.int32),
+        num_decodes=count,
+        tables=tables,
+        dirty_tables=np.ones(count, np.bool_),
+        chunk_lens=np.zeros(0, np.int32),
+        chunk_tables=[],
+        num_draft_rows=count if num_drafts else 0,
+    )
+    for _ in range(3):
+        runner.launch(StepInputs(forward=inputs, samples=()))
+    begin = ops.record_event()
+    for _ in range(NUM_TIMED):
+        runner.launch(StepInputs(forward=inputs, samples=()))
+    return ops.elapsed_s(begin, ops.record_event()) / NUM_TIMED
+
+
+def compare(built: BuiltEngine, cost: StepCost, batch: int) -> Iterator[RunFigures]:
+    model = built.executor.model
+    token_id = emitted_token(built)
+    before = run(built, cost, batch, None)
+    drafted = {}
+    for rate in RATES:
+        drafted[f"free {rate}"] = run(built, cost, batch, ForcedDrafter(token_id, rate))
+        drafted[f"head {rate}"] = run(built, cost, batch, HeadDrafter(model, token_id, rate))
+    after = run(built, cost, batch, None)
+    none = (before[0] + after[0]) / 2
+    yield _figures(batch, "none", before, none)
+    for name, figures in drafted.items():
+        yield _figures(batch, name, figures, none)
+    random_before = run(built, cost, batch, None, temperature=1.0)
+    found_nothing = run(built, cost, batch, NgramDrafter(2, 5), temperature=1.0)
+    random_after = run(built, cost, batch, None, temperature=1.0)
+    yield _figures(batch, "ngram, random text", found_nothing, (random_before[0] + random_after[0]) / 2)
+
+
+def _figures(batch: int, name: str, run_: tuple[float, float, float, float], none: float) -> RunFigures:
+    tokens_per_s, step_s, drafted, accepted = run_
+    return RunFigures(
+        batch=batch,
+        drafts=name,
+        tokens_per_s=tokens_per_s,
+        ratio=tokens_per_s / none,
+        step_ms=1e3 * step_s,
+        drafted=drafted,
+        accepted=accepted,
+    )
+
+
+def emitted_token(built: BuiltEngine) -> int:
+    engine = built.engine
+    sampling = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    engine.add_request(EngineRequest(request_id="token", prompt=(1, 2, 3), sampling=sampling))
+    tokens: list[int] = []
+    while engine.has_work:
+        engine.step()
+        tokens += [
+            token for output in engine.drain_request_outputs() for part in output.parts for token in part.token_ids
+        ]
+    if len(set(tokens)) != 1:
+        raise AssertionError(f"a head of zeros emits several tokens: {tokens}")
+    return tokens[0]
+
+
+@contextmanager
+def drafting(built: BuiltEngine, drafter, cost: StepCost) -> Iterator[None]:
+    """Replace the engine's drafts; None: no speculation at all."""
+    engine, speculation = built.engine, None
+    if drafter is not None:
+        lengths = DraftLengths(copy.deepcopy(cost))
+        speculation = Speculation(engine._kv, built.config.vocab_size, drafter, MAX_DRAFTS, lengths)
+    with patch.object(engine, "speculation", speculation), patch.object(engine._scheduler, "speculation", speculation):
+        yield
+
+
+def run(
+    built: BuiltEngine, cost: StepCost, batch: int, drafter, temperature: float = 0.0
+) -> tuple[float, float, float, float]:
+    """Return output tokens/s while all sequences decode, seconds a step, drafts per sequence and step, and their
+    accepted share."""
+    engine, rng = built.engine, random.Random(batch)
+    with drafting(built, drafter, cost):
+        for number in range(batch):
+            prompt = tuple(rng.choices(range(10, 4000), k=PROMPT_TOKENS))
+            sampling = SamplingParams(
+                max_tokens=max(CONTEXTS) - PROMPT_TOKENS, temperature=temperature, seed=number, ignore_eos=True
+            )
+            engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=sampling))
+        while any(sequence.num_output_tokens < 8 for sequence in engine.running) or len(engine.running) < batch:
+            engine.step()
+            engine.drain_outputs()
+        before, start_s, num_steps = engine.stats(), time.perf_counter(), 0
+        while num_steps < MAX_STEPS and time.perf_counter() - start_s < MIN_SECONDS:
+            engine.step()
+            engine.drain_outputs()
+            num_steps += 1
+        seconds, after = time.perf_counter() - start_s, engine.stats()
+        num_drafted = after.num_draft_tokens - before.num_draft_tokens if drafter is not None else 0
+        num_accepted = after.num_accepted_tokens - before.num_accepted_tokens if drafter is not None else 0
+        engine.cancel_all(EndReason.CANCELLED)
+        while engine.has_work:
+            engine.step()
+            engine.drain_outputs()
+    num_tokens = after.num_output_tokens - before.num_output_tokens
+    share = num_accepted / num_drafted if num_drafted else 0.0
+    return num_tokens / seconds, seconds / num_steps, num_drafted / num_steps / batch, share
+
+
+def _text(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    run_script(main)
