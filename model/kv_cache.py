@@ -23,12 +23,16 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: np.dtype, num_ranks
 
 def allocate_with_draft(
     ops: Ops, config: ModelConfig, num_blocks: int, block_size: int, draft_shape: tuple[int, ...]
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array | None, Array, Array]:
     """Return whole blocks uint8[num_blocks, bytes], and in them the cache and the drafter's, [num_blocks,
-    *draft_shape] in `ops.dtype`: copies and swaps of blocks move both. For the CPU: rows are strided.
+    *draft_shape] in `ops.dtype`: copies and swaps of blocks move both.
 
-    All ranks have as many blocks as the fullest, so that a drafter of rank 0 leaves room for itself on each.
+    All ranks have as many blocks as the fullest, so that a drafter of rank 0 leaves room for itself on each. A GPU's
+    kernels take no strided rows: there the two are separate, without whole blocks, and a copied or swapped block has
+    no drafter's keys.
     """
+    if ops.name == "cuda":
+        return None, allocate(ops, config, num_blocks, block_size), ops.empty((num_blocks, *draft_shape), ops.dtype)
     shape = block_shape(config, block_size, ops.num_ranks)
     size = block_bytes(config, block_size, ops.kv_dtype, ops.num_ranks)
     blocks = ops.empty((num_blocks, size + draft_bytes(ops, draft_shape)), np.dtype(np.uint8))

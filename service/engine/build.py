@@ -207,7 +207,7 @@ def size_engine(
     ops.warm_up(partial(warm_up, model, settings.block_size, *sizes, slots))
     warm_up_sizes(model, settings.block_size, budget, *sizes[1:])
     cache_format = kv_format(model, settings.block_size, wanted_len)  # its kernels are compiled now
-    memory = plan_memory(settings, config, ops, wanted_len)
+    memory = plan_memory(settings, config, ops, wanted_len, draft=draft)
     workspace_bytes = free_bytes - reserved_bytes - ops.memory_bytes()[0]
     return SizedModel(executor, memory, weight_format, cache_format, workspace_bytes, budget, slots)
 

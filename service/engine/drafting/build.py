@@ -31,6 +31,8 @@ from service.errors import StartupError
 MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
 NUM_ROUNDS = 5
 WITHOUT_WEIGHTS = ("ngram", "suffix")
+TUNED_ROWS = (1, 2, 4, 8, 16)
+"""Rows of a draft model's step whose products are measured."""
 DEFAULT_DRAFTS = 3
 """Draft tokens, unless the settings or the head say how many."""
 
@@ -38,6 +40,8 @@ DEFAULT_DRAFTS = 3
 def check_speculation(settings: Settings, ops: Ops) -> None:
     """Raises StartupError if the device cannot verify drafts or run the draft model."""
     wanted = settings.speculative_config
+    if wanted is not None and ops.name == "cuda" and wanted.method == "eagle3":
+        raise StartupError("--speculative-config: eagle3 does not run on a GPU yet (--device cpu)")
     if wanted is not None and ops.name == "cuda":
         raise StartupError("--speculative-config: a GPU does not verify drafts yet (--device cpu)")
 
@@ -83,8 +87,11 @@ def load_drafter(
     kv, embedding = on_rank((kv, model.weights.embedding), 0)
     try:
         if isinstance(draft.config, ModelConfig):
-            ops = open_ops("cpu", model.ops.dtype.name, draft.config.dtype)  # its cache is not rounded
-            return DraftModelDrafter(load_model(draft.folder, draft.config, ops, max_model_len), kv)
+            device = "cuda" if model.ops.name == "cuda" else "cpu"
+            ops = open_ops(device, model.ops.dtype.name, draft.config.dtype)  # its cache is not rounded
+            drafting = load_model(draft.folder, draft.config, ops, max_model_len)
+            drafting.tune(TUNED_ROWS, TUNED_ROWS)
+            return DraftModelDrafter(drafting, kv)
         return Eagle3Drafter(load_eagle3(draft.folder, model.config, embedding, max_model_len), kv)
     except ModelError as error:
         raise StartupError(f"--speculative-config: {error}") from None

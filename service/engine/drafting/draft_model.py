@@ -14,7 +14,7 @@ from model.families.llama import Llama
 from model.ops.interface import Array
 from service.engine.drafting.draft_time import DraftTime
 from service.engine.drafting.drafter import DRAFT_MODEL
-from service.engine.drafting.draws import drawn
+from service.engine.drafting.draws import drawn_on
 from service.engine.sequence import Sequence
 
 SHORT_CATCH_UP = 32
@@ -107,8 +107,7 @@ class DraftModelDrafter:
         with ops.scratch():
             logits = self._model.forward(self._batch(sequences, tokens, starts), self._kv)
             ends = [start + len(own) for start, own in zip(starts, tokens, strict=True)]
-            ids: list[int] = drawn(logits, sequences, ends).tolist()
-        return ids
+            return drawn_on(ops, logits, sequences, ends)
 
     def _batch(self, sequences: list[Sequence], tokens: list[array[int]], starts: list[int]) -> Batch:
         lengths = np.array([len(one) for one in tokens])
@@ -121,14 +120,25 @@ class DraftModelDrafter:
         blocks, offsets = np.divmod(positions, self._block_size)
         rows = np.repeat(np.arange(len(sequences)), lengths)
         is_decode = int(ends[-1]) == len(sequences)
+        token_ids, positions, slots, block_tables, context_lens, query_start, *logit_rows = self._model.ops.upload_all(
+            [
+                np.concatenate([np.frombuffer(one, np.uint32) for one in tokens]).astype(np.int32),
+                positions.astype(np.int32),
+                tables[rows, blocks].astype(np.int64) * self._block_size + offsets,
+                tables,
+                (np.array(starts) + lengths).astype(np.int32),
+                np.array([len(sequences)] if is_decode else [0, *ends], np.int32),
+                *([] if is_decode else [(ends - 1).astype(np.int32)]),
+            ]
+        )
         return Batch(
-            token_ids=np.concatenate([np.frombuffer(one, np.uint32) for one in tokens]).astype(np.int32),
-            positions=positions.astype(np.int32),
-            slots=tables[rows, blocks].astype(np.int64) * self._block_size + offsets,
-            block_tables=tables,
-            context_lens=(np.array(starts) + lengths).astype(np.int32),
-            query_start=np.array([len(sequences)] if is_decode else [0, *ends], np.int32),
-            logit_rows=None if is_decode else (ends - 1).astype(np.int32),
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            block_tables=block_tables,
+            context_lens=context_lens,
+            query_start=query_start,
+            logit_rows=logit_rows[0] if logit_rows else None,
             num_decodes=len(sequences) if is_decode else 0,
             num_tokens=int(ends[-1]),
             num_sequences=len(sequences),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 
 from model.ops.cpu.sampling import perturbed
-from model.ops.interface import SamplingArrays
+from model.ops.interface import Array, Ops, SamplingArrays
 from model.sampler import RECORD
 from service.engine.sequence import Sequence
+
+_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "branch")
 
 SPAN = 6.0
 """A token is drawn only with a logit, over the temperature, this far below the best or nearer."""
@@ -31,6 +34,17 @@ def drawn(
             ids = columns if vocabulary is None else vocabulary[columns]
             chosen[rows] = columns[perturbed(own[:, columns], how, np.arange(rows.size), ids).argmax(axis=1)]
     return chosen if vocabulary is None else vocabulary[chosen]
+
+
+def drawn_on(ops: Ops, logits: Array, sequences: Seq[Sequence], positions: Seq[int]) -> list[int]:
+    """Return token ids drawn on the device of `ops`: on a GPU by the sampler, so within top-k and top-p."""
+    if ops.name == "numpy":
+        return list(map(int, drawn(logits, sequences, positions)))
+    records = np.frombuffer(b"".join(one.sampling_record for one in sequences), RECORD)
+    how = _arrays(records, np.array(positions, np.uint32))
+    sent = ops.upload_all([np.ascontiguousarray(getattr(how, name)) for name in _COLUMNS])
+    how = replace(how, **dict(zip(_COLUMNS, sent, strict=True)))
+    return list(map(int, ops.download(ops.sample(logits, how).token_ids)))
 
 
 def _arrays(records: np.ndarray, positions: np.ndarray) -> SamplingArrays:

@@ -42,5 +42,7 @@ def test_a_gpu_refuses_drafts_by_name():
 
     with pytest.raises(StartupError, match=r"^--speculative-config: a GPU does not verify drafts yet"):
         check_speculation(replace(SETTINGS, speculative_config=NGRAM), Gpu())
+    with pytest.raises(StartupError, match=r"^--speculative-config: eagle3 does not run on a GPU yet"):
+        check_speculation(replace(SETTINGS, speculative_config=EAGLE3), Gpu())
     check_speculation(SETTINGS, Gpu())
     check_speculation(replace(SETTINGS, speculative_config=NGRAM), NumpyOps())

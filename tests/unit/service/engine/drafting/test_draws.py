@@ -2,10 +2,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from model.ops.cpu.ops import NumpyOps
 from model.ops.cpu.sampling import sample
 from model.sampler import SampledRows, sampling_arrays, sampling_record
 from model.sampling_params import SamplingParams
-from service.engine.drafting.draws import drawn
+from service.engine.drafting.draws import drawn, drawn_on
 
 PARAMS = (
     {"temperature": 0.0},
@@ -38,6 +39,12 @@ def test_drafts_are_what_the_sampler_draws_from_the_same_logits():
     got = drawn(logits, [Record(one) for one in records], positions)
     assert np.count_nonzero(got != wanted) <= 1  # of a token beyond SPAN
     assert np.count_nonzero(got != logits.argmax(axis=1)) > 10
+
+    class Gpu(NumpyOps):
+        name = "cuda"
+
+    assert drawn_on(Gpu(), logits, [Record(one) for one in records], positions) == wanted.tolist()
+    assert drawn_on(NumpyOps(), logits, [Record(one) for one in records], positions) == got.tolist()
 
 
 def test_a_draft_vocabularys_tokens_have_the_noise_of_their_ids():
