@@ -26,6 +26,7 @@ __device__ __forceinline__ Vec<T> sum_of(const Vec<T> (&parts)[NUM_RANKS]) {
 // Two slots by turns are enough: a push begins once the last has brought every peer's row, which a peer sent after it
 // had read the one before. Row t is block t's; rows of at most PUSH_ROW_BYTES are aligned to 16 bytes.
 struct RankRows {
+    static constexpr bool MANY_ROWS = false;  // of a block
     static constexpr int WORDS = 2;  // 16-byte words of a slot for a vector
     const Group& group;
     const PerRank<const T>& parts;
@@ -103,6 +104,7 @@ struct RankRows {
 
 // A block reads the peers' rows once all have come, and ends once all have read.
 struct RankRows {
+    static constexpr bool MANY_ROWS = true;
     Barrier barrier;
     const PerRank<const T>& parts;
 
@@ -140,29 +142,32 @@ __device__ __forceinline__ bool are_aligned(const PerRank<const T>& parts) {
     return aligned;
 }
 
-// residual[t] += the sum's row t, rounded to T; norm(add_vec, add_one, row, start) for each row t of the block.
+// residual[t] += the sum's row t, rounded to T; then norm(load_vec, load_one, row, t), for each row t of the block.
 template <typename Norm>
 __device__ __forceinline__ void add_rows(const Group& group, const PerRank<const T>& parts, T* residual, int num_rows,
-                                         int width, Norm norm) {
+                                         int width, bool aligned, Norm norm) {
+    constexpr int SIZE = Vec<T>::SIZE;
     RankRows rows(group, parts);
     if (!rows.begin(width)) return;
-    for (int t = blockIdx.x; t < num_rows; t += gridDim.x) {
+    for (int t = blockIdx.x; t < num_rows; t = RankRows::MANY_ROWS ? t + gridDim.x : num_rows) {
         const i64 start = static_cast<i64>(t) * width;
         T* row = residual + start;
-        const auto add_vec = [&rows, row, start](int i) {
-            Vec<T> sum = load_vec(row + i);  // comes while the block waits
-            const Vec<T> more = rows.sum_vec(start, i);
+        if (aligned) {
+#pragma unroll 1
+            for (int i = threadIdx.x * SIZE; i < width; i += blockDim.x * SIZE) {
+                Vec<T> sum = load_vec(row + i);  // comes while the block waits
+                const Vec<T> more = rows.sum_vec(start, i);
 #pragma unroll
-            for (int j = 0; j < Vec<T>::SIZE; j++)
-                sum.at[j] = from_float<T>(to_float(sum.at[j]) + to_float(more.at[j]));
-            store_vec(row + i, sum);
-            return sum;
-        };
-        const auto add_one = [&rows, row, start](int i) {
-            row[i] = from_float<T>(to_float(row[i]) + to_float(rows.sum_one(start, i)));
-            return row[i];
-        };
-        norm(add_vec, add_one, row, t);
+                for (int j = 0; j < SIZE; j++) sum.at[j] = from_float<T>(to_float(sum.at[j]) + to_float(more.at[j]));
+                store_vec(row + i, sum);
+            }
+        } else {
+#pragma unroll 1
+            for (int i = threadIdx.x; i < width; i += blockDim.x)
+                row[i] = from_float<T>(to_float(row[i]) + to_float(rows.sum_one(start, i)));
+        }
+        __syncthreads();
+        norm([row](int i) { return load_vec(row + i); }, [row](int i) { return row[i]; }, row, t);
     }
     rows.end();
 }

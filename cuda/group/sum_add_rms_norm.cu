@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     wait_for_previous_kernel();
     const bool aligned = width % Vec<T>::SIZE == 0 && are_aligned(parts) && is_aligned_16(residual) &&
                          is_aligned_16(weight) && is_aligned_16(out);
-    add_rows(group, parts, residual, num_rows, width, [=](auto add_vec, auto add_one, const T* row, int t) {
-        norm_row(add_vec, add_one, row, weight, out + static_cast<i64>(t) * width, width, eps, aligned);
+    add_rows(group, parts, residual, num_rows, width, aligned, [=](auto load_vec, auto load_one, const T* row, int t) {
+        norm_row(load_vec, load_one, row, weight, out + static_cast<i64>(t) * width, width, eps, aligned);
     });
 }

@@ -20,6 +20,7 @@ BUILDS = (
     ("float32", "80"), ("float16", "80"), ("bfloat16", "80"), ("bfloat16", "86"), ("bfloat16", "89"),
     ("bfloat16", "90a"), ("bfloat16", "120"),
 )  # fmt: skip
+COMPILES_ALL = "QUIRE_COMPILE_ALL" in os.environ
 EVERY_VALUE = (("bfloat16", "80"), ("bfloat16", "90a"))
 """Where each value of each define is compiled; elsewhere the first build, and the last where fp8 units begin.
 QUIRE_COMPILE_ALL=1: all."""
@@ -35,8 +36,8 @@ ALSO = {
     "dequantise_rows": ({}, {"WEIGHT_INT8": 1, "BLOCK_SCALES": 0}, {"WEIGHT_INT8": 0, "BLOCK_SCALES": 1}),
     "route_experts": ({"PER_LANE": 1}, {"PER_LANE": 4}),
     "sum_add_rms_norm": ({"NUM_RANKS": 2, "PUSH": 0}, {"NUM_RANKS": 4, "PUSH": 1}),
-    "sum_add_rms_norm_quantised": ({"NUM_RANKS": 2, "PUSH": 1}, {"NUM_RANKS": 4, "PUSH": 0}),
-    "sum_ranks": ({"NUM_RANKS": 2, "STEPS": 1}, {"NUM_RANKS": 4, "STEPS": 2}, {"NUM_RANKS": 4, "STEPS": 0}),
+    "sum_add_rms_norm_quantised": ({"NUM_RANKS": 4, "PUSH": 0}, {"NUM_RANKS": 2, "PUSH": 1}),
+    "sum_ranks": ({"NUM_RANKS": 4, "STEPS": 2}, {"NUM_RANKS": 2, "STEPS": 1}, {"NUM_RANKS": 4, "STEPS": 0}),
     "gather_ranks": ({"NUM_RANKS": 4},),
     "normalise_qk_ranks": ({"NUM_RANKS": 4},),
     "best_of_ranks": ({"NUM_RANKS": 4},),
@@ -47,6 +48,8 @@ ALSO = {
     ),
 }
 LAYOUTS = (Int4Layout(1, False, True), Int4Layout(4, True, False))
+RANKS = {path.stem for path in (ROOT / "cuda" / "group").glob("*.cu")} | {"sample_part"}
+"""Kernels of a group, compiled where GPUs with links between them are."""
 W8_KINDS = (
     {"X_FP8": 1, "WEIGHT_INT8": 0, "BLOCK_SCALES": 0},
     {"X_FP8": 0, "WEIGHT_INT8": 0, "BLOCK_SCALES": 1},
@@ -74,6 +77,8 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
         return gemv_w4_builds(dtype_code)
     if name == "small_m_w4a16_sm90":
         return small_m_w4_builds(dtype_code, architecture)
+    if name in RANKS and (dtype_code, architecture) not in ((0, "80"), (2, "90a")) and not COMPILES_ALL:
+        return []
     if name == "unpack_int4":
         return [{"QUIRE_DTYPE": dtype_code, **layout.defines} for layout in LAYOUTS]
     if not name.startswith(("plan_", "paged_decode", "paged_prefill")):
@@ -230,7 +235,7 @@ def test_it_compiles(name, dtype, architecture):
     reason = "no compiler: needs the packages of the compile extra"
     kernels = pytest.importorskip("model.ops.gpu.kernels", reason=reason, exc_type=ImportError)
     builds = builds_of(name, DTYPE_CODES[dtype], architecture)
-    if "QUIRE_COMPILE_ALL" not in os.environ:
+    if not COMPILES_ALL:
         few = builds[:1] + (builds[1:][-1:] if architecture == "89" else [])
         builds = with_each_value(builds) if (dtype, architecture) in EVERY_VALUE else few
     for number, defines in enumerate(builds):
