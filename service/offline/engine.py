@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
@@ -53,20 +53,28 @@ class OpenRequest:
         self.request_id = request.request_id
         self.mailbox = mailbox
         self.streams = streams
-        self.arrived: deque[BranchOutput | RequestOutput] = deque()
+        self.arrived: deque[tuple[int, int] | RequestOutput] = deque()  # (branch, plain token), or more
         self._num_prompt_tokens = len(request.prompt)
 
     def drain(self) -> RequestOutput | None:
         """Return the outputs since the last call as one; None: there is none."""
         parts: list[BranchOutput] = []
+        runs: dict[int, list[int]] = {}  # plain tokens by branch, which precede its next part
         last: RequestOutput | None = None
         while self.arrived:
             output = self.arrived.popleft()
             if isinstance(output, RequestOutput):
+                parts += _run_parts(runs)
+                runs.clear()
                 parts += output.parts
                 last = output
             else:
-                parts.append(output)
+                branch, token_id = output
+                if branch in runs:
+                    runs[branch].append(token_id)
+                else:
+                    runs[branch] = [token_id]
+        parts += _run_parts(runs)
         if last is not None:
             return last._replace(parts=tuple(parts))
         return RequestOutput(self.request_id, tuple(parts), None, (), self._num_prompt_tokens, 0, 0) if parts else None
@@ -217,13 +225,17 @@ class OfflineEngine:
         for branch, token_id in zip(new.branches, new.token_ids, strict=True):
             opened = self._open.get(branch.group.request_id)
             if opened is not None:
-                opened.arrived.append(BranchOutput(branch.branch, (token_id,), (), None))
+                opened.arrived.append((branch.branch, token_id))
                 if opened.streams:
                     ready[opened] = None
 
     def _on_death(self, cause: BaseException) -> None:
         self._death = cause
         _deliver(list(self._open.values()))
+
+
+def _run_parts(runs: Mapping[int, Sequence[int]]) -> Iterator[BranchOutput]:
+    return (BranchOutput(branch, tuple(token_ids), (), None) for branch, token_ids in runs.items())
 
 
 def _deliver(ready: Sequence[OpenRequest]) -> None:

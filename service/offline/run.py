@@ -17,6 +17,9 @@ from service.offline.generation import Generation
 from service.offline.lora import LoRARequest
 from service.offline.outputs import RequestOutput
 
+SHOW_EVERY_S = 0.1
+"""A bar is drawn no more often."""
+
 Progress = bool | Callable[..., Any]
 """True: show a bar; or a class like tqdm."""
 
@@ -90,7 +93,7 @@ class _Bar:
     def __init__(self, total: int, progress: Progress) -> None:
         make = tqdm if progress is True else progress
         self._bar = make(total=total, desc="Processed prompts", dynamic_ncols=True) if make and total else None
-        self._started_s = monotonic()
+        self._started_s = self._shown_s = monotonic()
         self._num_in = self._num_out = 0
 
     def add(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
@@ -98,11 +101,18 @@ class _Bar:
             return
         self._num_in += num_prompt_tokens
         self._num_out += num_output_tokens
-        elapsed_s = max(monotonic() - self._started_s, 1e-9)
-        rates = f"input: {self._num_in / elapsed_s:.1f} tok/s, output: {self._num_out / elapsed_s:.1f} tok/s"
-        self._bar.set_postfix_str(rates, refresh=False)
+        now_s = monotonic()
+        if now_s - self._shown_s > SHOW_EVERY_S:
+            self._shown_s = now_s
+            self._show_rates(self._bar, now_s)
         self._bar.update(1)
 
     def close(self) -> None:
         if self._bar is not None:
+            self._show_rates(self._bar, monotonic())
             self._bar.close()
+
+    def _show_rates(self, bar: Any, now_s: float) -> None:
+        elapsed_s = max(now_s - self._started_s, 1e-9)
+        rates = f"input: {self._num_in / elapsed_s:.1f} tok/s, output: {self._num_out / elapsed_s:.1f} tok/s"
+        bar.set_postfix_str(rates, refresh=False)
