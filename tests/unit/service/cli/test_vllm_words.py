@@ -45,7 +45,7 @@ REFUSED = [
     ("Qwen/Qwen3-235B-A22B -tp 4 -pp 2 --distributed-executor-backend mp", "--pipeline-parallel-size"),
     ("Qwen/Qwen3-30B-A3B --enable-expert-parallel", "a part of each expert"),
     ("meta-llama/Llama-3.1-8B-Instruct -dp 4 --data-parallel-size-local 2 --headless", "run on this host"),
-    ("meta-llama/Llama-3.1-8B-Instruct --enable-lora --fully-sharded-loras", "adapters"),
+    ("meta-llama/Llama-3.1-8B-Instruct --enable-lora --fully-sharded-loras", "all of an adapter"),
 ]
 
 
