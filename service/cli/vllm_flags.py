@@ -128,7 +128,8 @@ CONDITIONAL = [
 
 REFUSED = [
     *_rows("speculative-model num-speculative-tokens", _ONE, reason=_DRAFTS),
-    *_rows("fully-sharded-loras", _SWITCH, reason="ranks have all of an adapter's A for q, k, v, gate and up (leave it out)"),
+    *_rows("fully-sharded-loras", _SWITCH,
+           reason="ranks have all of an adapter's A for q, k, v, gate and up (leave it out)"),
     *_rows("default-mm-loras", _ONE, reason=_TEXT),
     *_rows("enable-prompt-adapter", _SWITCH, reason="prompt adapters are not served (--lora-modules)"),
     *_rows("prompt-adapters max-prompt-adapters max-prompt-adapter-token", _SEVERAL,
