@@ -1,7 +1,7 @@
 """Statistics of a worker: key in WorkerCard.stats, metric, and source.
 
 A new one is a row here and, if not yet counted, a counter in service/engine/stats.py ("engine") or
-service/worker/job_loop.py ("jobs").
+service/worker/job_counts.py ("jobs").
 """
 
 from __future__ import annotations
