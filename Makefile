@@ -35,7 +35,7 @@ run: install ## install, then serve on http://127.0.0.1:8000 (ARGS="--model DIR 
 	@exec $(VENV)/bin/quire serve $(ARGS)
 
 test: install $(VENV)/requirements-test.stamp ## install, then every test (what needs a GPU is skipped by name)
-	@OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(ARGS)
+	@OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 coverage: ARGS += --cov=service --cov=model --cov-report=term:skip-covered
 coverage: test ## the same with line coverage, half as fast

@@ -6,6 +6,7 @@ New cases are for the bench and the desk; a check of a change must give the same
 import gc
 import logging
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -13,6 +14,20 @@ from hypothesis import settings
 settings.register_profile("desk", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "desk")
+
+
+WAITING = [Path(__file__).parent / name for name in ("chaos", "service")]
+WAITING_ENDS_AT = 0.8
+
+
+def pytest_collection_modifyitems(items):
+    """Spread the files that wait for processes of their own among the others, so that no core is idle."""
+    files = dict.fromkeys(item.path for item in items)
+    waiting = [path for path in files if any(path.is_relative_to(folder) for folder in WAITING)]
+    others = [path for path in files if path not in waiting]
+    places = {path: at * WAITING_ENDS_AT / len(waiting) for at, path in enumerate(waiting)}
+    places |= {path: at / len(others) for at, path in enumerate(others)}
+    items.sort(key=lambda item: places[item.path])
 
 
 def pytest_collection_finish():
