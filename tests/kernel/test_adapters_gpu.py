@@ -203,9 +203,9 @@ def test_an_adapter_is_loaded_while_others_decode(engines, sources):
     assert "running" in ends or engine.running
 
 
-def test_a_slot_is_written_after_the_work_before_it(open_ops, rng):
+def test_a_slot_is_written_after_the_work_before_it(open_ops):
     """Large products read the slot's old values although the write starts before they have run."""
-    ops = open_ops("bfloat16")
+    ops = open_ops("float16")
     weights = ops.upload(np.ones((2048, 2048), ops.dtype))
     target = ops.upload(np.ones(1 << 20, ops.dtype))
     x = ops.upload(np.ones((512, 2048), ops.dtype))
@@ -217,8 +217,8 @@ def test_a_slot_is_written_after_the_work_before_it(open_ops, rng):
         with ops.stream:
             copies[:] = target
     ops.write_async([(target, np.full(1 << 20, 3, ops.dtype))]).wait()
-    assert (ops.download(copies).astype(np.float32) == 1).all()
-    assert (ops.download(target).astype(np.float32) == 3).all()
+    assert (ops.download(copies) == 1).all()
+    assert (ops.download(target) == 3).all()
 
 
 def test_values_of_any_size_arrive(open_ops, rng):
