@@ -218,14 +218,14 @@ class StepGraphs:
         return {size: seconds[sum(size)] for size in sizes}
 
     def _size_of(self, inputs: ForwardInputs) -> tuple[int, int] | None:
-        num_decodes, num_chunks = inputs.num_decodes, len(inputs.chunk_lens)
-        if num_chunks == 0 and len(inputs.logit_rows) == num_decodes:
+        num_decodes, num_chunks, num_logits = inputs.num_decodes, len(inputs.chunk_lens), len(inputs.logit_rows)
+        if num_chunks == 0 and num_logits == num_decodes:
             return _at_least(self._decodes_only, num_decodes), 0
-        if num_decodes == 0 and num_chunks <= MAX_CHUNKS and len(inputs.token_ids) <= ROWS_ALONE[-1]:
+        if num_decodes == 0 and max(num_chunks, num_logits) <= MAX_CHUNKS and len(inputs.token_ids) <= ROWS_ALONE[-1]:
             return 0, _at_least(ROWS_ALONE, len(inputs.token_ids))
         decodes = _at_least(self._decodes_beside_chunks, num_decodes)
         num_more = len(inputs.token_ids) - decodes
-        if num_chunks > MAX_CHUNKS or num_more > ROWS_BESIDE[-1]:
+        if num_chunks > MAX_CHUNKS or num_more > ROWS_BESIDE[-1] or num_logits > decodes + MAX_CHUNKS:
             return None
         return decodes, _at_least(self._rows_beside(decodes), num_more)
 

@@ -4,7 +4,7 @@
 
 Weights are random and the head is zero: greedy sampling emits one token for ever, so that a drafter can be right at any
 rate, and sampling at temperature 1 emits text in which n-grams find nothing. `head` drafts with the products of an
-EAGLE-3 head, `free` costs the device nothing. About 4 minutes of an H200.
+EAGLE-3 head, `free` costs the device nothing.
 """
 
 from __future__ import annotations

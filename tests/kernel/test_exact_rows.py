@@ -32,6 +32,9 @@ def gemv_ops(open_ops, monkeypatch):
 
     def open_(build: int = 0):
         class FewByGemv(dict):
+            def __contains__(self, shape):  # nothing is measured anew
+                return True
+
             def get(self, shape, default):
                 return tuning.GemmAlgorithm(tuning.GEMV, build) if shape.m <= 8 else default
 

@@ -46,7 +46,7 @@ SIZES = ({"max_num_seqs": 1}, {"budget": 24}, {"num_blocks": 30})
 
 @pytest.mark.parametrize(("name", "sizes"), [(name, {}) for name in DRAFTERS] + [("errs", each) for each in SIZES])
 def test_drafts_change_no_token(engines, plain, name, sizes):
-    """With chunks of prompts beside drafts, more drafts than a step holds, and preemptions."""
+    """Steps have chunks of prompts too, more drafts than rows, and preemptions."""
     answers = {(request, 0): tokens for request, tokens in plain.items()}
     engine = engines.make(drafter=DRAFTERS[name](answers), **sizes)
     received = run_all(engine, PARAMS)
@@ -72,10 +72,13 @@ def test_a_draft_model_changes_no_token(engines, plain, open_ops, num_layers, si
 
 
 def test_a_bf16_engine_of_one_sequence_emits_the_same_tokens(open_ops, monkeypatch):
-    """In the bits of exact rows, where one row's products are gemv's."""
+    """One row's products are gemv's, so that exact rows have its bits."""
     tuning = pytest.importorskip("model.ops.gpu.gemm_tuning", reason="needs the packages of the cuda extra")
 
     class FewByGemv(dict):
+        def __contains__(self, shape):  # nothing is measured anew
+            return True
+
         def get(self, shape, default):
             return tuning.GemmAlgorithm(tuning.GEMV, 0) if shape.m <= 8 else default
 

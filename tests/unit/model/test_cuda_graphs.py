@@ -157,6 +157,10 @@ def test_what_fits_no_size_is_left_to_the_caller(model, graphs):
     chunk = step(model, [(0, 2)])
     too_many = replace(chunk, chunk_lens=np.repeat(chunk.chunk_lens, MAX_CHUNKS + 1))
     assert graphs.forward(too_many) is None
+    many_drafts = step(model, [(0, 50)])
+    assert graphs._size_of(many_drafts) == (0, ROWS_ALONE[2])
+    assert graphs._size_of(replace(many_drafts, logit_rows=np.arange(40))) == (MAX_ROWS, 48)
+    assert graphs._size_of(replace(many_drafts, logit_rows=np.arange(MAX_ROWS + MAX_CHUNKS + 1))) is None
 
 
 def test_every_size_beside_chunks_has_a_time_which_sizes_of_as_many_rows_share(model, kv):
