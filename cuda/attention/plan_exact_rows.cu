@@ -4,7 +4,8 @@
 //   Arguments, macros and results: plan_decode.cu. Order: splits of groups, then of rows.
 //   grid (1), block (32)
 //   reference: NumpyOps.plan_decode_attention
-//   needs: S <= 32, num_slots >= S, max_groups >= S / 2 if MEMBERS > 1. Tables with one block in common agree up to it.
+//   needs: S <= 32, num_slots >= S, max_groups >= S / 2, or 0: nothing is shared. Tables with one block in common
+//   agree up to it.
 //   If the splits exceed num_slots, target_splits is halved until they fit: then rows differ from a batch of one.
 //   roofline: none, about one launch
 #include "attention/split_sizes.cuh"
@@ -27,7 +28,7 @@ struct RowGroup {
     int num_members;
     int num_shared = 0;  // splits; 0: no group
 
-    __device__ __forceinline__ RowGroup(const Row& row, const int* block_tables, int max_blocks) {
+    __device__ __forceinline__ RowGroup(const Row& row, const int* block_tables, int max_blocks, int max_groups) {
         const int full = row.num_full(), size = row.splits.size;
         const int shared = min(full, __shfl_up_sync(FULL_WARP, full, 1));
         const bool is_alike = __shfl_up_sync(FULL_WARP, size, 1) == size;
@@ -48,7 +49,7 @@ struct RowGroup {
             const int other = __shfl_sync(FULL_WARP, full, (leader + m) % WARP_SIZE);
             least = m < num_members ? min(least, other) : least;
         }
-        if (num_members > 1) num_shared = least;
+        if (num_members > 1 && max_groups > 0) num_shared = least;
     }
 };
 
@@ -60,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(WARP_SIZE)
     const bool is_row = lane < num_sequences;
     const VisibleRange visible(is_row ? context_lens[lane] : 0, max_blocks * BLOCK_SIZE, window, 0);
     Row row(visible, target_splits);
-    RowGroup group(row, block_tables, max_blocks);
+    RowGroup group(row, block_tables, max_blocks, max_groups);
     int num_own, num_led, num_group_splits, num_splits;
     while (true) {
         num_own = is_row ? row.splits.count - group.num_shared : 0;
@@ -70,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(WARP_SIZE)
         if (num_splits <= num_slots || target_splits <= 1) break;
         target_splits = (target_splits + 1) / 2;
         row = Row(visible, target_splits);
-        group = RowGroup(row, block_tables, max_blocks);
+        group = RowGroup(row, block_tables, max_blocks, max_groups);
     }
 
     const u32 leaders = __ballot_sync(FULL_WARP, num_led > 0);
