@@ -29,8 +29,7 @@ def experts_mlp(
     Every size follows from T, so a step of T rows can be captured.
     """
     logits = ops.linear(x, experts.router, dtype=np.dtype(np.float32))
-    ids, weights = ops.route_experts(logits, config.num_used, config.renormalises, slots, num_slots)
-    groups = ops.group_by_expert(ids, config.num_experts)
+    weights, groups = ops.route_to_groups(logits, config.num_used, config.renormalises, slots, num_slots)
     rows = ops.quantise_rows(x) if _takes_fp8(ops, experts.gate_up) else x
     gate_up = ops.experts_linear(rows, experts.gate_up, groups)
     activation = ops.silu_mul_quantised if _takes_fp8(ops, experts.down) else ops.silu_mul

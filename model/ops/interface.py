@@ -389,6 +389,11 @@ class Ops(Device, Protocol):
     def group_by_expert(self, ids: Array, num_experts: int) -> ExpertGroups:
         """Sort the pairs of ids int32[T, k], each in 0..num_experts - 1 and different within a row, or -1: left out."""
 
+    def route_to_groups(
+        self, logits: Array, num_used: int, renormalise: bool, slots: Array | None = None, num_slots: int = 0
+    ) -> tuple[Array, ExpertGroups]:
+        """`route_experts`, then `group_by_expert`: weights float32[T, k], and the groups."""
+
     def experts_linear(
         self, x: Array | Fp8Rows, weight: Weight, groups: ExpertGroups, *, is_sorted: bool = False
     ) -> Array:

@@ -19,19 +19,19 @@ def experts_in_use(built: BuiltEngine) -> float | None:
         return None
     counts: list[int] = []
     ops, model, kv = built.ops, built.executor.model, built.executor.kv
-    group = ops.group_by_expert
+    route = ops.route_to_groups
 
-    def counted(ids, num_experts):
-        groups = group(ids, num_experts)
+    def counted(*routed):
+        weights, groups = route(*routed)
         counts.append(int(np.count_nonzero(np.diff(ops.download(groups.offsets)))))
-        return groups
+        return weights, groups
 
-    vars(ops)["group_by_expert"] = counted
+    vars(ops)["route_to_groups"] = counted
     try:
         with ops.scratch():
             model.hidden(_latest_tokens(built), kv)
     finally:
-        del vars(ops)["group_by_expert"]
+        del vars(ops)["route_to_groups"]
     return float(np.mean(counts))
 
 

@@ -78,7 +78,7 @@ def op_names(events: Sequence[KernelEvent], products: Sequence[str]) -> list[str
         if kind == "product":
             product = products[num_products % len(products)]
             num_products += 1
-        if kind == "group_by_expert":
+        if kind in ("group_by_expert", "route_few"):
             expert_product = "gate_up"
         elif kind.startswith("silu_mul"):
             expert_product = "down"

@@ -229,6 +229,12 @@ class NumpyOps(NumpyDevice):
     def group_by_expert(self, ids: Array, num_experts: int) -> ExpertGroups:
         return group_by_expert(ids, num_experts)
 
+    def route_to_groups(
+        self, logits: Array, num_used: int, renormalise: bool, slots: Array | None = None, num_slots: int = 0
+    ) -> tuple[Array, ExpertGroups]:
+        ids, weights = self.route_experts(logits, num_used, renormalise, slots, num_slots)
+        return weights, self.group_by_expert(ids, logits.shape[1])
+
     def experts_linear(
         self, x: Array | Fp8Rows, weight: Weight, groups: ExpertGroups, *, is_sorted: bool = False
     ) -> Array:

@@ -16,7 +16,7 @@ from model.ops.gpu.adapters import launches as lora
 from model.ops.gpu.adapters.writes import AsyncWriter, CudaWrite
 from model.ops.gpu.attention import decode_attention, kv_build, plan_decode_attention, prefill_attention
 from model.ops.gpu.device import DTYPE_CODES, THREADS, CudaDevice, expect
-from model.ops.gpu.experts.launches import combine_experts, group_by_expert, route_experts
+from model.ops.gpu.experts.launches import combine_experts, group_by_expert, route_experts, route_to_groups
 from model.ops.gpu.experts.products import dequantised_stack, experts_linear, pack_stack
 from model.ops.gpu.fp8 import Fp8Linear, as_weight, expect_fp8, quantised_by
 from model.ops.gpu.int4 import linear as int4
@@ -324,6 +324,11 @@ class CudaOps(CudaDevice):
 
     def group_by_expert(self, ids: Array, num_experts: int) -> ExpertGroups:
         return group_by_expert(self, ids, num_experts)
+
+    def route_to_groups(
+        self, logits: Array, num_used: int, renormalise: bool, slots: Array | None = None, num_slots: int = 0
+    ) -> tuple[Array, ExpertGroups]:
+        return route_to_groups(self, logits, (num_used, renormalise), slots, num_slots)
 
     def experts_linear(
         self, x: Array | Fp8Rows, weight: Weight, groups: ExpertGroups, *, is_sorted: bool = False

@@ -179,6 +179,14 @@ class GroupOps(GroupDevice):
         groups: ExpertGroups = self._each(lambda ops, own: ops.group_by_expert(own, num_experts), ids)
         return groups
 
+    def route_to_groups(
+        self, logits: Array, num_used: int, renormalise: bool, slots: Array | None = None, num_slots: int = 0
+    ) -> tuple[Array, ExpertGroups]:
+        found: tuple[Array, ExpertGroups] = self._each(
+            lambda ops, own, slots: ops.route_to_groups(own, num_used, renormalise, slots, num_slots), logits, slots
+        )
+        return found
+
     def experts_linear(
         self, x: Array | Fp8Rows, weight: Weight, groups: ExpertGroups, *, is_sorted: bool = False
     ) -> Array:

@@ -50,7 +50,13 @@ class ExpertCases:
             ids = ops.upload(self._ids(rows, turn))
             return lambda: ops.group_by_expert(ids, num_experts)
 
-        yield Case("route_experts", f"{rows} x {num_experts}", rows * (4 * num_experts + 8 * used), 0, route)
+        def route_to_groups(_: int) -> Launch:
+            logits = ops.upload(self._rng.standard_normal((rows, num_experts), np.float32))
+            return lambda: ops.route_to_groups(logits, used, experts.renormalises)
+
+        num_bytes = rows * (4 * num_experts + 8 * used)
+        yield Case("route_to_groups", f"{rows} x {num_experts}", num_bytes + 16 * rows * used, 0, route_to_groups)
+        yield Case("route_experts", f"{rows} x {num_experts}", num_bytes, 0, route)
         yield Case("group_by_expert", f"{rows} x {used}", 16 * rows * used, 0, group)
 
     def _product(self, name: str, kind: WeightFormat, rows: int, width: int, inner: int) -> Case:

@@ -35,6 +35,7 @@ ALSO = {
     "lora_expand": ({"ROW_TILES": 1}, {"ROW_TILES": 2}),
     "dequantise_rows": ({}, {"WEIGHT_INT8": 1, "BLOCK_SCALES": 0}, {"WEIGHT_INT8": 0, "BLOCK_SCALES": 1}),
     "route_experts": ({"PER_LANE": 1}, {"PER_LANE": 4}),
+    "route_few": ({"PER_LANE": 1}, {"PER_LANE": 4}),
     "sum_add_rms_norm": ({"NUM_RANKS": 2, "PUSH": 0}, {"NUM_RANKS": 4, "PUSH": 1}),
     "sum_add_rms_norm_quantised": ({"NUM_RANKS": 4, "PUSH": 0}, {"NUM_RANKS": 2, "PUSH": 1}),
     "sum_ranks": ({"NUM_RANKS": 4, "STEPS": 2}, {"NUM_RANKS": 2, "STEPS": 1}, {"NUM_RANKS": 4, "STEPS": 0}),

@@ -29,3 +29,13 @@ def test_more_experts_than_the_kernels_take_are_refused():
         launches.route_experts(StackLauncher(), FakeStack((4, 8), np.float32), (9, True), None, 0)
     with pytest.raises(ValueError, match="2000 experts"):
         launches.group_by_expert(StackLauncher(), FakeStack((4, 8), np.int32), 2000)
+
+
+def test_few_rows_are_routed_and_grouped_in_one_launch():
+    launched = {}
+    for rows in (1, 8, 9):
+        ops = StackLauncher()
+        weights, groups = launches.route_to_groups(ops, FakeStack((rows, EXPERTS), np.float32), (USED, True), None, 0)
+        launched[rows] = ops.launched
+        assert (weights.shape, groups.places.shape, groups.rows.shape) == ((rows, USED), (rows, USED), (rows * USED,))
+    assert launched == {1: ["route_few"], 8: ["route_few"], 9: ["route_experts", "group_by_expert"]}
