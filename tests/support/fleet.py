@@ -28,6 +28,9 @@ HAS_ADAPTERS = os.environ.get("CHAOS_LORA", "") != ""
 """Two of three jobs have an adapter (chaos_adapters.py); workers have one slot."""
 
 LORA_FLAGS = ("--enable-lora", "--max-lora-rank=16") if HAS_ADAPTERS else ()
+HAS_RANKS = os.environ.get("CHAOS_RANKS", "") != ""
+"""Workers have one rank and two in turn: each goes on with what the other began."""
+
 FP8_FLAGS = ("--quantization=fp8", "--kv-cache-dtype=fp8") if IS_FP8 else ()
 
 
@@ -53,6 +56,7 @@ class Worker:
                     *LORA_FLAGS,
                     *fleet.flags,
                     *fleet.next_drafting_flags(),
+                    *fleet.next_rank_flags(),
                 ],
                 cwd=REPOSITORY,
                 env={
@@ -116,6 +120,9 @@ class Fleet:
         if not self.drafting:
             return ()
         return (f"--speculative-config={self.drafting[self._num_started % len(self.drafting)]}",)
+
+    def next_rank_flags(self) -> tuple[str, ...]:
+        return (f"--tensor-parallel-size={self._num_started % 2 + 1}",) if HAS_RANKS else ()
 
     def start(self, step_s: float = 0.01) -> Worker:
         self._num_started += 1
