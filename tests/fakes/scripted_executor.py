@@ -3,6 +3,7 @@ tables is a plain list, so that a block in two tables or a lost write shows as a
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import time
@@ -20,11 +21,16 @@ def next_token(token_ids: list[int], branch: int = 0) -> int:
     return _hashed((token_ids, branch) if branch else token_ids) % VOCAB_SIZE
 
 
-def logprobs_after(token_ids: list[int]) -> list[float]:
+def logprobs_after(token_ids: list[int]) -> tuple[float, ...]:
     """The scripted model's log-probability of each token after these."""
-    weights = [1 + _hashed((token_ids, "weight", token)) % 1000 for token in range(VOCAB_SIZE)]
+    return _logprobs_after(tuple(token_ids))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _logprobs_after(token_ids: tuple[int, ...]) -> tuple[float, ...]:
+    weights = [1 + _hashed((list(token_ids), "weight", token)) % 1000 for token in range(VOCAB_SIZE)]
     total = sum(weights)
-    return [math.log(weight / total) for weight in weights]
+    return tuple(math.log(weight / total) for weight in weights)
 
 
 def _hashed(value: object) -> int:
