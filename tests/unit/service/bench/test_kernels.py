@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from service.bench import kernels
 from service.bench.cases.kernel_cases import Case
 from service.bench.kernels import Ceilings, figures_of
 from service.cli.main import main
@@ -22,7 +23,9 @@ NOT_MEASURED = {
 @pytest.fixture(scope="module")
 def record(tmp_path_factory):
     out = tmp_path_factory.mktemp("bench") / "kernels.json"
-    assert main(["bench", "kernels", "--device", "cpu", "--out", str(out)]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "ROUNDS", 1)
+        assert main(["bench", "kernels", "--device", "cpu", "--out", str(out)]) == 0
     return json.loads(out.read_text())
 
 
