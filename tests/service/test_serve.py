@@ -182,7 +182,7 @@ def test_the_probes_and_the_metrics(served):
         "vllm:iteration_tokens_total_count",
         "vllm:request_queue_time_seconds",
     ):
-        assert f"vllm:{name}" in text
+        assert name in text
 
 
 def test_a_refusal_names_the_field(client):
