@@ -141,3 +141,56 @@ def test_an_end_of_the_waiting_group_frees_what_was_kept_for_it():
     gone = bench.waiting.pop(0)
     bench.pool.remove_group(gone)
     assert bench.step()[:1] == ["a"]
+
+
+def admissible(pool: AdapterSlotPool, groups: list[SequenceGroup]) -> list[str]:
+    return [group.adapter_key for group in pool.admissible(groups)]
+
+
+def waiting_in(pool: AdapterSlotPool, *names: str) -> list[SequenceGroup]:
+    groups = [group_of(number, name) for number, name in enumerate(names)]
+    for group in groups:
+        pool.add_group(group)
+    return groups
+
+
+def test_a_group_starts_once_its_slot_is_written():
+    pool = AdapterSlotPool(2)
+    groups = waiting_in(pool, "a", "", "a", "b", "c")
+    assert admissible(pool, groups) == [""]
+    assert [load.adapter.digest for load in pool.drain_loads()] == ["a", "b"]
+    assert admissible(pool, groups) == [""]
+    assert pool.drain_loads() == ()
+    pool.finish_load(1)
+    assert admissible(pool, groups) == ["", "b"]
+    pool.finish_load(0)
+    assert admissible(pool, groups) == ["a", "", "a", "b"]
+
+
+def test_a_written_slot_waits_for_its_group():
+    """It is not given away while the group lacks blocks, but once the group is gone."""
+    pool = AdapterSlotPool(1)
+    groups = waiting_in(pool, "a", "b")
+    admissible(pool, groups)
+    [load] = pool.drain_loads()
+    pool.finish_load(load.slot)
+    for _ in range(3):
+        pool.start_step([])
+        assert admissible(pool, groups) == ["a"]
+    assert pool.drain_loads() == ()
+    pool.remove_group(groups.pop(0))
+    assert admissible(pool, groups) == []
+    assert [load.adapter.digest for load in pool.drain_loads()] == ["b"]
+
+
+def test_a_slot_that_is_written_is_not_given_away_though_its_group_is_gone():
+    pool = AdapterSlotPool(1)
+    groups = waiting_in(pool, "a", "b")
+    admissible(pool, groups)
+    [load] = pool.drain_loads()
+    pool.remove_group(groups.pop(0))
+    assert admissible(pool, groups) == []
+    assert pool.drain_loads() == ()
+    pool.finish_load(load.slot)
+    admissible(pool, groups)
+    assert [load.slot for load in pool.drain_loads()] == [load.slot]
