@@ -1,10 +1,10 @@
-"""Steps with drafts on a device: their time, and output tokens a second over none with the acceptance forced.
+"""Steps with drafts on a device: tokens that differ from those without, time, and output tokens a second over none.
 
     python -m tests.bench.speculation_gpu [--model-config llama-3.1-8b] [--batch 1,16,64,256] [--out FILE]
 
-Weights are random and the head is zero: greedy sampling emits one token for ever, so that a drafter can be right at any
-rate, and sampling at temperature 1 emits text in which n-grams find nothing. `head` drafts with the products of an
-EAGLE-3 head, `free` costs the device nothing.
+Weights are random. For the times the head is zero: greedy sampling emits one token for ever, so that a drafter can be
+right at any rate, and sampling at temperature 1 emits text in which n-grams find nothing. `head` drafts with the
+products of an EAGLE-3 head, `free` costs the device nothing.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from service.engine.drafting.ngram import NgramDrafter
 from service.engine.request import EngineRequest
 from service.engine.scheduling.speculation import Speculation
 from service.errors import EndReason
+from tests.fakes.drafters import KnowingDrafter
 
 MAX_DRAFTS = 8
 CONTEXTS = (256, 1024, 4096)
@@ -46,6 +47,7 @@ MIN_SECONDS = 1.0
 MAX_STEPS = 300
 DRAFT_VOCAB = 32_000
 NUM_TIMED = 30
+MIN_ANSWERS, ANSWER_TOKENS = 16, 64
 RATES = (0.6, 0.8)
 
 
@@ -117,6 +119,16 @@ class RunFigures:
     accepted: float  # of the drafted
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenFigures:
+    batch: int
+    temperature: float
+    num_answers: int
+    num_tokens: int  # up to each answer's first difference
+    num_different: int  # answers
+    num_accepted: int
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model-config", default="llama-3.1-8b", help="shape (default: llama-3.1-8b)")
@@ -127,6 +139,10 @@ def main() -> None:
     check_report_flags(flags)
     batches = [whole_number("--batch", part) for part in flags.batch.split(",")]
     built = make_engine(flags.model_config, flags.device, max(batches))
+    texts = [compare_tokens(built, batch, temperature) for batch in batches[:2] for temperature in (0.0, 1.0)]
+    print_grid(list(asdict(texts[0])), [[_text(value) for value in asdict(row).values()] for row in texts])
+    head = built.executor.model.weights.lm_head.data
+    built.ops.load_parallel([head], lambda _, start, out: out.fill(0))
     steps = list(time_steps(built))
     print_grid(list(asdict(steps[0])), [[_text(value) for value in asdict(row).values()] for row in steps])
     cost = step_cost(built.executor, built.memory.max_model_len)
@@ -137,7 +153,11 @@ def main() -> None:
         "model": flags.model_config,
         "device": built.ops.device_name if flags.device == "cuda" else "cpu",
     }
-    tables = {"steps": [asdict(row) for row in steps], "runs": [asdict(row) for row in runs]}
+    tables = {
+        "tokens": [asdict(row) for row in texts],
+        "steps": [asdict(row) for row in steps],
+        "runs": [asdict(row) for row in runs],
+    }
     names = dict.fromkeys(row.drafts for row in runs)
     series = [
         {"label": name, "x": [str(batch) for batch in batches], "y": [row.ratio for row in runs if row.drafts == name]}
@@ -148,7 +168,7 @@ def main() -> None:
 
 
 def make_engine(shape: str, device: str, max_num_seqs: int) -> BuiltEngine:
-    """Build an engine that can verify drafts, and set the head to zero."""
+    """Build an engine that can verify drafts."""
     settings = Settings(
         model_config=shape,
         load_format="dummy",
@@ -159,10 +179,46 @@ def make_engine(shape: str, device: str, max_num_seqs: int) -> BuiltEngine:
         speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=MAX_DRAFTS),
     )
     with patch.object(build, "check_speculation"):  # also measures what users are still refused
-        built = build_engine(settings, progress=True)
-    head = built.executor.model.weights.lm_head.data
-    built.ops.load_parallel([head], lambda _, start, out: out.fill(0))
-    return built
+        return build_engine(settings, progress=True)
+
+
+def compare_tokens(built: BuiltEngine, batch: int, temperature: float) -> TokenFigures:
+    """Draft right and wrong tokens of answers that were generated without drafts."""
+    engine, num_answers = built.engine, max(batch, MIN_ANSWERS)
+    with drafting(built, None, None):
+        answers = generate(built, num_answers, batch, temperature)
+    drafter = KnowingDrafter({(name, 0): tokens for name, tokens in answers.items()}, errs=True)
+    with drafting(built, drafter, None):
+        drafted = generate(built, num_answers, batch, temperature)
+        num_accepted = engine.stats().num_accepted_tokens
+    lengths = [
+        next((at for at, (one, other) in enumerate(zip(tokens, drafted[name], strict=True)) if one != other), None)
+        for name, tokens in answers.items()
+    ]
+    return TokenFigures(
+        batch=batch,
+        temperature=temperature,
+        num_answers=num_answers,
+        num_tokens=sum(ANSWER_TOKENS if length is None else length + 1 for length in lengths),
+        num_different=sum(length is not None for length in lengths),
+        num_accepted=num_accepted,
+    )
+
+
+def generate(built: BuiltEngine, count: int, batch: int, temperature: float) -> dict[str, list[int]]:
+    """Return the tokens of `count` requests, `batch` at once."""
+    engine, rng = built.engine, random.Random(count)
+    tokens: dict[str, list[int]] = {}
+    for number in range(count):
+        prompt = tuple(rng.choices(range(10, 4000), k=32))
+        sampling = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=temperature, seed=number, ignore_eos=True)
+        tokens[str(number)] = []
+        engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=sampling))
+        while engine.has_work and ((number + 1) % batch == 0 or number + 1 == count):
+            engine.step()
+            for output in engine.drain_request_outputs():
+                tokens[output.request_id] += [token for part in output.parts for token in part.token_ids]
+    return tokens
 
 
 def time_steps(built: BuiltEngine) -> Iterator[StepFigures]:
@@ -250,8 +306,8 @@ def emitted_token(built: BuiltEngine) -> int:
 
 
 @contextmanager
-def drafting(built: BuiltEngine, drafter, cost: StepCost) -> Iterator[None]:
-    """Replace the engine's drafts; None: no speculation at all."""
+def drafting(built: BuiltEngine, drafter, cost: StepCost | None) -> Iterator[None]:
+    """Replace the engine's drafts; no drafter: no speculation at all; no cost: as many drafts as there are."""
     engine, speculation = built.engine, None
     if drafter is not None:
         lengths = DraftLengths(copy.deepcopy(cost))
