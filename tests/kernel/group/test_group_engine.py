@@ -28,23 +28,28 @@ def engines(open_group):
 
 @pytest.fixture(scope="module")
 def on_numpy():
-    return DemoEngines(NumpyOps(np.dtype(np.float32)))
+    """What NumPy gives: (of all requests, of KINDS)."""
+    made = DemoEngines(NumpyOps(np.dtype(np.float32)))
+    return made.each_alone(), branches_of(made)
+
+
+def branches_of(made: DemoEngines):
+    """Answers of requests that begin alike, in a pool so small that sequences are preempted."""
+    engine = made.make(num_blocks=16, prefix_caching=True, num_host_blocks=40)
+    for number, params in enumerate(KINDS):
+        sampling = SamplingParams(max_tokens=18, ignore_eos=True, seed=number, **params)
+        prompt = (*range(40, 69), 100 + number)
+        engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=sampling))
+    received = {name: each.branches for name, each in run_steps(engine).items()}
+    assert engine.stats().num_preemptions > 0
+    return received
 
 
 @pytest.mark.parametrize("sizes", [{}, {"budget": 16}, {"num_blocks": 22}], ids=str)
 def test_every_request_gets_the_same_tokens(engines, on_numpy, sizes):
     received = run_all(engines.make(**sizes))
-    assert {name: tokens for name, (tokens, _) in received.items()} == on_numpy.each_alone()
+    assert {name: tokens for name, (tokens, _) in received.items()} == on_numpy[0]
 
 
 def test_prefixes_swap_branches_and_grammars(engines, on_numpy):
-    received = []
-    for made in (engines, on_numpy):
-        engine = made.make(num_blocks=16, prefix_caching=True, num_host_blocks=40)
-        for number, params in enumerate(KINDS):
-            sampling = SamplingParams(max_tokens=18, ignore_eos=True, seed=number, **params)
-            prompt = (*range(40, 69), 100 + number)
-            engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=sampling))
-        received.append({name: each.branches for name, each in run_steps(engine).items()})
-        assert engine.stats().num_preemptions > 0
-    assert received[0] == received[1]
+    assert branches_of(engines) == on_numpy[1]
