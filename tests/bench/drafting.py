@@ -1,25 +1,35 @@
 """Output tokens per second of CPU time with drafts and without, of the demo model.
 
     python -m tests.bench.drafting --config '{"method": "eagle3"}' --batch 1,8 --temperature 0
+    python -m tests.bench.drafting --draft-layers 2
 
-Rounds alternate in one process; CPU time, since others may use the machine. Texts are compared.
+Rounds alternate in one process; CPU time, since others may use the machine. Texts are compared. `--draft-layers` drafts
+with the model's own first layers, the only smaller model of its vocabulary.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import statistics
 import time
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
 
 from model.sampling_params import SamplingParams
 from model.text.tokenizer import Tokenizer
+from model.weights.safetensors_file import read_safetensors
 from service.config.settings import Settings
 from service.config.speculative import parse_speculative_config
 from service.engine.build import build_engine
 from service.engine.engine import Engine
 from service.engine.request import EngineRequest
 from tests.support.demo_engine import DEMO
+from tests.support.safetensors_bytes import save
 
 QUESTIONS = (
     "Tell me a story about a fox and a lantern.",
@@ -64,7 +74,26 @@ def main() -> None:
     parser.add_argument("--batch", default="1,8", help="sequences at once (default: 1,8)")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0")
     parser.add_argument("--rounds", type=int, default=5, help="default: 5")
+    parser.add_argument("--draft-layers", type=int, help="layers of the model as draft model (default: none)")
     flags = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        compare(flags, flags.config if flags.draft_layers is None else draft_config(Path(folder), flags.draft_layers))
+
+
+def draft_config(folder: Path, num_layers: int) -> str:
+    """Write the demo model's first layers; return --speculative-config."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, folder)
+    config = json.loads((DEMO / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
+    stored = read_safetensors(DEMO / "model.safetensors")
+    later = tuple(f"model.layers.{number}." for number in range(num_layers, config["num_hidden_layers"]))
+    kept = {name: one.values().astype(np.float32) for name, one in stored.items() if not name.startswith(later)}
+    save(folder / "model.safetensors", kept)
+    return json.dumps({"method": "draft_model", "model": str(folder), "num_speculative_tokens": 4})
+
+
+def compare(flags: argparse.Namespace, config: str) -> None:
     tokenizer = Tokenizer.read(DEMO)
     requests = []
     for number, question in enumerate(QUESTIONS):
@@ -74,7 +103,7 @@ def main() -> None:
     settings = Settings(model=DEMO, device="cpu", max_model_len=1024, num_gpu_blocks=1500, enable_prefix_caching=False)
     plain = build_engine(settings, progress=False).engine
     drafting = build_engine(
-        replace(settings, speculative_config=parse_speculative_config(flags.config)), progress=False
+        replace(settings, speculative_config=parse_speculative_config(config)), progress=False
     ).engine
     for batch in map(int, flags.batch.split(",")):
         ratios, before = [], drafting.stats()
