@@ -139,7 +139,8 @@ def make_engine(batch: int, longest: int, *, prefix_caching: bool) -> tuple[Engi
     ops = IdleOps(np.dtype(np.float32))
     max_num_seqs, max_blocks = batch + 16, -(-(longest + ARRIVING_PROMPT) // BLOCK_SIZE) + 1
     config = replace(PRESETS["llama-3.1-8b"], vocab_size=VOCAB_SIZE)
-    model = SimpleNamespace(ops=ops, config=config, tune=lambda *sizes: None, forward=_forward)
+    weights = SimpleNamespace(lm_head=SimpleNamespace(data=None))
+    model = SimpleNamespace(ops=ops, config=config, weights=weights, tune=lambda *sizes: None, forward=_forward)
     model.first_layer = lambda: model
     executor = ModelExecutor(model, frozenset(), max_num_seqs, max_blocks)
     num_blocks = max_num_seqs * max_blocks
