@@ -58,7 +58,7 @@ def open_ops(device: str, dtype: str, model_dtype: str, kv_dtype: str = "auto") 
     try:
         return _open_cuda(cuda_dtype, kv_dtype)
     except ModelError as problem:
-        log.info("no GPU is used: %s", problem)
+        log.info("no GPU is used: %s", str(problem))  # a kept record of the error would keep its callers' models
         return _open_cpu(dtype, kv_dtype)
 
 
