@@ -20,8 +20,8 @@ NO_CONFIG_FILE = {"QUIRE_CONFIG": ""}
 RESERVED_VARIABLES = frozenset(
     {"QUIRE_CACHE_DIR", "QUIRE_CONFIG", "QUIRE_GATEWAY_GROUP", "QUIRE_PROCESS_NAME", "QUIRE_URL"}
 )
-"""QUIRE_ variables that are not settings: the kernel cache, the settings file, the clients' service, and those that a
-parent sets for its gateways and workers."""
+"""QUIRE_ variables that are not settings: of the kernel cache, the settings file, clients, and the parent of gateways
+and workers."""
 
 _SECRETS = ("api_key", "redis_url")
 """A Redis URL may hold a password."""

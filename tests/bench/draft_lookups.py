@@ -23,7 +23,7 @@ from service.bench.flag_values import whole_number
 from service.engine.drafting.drafter import MAX_DRAFTS, Drafter
 from service.engine.drafting.ngram import NgramDrafter
 from service.engine.drafting.suffix import SuffixDrafter
-from tests.support.measuring import tell
+from tests.support.measuring import report
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "ngram 2 to 5": lambda: NgramDrafter(2, 5),
@@ -59,7 +59,7 @@ def main() -> None:
                 {"drafter": name, "text": kind, "p50_us": p50, "p99_us": p99, "max_us": most, "end_us": ends_us}
             )
             print(cases[-1], flush=True)
-    tell({"bench": "draft_lookups", "cases": cases}, flags.out)
+    report({"bench": "draft_lookups", "cases": cases}, flags.out)
 
 
 def measure(drafter: Drafter, texts: Callable[[random.Random], Iterator[int]]) -> tuple[list[float], float]:

@@ -37,7 +37,7 @@ from tests.bench.io_thread import PacedDevice
 from tests.fakes.idle_executor import IdleExecutor
 from tests.support.gateway import MODEL
 from tests.support.gateway_processes import start_gateway
-from tests.support.measuring import flags, fresh_redis, tell
+from tests.support.measuring import flags, fresh_redis, report
 from tests.support.queue_pair import QueuePair, open_pair
 from tests.support.wire import make_card
 
@@ -285,13 +285,13 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     args = parser.parse_args(given)
     if args.scenario == "simulate":
-        tell(simulate(args, NUM_SMALL), args.out)
+        report(simulate(args, NUM_SMALL), args.out)
         return
     if args.scenario == "flooder":
         asyncio.run(keep_flooding(args))
         return
     with fresh_redis() as (url, folder):
-        tell(asyncio.run(measure(args, folder, url)), args.out)
+        report(asyncio.run(measure(args, folder, url)), args.out)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from redis import Redis
 from service.queue.messages import WorkerCard
 from service.queue.redis.connect import open_worker_queue
 from tests.support.gateway_processes import start_gateway
-from tests.support.measuring import flags, fresh_redis, tell
+from tests.support.measuring import flags, fresh_redis, report
 from tests.support.served import REPOSITORY, descendants_of
 
 DEMO = REPOSITORY / "model" / "demo"
@@ -127,7 +127,7 @@ def main() -> None:
             "us_per_token": round(1e6 * token_s, 2),
             "cpu_s_per_1000_tokens": round(1e3 * token_s, 4),
         }
-    tell({"gateways": given.gateways, "costs": costs, "runs": runs}, given.out)
+    report({"gateways": given.gateways, "costs": costs, "runs": runs}, given.out)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from service.queue.messages import Job
 from service.worker.engine_thread import EngineThread
 from service.worker.job_loop import EngineSizes, JobLoop, OutputInbox
 from tests.bench.host_steps import VOCAB_SIZE, make_engine
-from tests.support.measuring import flags, fresh_redis, tell
+from tests.support.measuring import flags, fresh_redis, report
 from tests.support.queue_pair import open_pair
 from tests.support.wire import make_card
 
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     with fresh_redis() as (url, _):
-        tell(uvloop.run(measure(args, url)), args.out)
+        report(uvloop.run(measure(args, url)), args.out)
 
 
 if __name__ == "__main__":

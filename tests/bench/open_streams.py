@@ -29,7 +29,7 @@ from service.queue.codec import pack_ids
 from service.queue.messages import Event, Part, Usage
 from tests.support.gateway import MODEL
 from tests.support.gateway_processes import start_gateway
-from tests.support.measuring import flags, fresh_redis, tell
+from tests.support.measuring import flags, fresh_redis, report
 from tests.support.queue_pair import open_pair
 from tests.support.wire import make_card
 
@@ -255,7 +255,7 @@ def main() -> None:
         read_streams(int(args.read[0]), int(args.read[1]), Path(args.read[2]))
         return
     with fresh_redis() as (url, folder):
-        tell(asyncio.run(measure(args, folder, url)), args.out)
+        report(asyncio.run(measure(args, folder, url)), args.out)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import aiohttp
 
-from tests.support.measuring import flags, tell
+from tests.support.measuring import flags, report
 from tests.support.served import Served
 
 CARD_S = 1.3
@@ -84,7 +84,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         served = Served(Path(folder), f"--data-parallel-size={given.workers}")
         try:
-            tell({"workers": given.workers, **asyncio.run(measure(served.url))}, given.out)
+            report({"workers": given.workers, **asyncio.run(measure(served.url))}, given.out)
         finally:
             served.terminate()
 

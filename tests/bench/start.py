@@ -73,7 +73,7 @@ def main() -> None:
         return
     starts = measure(flags.model_config, flags.device, num_seqs, num_rounds)
     names = ["nothing compiled", *["compiled before"] * num_rounds]
-    tell(names, starts)
+    print_starts(names, starts)
     bars = {"label": "s", "x": names, "y": [start.all_s for start in starts]}
     panel = {"kind": "bars", "title": "", "x": "s to the first tokens", "y": "", "series": [bars]}
     record = {"bench": "start", "model": flags.model_config, "max_num_seqs": num_seqs}
@@ -125,7 +125,7 @@ def _process_age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - begin_ticks / os.sysconf("SC_CLK_TCK")
 
 
-def tell(names: Sequence[str], starts: Sequence[Start]) -> None:
+def print_starts(names: Sequence[str], starts: Sequence[Start]) -> None:
     """Print a row per start, in seconds."""
     rows = []
     for name, start in zip(names, starts, strict=True):

@@ -69,7 +69,7 @@ def main() -> None:
         except StartupError as reason:
             print(f"batch {batch}, context {context}: {reason}")
             continue
-        tell(tables[-1])
+        print_table(tables[-1])
     growth = growth_of(tables, built.config, built.ops.dtype.itemsize)
     report_growth(growth)
     record = {"bench": "step_profile", "device": built.ops.device_name, "model": flags.model_config or flags.model}
@@ -139,7 +139,7 @@ def _events(work: Callable[[], object], built: BuiltEngine) -> list[KernelEvent]
     ]
 
 
-def tell(table: StepTable) -> None:
+def print_table(table: StepTable) -> None:
     """Print the table of one batch."""
     idle_share, timed_us = table.idle_us / table.step_us, table.timed_us
     print(

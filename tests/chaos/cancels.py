@@ -29,7 +29,7 @@ from service.queue import keys
 from service.worker.engine_thread import EngineThread, Stop
 from service.worker.job_loop import EngineSizes, JobLoop, OutputInbox
 from tests.support.demo_engine import DEMO
-from tests.support.measuring import flags, fresh_redis, tell
+from tests.support.measuring import flags, fresh_redis, report
 from tests.support.queue_pair import open_pair
 from tests.support.wire import make_card
 
@@ -189,7 +189,7 @@ def main() -> int:
     args = parser.parse_args()
     with fresh_redis() as (url, _):
         figures = asyncio.run(run(url, args.times, args.at_once))
-    tell(figures, args.out)
+    report(figures, args.out)
     return int(bool(figures["blocks_left"] or figures["jobs_left"]))
 
 

@@ -35,7 +35,7 @@ from service.gateway.process import serving
 from service.queue import keys
 from tests.support.demo_engine import DEMO
 from tests.support.fleet import Fleet
-from tests.support.measuring import flags, tell
+from tests.support.measuring import flags, report
 from tests.support.queue_pair import open_pair
 from tests.support.swallowing_proxy import SwallowingProxy, answered, at_random, swallowing
 
@@ -459,7 +459,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
         start_s = time.monotonic()
         tally = asyncio.run(run(Path(folder), args.times, args.at_once, args.share, args.batches))
-    tell({**asdict(tally), "elapsed_s": round(time.monotonic() - start_s, 1)}, args.out)
+    report({**asdict(tally), "elapsed_s": round(time.monotonic() - start_s, 1)}, args.out)
     return int(not tally.is_clean)
 
 

@@ -31,7 +31,7 @@ from service.gateway.core.served_model import ServedModel
 from service.gateway.process import serving
 from tests.support.demo_engine import DEMO
 from tests.support.fleet import Fleet
-from tests.support.measuring import flags, tell
+from tests.support.measuring import flags, report
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 MODEL = "demo"
@@ -240,7 +240,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
         start_s = time.monotonic()
         tally = asyncio.run(run(Path(folder), args.times, args.at_once, drafting=DRAFTING if args.drafting else ()))
-    tell({**asdict(tally), "elapsed_s": round(time.monotonic() - start_s, 1)}, args.out)
+    report({**asdict(tally), "elapsed_s": round(time.monotonic() - start_s, 1)}, args.out)
     return int(tally.num_different != 0)
 
 

@@ -20,7 +20,7 @@ import aiohttp
 from tests.fakes.scripted_worker import Script
 from tests.support.gateway import MODEL, speech
 from tests.support.gateway_processes import GatewayFleet, open_fleet
-from tests.support.measuring import flags, fresh_redis, tell
+from tests.support.measuring import flags, fresh_redis, report
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = {"model": MODEL, "prompt": "the and", "max_tokens": 80}
@@ -136,7 +136,7 @@ def main() -> int:
         start_s = time.monotonic()
         tally = asyncio.run(run(url, folder / "model", args.times, args.at_once, args.seed))
         elapsed_s = time.monotonic() - start_s
-    tell({**vars(tally), "times": args.times, "elapsed_s": round(elapsed_s, 1)}, args.out)
+    report({**vars(tally), "times": args.times, "elapsed_s": round(elapsed_s, 1)}, args.out)
     return int(tally.num_identical != args.times)
 
 

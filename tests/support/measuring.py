@@ -31,7 +31,7 @@ def fresh_redis() -> Iterator[tuple[str, Path]]:
             server.stop()
 
 
-def tell(figures: Mapping[str, Any], out: Path | None) -> None:
+def report(figures: Mapping[str, Any], out: Path | None) -> None:
     print(json.dumps(figures))
     if out is not None:
         out.write_text(json.dumps(figures, indent=1) + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from service.config.settings import Settings
-from tests.bench.start import PARTS, start_here, tell
+from tests.bench.start import PARTS, print_starts, start_here
 from tests.support.demo_engine import DEMO
 
 
@@ -16,6 +16,6 @@ def test_all_parts_of_a_start_are_timed(monkeypatch, capsys):
     on_a_gpu = {"graphs", "of these timing"}
     assert {name for name, seconds in start.parts_s.items() if seconds > 0} == set(PARTS) - on_a_gpu
     in_turn = [seconds for name, seconds in start.parts_s.items() if not name.startswith("of these")]
-    assert start.imports_s + sum(in_turn) <= start.all_s + 0.02  # the clock that tells ages has hundredths
-    tell(["here"], [start])
+    assert start.imports_s + sum(in_turn) <= start.all_s + 0.02  # the clock of ages has hundredths
+    print_starts(["here"], [start])
     assert capsys.readouterr().out.splitlines()[1].startswith("here")
