@@ -15,7 +15,7 @@ from service.engine.sequence import Sequence
 _COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "branch")
 
 SPAN = 6.0
-"""A token is drawn only with a logit, over the temperature, this far below the best or nearer."""
+"""Tokens whose logit over the temperature is further below the best are not drawn."""
 
 
 def drawn(
