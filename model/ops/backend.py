@@ -26,15 +26,10 @@ def open_group(device: str, dtype: str, model_dtype: str, kv_dtype: str, num_ran
     if num_ranks == 1:
         return ops
     if ops.name == "cuda":
-        _refuse_gpus(num_ranks)  # until sums have run on GPUs: delete this line
         return _open_cuda_group(ops.dtype, ops.kv_dtype, num_ranks)
     return GroupOps(
         [NumpyOps(ops.dtype, ops.kv_dtype, num_sharing=num_ranks) for _ in range(num_ranks)], NumpyCollectives()
     )
-
-
-def _refuse_gpus(num_ranks: int) -> None:
-    raise ModelError(f"--tensor-parallel-size: {num_ranks} is not supported on a GPU yet (1, or --device cpu)")
 
 
 def _open_cuda_group(dtype: np.dtype, kv_dtype: np.dtype, num_ranks: int) -> Ops:

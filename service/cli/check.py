@@ -46,7 +46,7 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
     config = read_model_config(settings)
     wanted_len = wanted_model_len(settings, config)
     ops = open_devices(settings, config)
-    check_adapters(settings, ops)
+    check_adapters(settings)
     each = "" if ops.num_ranks == 1 else " on each rank"
     weights = planned_weights(settings, config, ops)
     rows: Rows = [

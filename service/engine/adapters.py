@@ -115,12 +115,10 @@ class Adapters:
         return adapter
 
 
-def check_adapters(settings: Settings, ops: Ops) -> None:
-    """Raises StartupError for adapters where they are not served."""
+def check_adapters(settings: Settings) -> None:
+    """Raises StartupError for limits that contradict each other."""
     if not settings.enable_lora:
         return
-    if ops.name == "cuda":  # its kernels have not run yet
-        raise StartupError("--enable-lora: not on a GPU yet (--device cpu, or merge the adapter into the weights)")
     if settings.max_cpu_loras is not None and settings.max_cpu_loras < settings.max_loras:
         raise StartupError(f"--max-cpu-loras: {settings.max_cpu_loras} is below --max-loras ({settings.max_loras})")
 

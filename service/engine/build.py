@@ -94,7 +94,7 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     grammars = Grammars(partial(grammar_compiler, settings, config))
     ops = open_devices(settings, config)
     check_speculation(settings, ops)
-    check_adapters(settings, ops)
+    check_adapters(settings)
     draft = plan_draft_model(settings, config, ops)
     sized = size_engine(settings, config, ops, load_format=settings.load_format, progress=progress, draft=draft)
     executor, memory = sized.executor, sized.memory

@@ -56,9 +56,9 @@ class Kernels:
         function = self._functions.get(key)
         if function is None:
             function = self._module(name, defines).get_function(name)
-            if shared_bytes > 48 << 10:
-                attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                driver.funcSetAttribute(function.ptr, attribute, shared_bytes)
+            limit = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            if shared_bytes > driver.funcGetAttribute(limit, function.ptr):  # 48 KiB, or those of an earlier `get`
+                driver.funcSetAttribute(function.ptr, limit, shared_bytes)
             self._functions[key] = function
         return function
 

@@ -87,8 +87,8 @@ def test_nccl_moves_shares_that_each_rank_sums(log):
 
 
 def test_paths_in_graphs_are_without_nccl(log):
-    ranks = ranks_of(log)
-    sums, large = CudaCollectives(ranks, Mover(log)), arrays(2, (8192, 4096), np.float16)
+    ranks = ranks_of(log, 4)
+    sums, large = CudaCollectives(ranks, Mover(log)), arrays(4, (4096, 4096), np.float16)
     assert sums.path(large) is SumPath.NCCL
     ranks[0].begin_capture()
     assert sums.path(large) is SumPath.TWO_SHOT
