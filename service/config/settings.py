@@ -240,9 +240,9 @@ class Settings:
     )
     speculative_config: SpeculativeConfig | None = _setting(
         None,
-        "JSON of how decodes draft tokens, in vLLM's keys, on a CPU: "
+        "JSON of how decodes draft tokens, in vLLM's keys: "
         '{"method": "ngram", "num_speculative_tokens": 4} (also suffix, eagle3, draft_model; default: only tokens '
-        "that a grammar forces)",
+        "that a grammar forces, on a CPU)",
         verbs=(SERVE, WORKER, BENCH),
         parse=parse_speculative_config,
     )

@@ -36,13 +36,12 @@ def test_a_built_engine_drafts_as_asked(wanted, source, num_ranks):
     assert (drafted[source] > 0) == (wanted is not None)
 
 
-def test_a_gpu_refuses_drafts_by_name():
+def test_a_gpu_refuses_heads_alone():
     class Gpu(NumpyOps):
         name = "cuda"
 
-    with pytest.raises(StartupError, match=r"^--speculative-config: a GPU does not verify drafts yet"):
-        check_speculation(replace(SETTINGS, speculative_config=NGRAM), Gpu())
     with pytest.raises(StartupError, match=r"^--speculative-config: eagle3 does not run on a GPU yet"):
         check_speculation(replace(SETTINGS, speculative_config=EAGLE3), Gpu())
-    check_speculation(SETTINGS, Gpu())
-    check_speculation(replace(SETTINGS, speculative_config=NGRAM), NumpyOps())
+    for wanted in (None, NGRAM, SUFFIX, DRAFT_MODEL):
+        check_speculation(replace(SETTINGS, speculative_config=wanted), Gpu())
+    check_speculation(replace(SETTINGS, speculative_config=EAGLE3), NumpyOps())
