@@ -27,3 +27,13 @@ class Batch:
     num_sequences: int
     max_query_len: int  # of the later sequences
     adapters: BatchAdapters | None = None  # None: every row is the base model's
+
+
+@dataclass(frozen=True)
+class StateRows:
+    """Rows of a step, padding included, for a draft head that reads the model's states."""
+
+    token_ids: Array  # int32[T]
+    positions: Array  # int32[T]
+    slots: Array  # int64[T]; of padding: outside the cache
+    states: Array  # [T, n * H], the inputs of n layers

@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from model.adapter_slots import AdapterSlots, StaticAdapterRows
-from model.batch import Batch
+from model.batch import Batch, StateRows
 from model.families.llama import Llama
 from model.ops.group.arrays import divided, product_split
 from model.ops.interface import MAX_EXACT_ROWS, Array
@@ -87,12 +87,25 @@ class StepGraphs:
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
         self._adapter_replays: dict[tuple[int, int], Callable[[], None]] = {}
         self._seconds: dict[tuple[int, int], float] = {}  # with chunks, on padding
+        self._state_layers: tuple[int, ...] = ()
+        self._states: Array | None = None
+        self._num_rows = 0  # of the last step, padding included
 
-    def capture(self, kv: Array, *, adapters: AdapterSlots | None = None, progress: bool = False) -> None:
+    def capture(
+        self,
+        kv: Array,
+        *,
+        state_layers: tuple[int, ...] = (),
+        adapters: AdapterSlots | None = None,
+        progress: bool = False,
+    ) -> None:
         """Record the pass on this cache, the largest size first, so that smaller ones reuse its memory.
 
-        Products are tuned for powers of two: each size costs about 0.2 s at a cold start.
+        Products are tuned for powers of two: each size costs about 0.2 s at a cold start. The inputs of `state_layers`
+        stay in `state_rows`.
         """
+        if state_layers:
+            self._keep_states(state_layers)
         self._block_size = kv.shape[4]
         self._num_slots = kv.shape[0] * self._block_size
         sizes = self._sizes_with_chunks()
@@ -127,6 +140,7 @@ class StepGraphs:
         if size is None:
             return None
         self._fill(inputs, *size)
+        self._num_rows = sum(size)
         hosts, replays, drafted = [self._host], self._replays, self._drafted_replays
         if self._adapters is not None and inputs.adapter_slots is not None:
             hosts = [self._host, *self._adapters.host_rows(inputs.adapter_slots)]
@@ -150,6 +164,13 @@ class StepGraphs:
             marks[rows] = begin, ops.record_event()
         seconds = {rows: ops.elapsed_s(*pair) / NUM_TIMED for rows, pair in marks.items()}
         return [seconds[_at_least(self._decodes_only, rows)] for rows in range(1, self._max_rows + 1)]
+
+    def state_rows(self) -> StateRows | None:
+        """Return the last step's rows, in static memory; None without `state_layers`."""
+        if self._states is None:
+            return None
+        columns = (self._buffers.token_ids, self._buffers.positions, self._buffers.slots, self._states)
+        return StateRows(*(column[: self._num_rows] for column in columns))
 
     def context_lens(self, num_decodes: int) -> Array:
         """Return the last step's int32[num_decodes], in static memory."""
@@ -178,6 +199,13 @@ class StepGraphs:
         run = self._run_exact if is_exact else self._run
         whole, warm_up_run = (partial(run, model, batch, kv) for model in (self._model, first_layer))
         return self._model.ops.capture(whole, warm_up_run)
+
+    def _keep_states(self, layers: tuple[int, ...]) -> None:
+        ops, width = self._model.ops, self._model.config.hidden_size
+        self._state_layers = layers
+        self._states = ops.empty((len(self._columns.token_ids), len(layers) * width), ops.dtype)
+        # A warm-up run has no such layer.
+        ops.place_columns(ops.empty((1, width), ops.dtype), self._states[:1], 0)
 
     def _add_adapters(self, slots: AdapterSlots) -> None:
         """Place the adapters' rows after the columns, for one transfer."""
@@ -240,7 +268,9 @@ class StepGraphs:
         with ops.scratch():
             ops.pick_tokens(batch.token_ids, self._sampled, self._buffers.source[: batch.num_tokens])
             num_logits = batch.num_tokens if batch.logit_rows is None else len(batch.logit_rows)
-            model.forward(batch, kv, out=self._logits[:num_logits])
+            states = None if self._states is None else self._states[: batch.num_tokens]
+            hidden = model.hidden(batch, kv, self._state_layers, states)
+            model.logits(hidden, batch.logit_rows, self._logits[:num_logits])
 
     def _run_exact(self, model: Llama, batch: Batch, kv: Array) -> None:
         with model.ops.exact_rows():

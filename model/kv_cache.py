@@ -41,6 +41,12 @@ def allocate_with_draft(
     return blocks, cache, draft
 
 
+def allocate_with_head(ops: Ops, config: ModelConfig, num_blocks: int, block_size: int) -> Array:
+    """Return a cache [num_blocks, L + 1, 2, Hkv, B, D] whose last layer is a draft head's, of the model's shape."""
+    layers, *rest = block_shape(config, block_size)
+    return ops.empty((num_blocks, layers + 1, *rest), ops.kv_dtype)
+
+
 def draft_bytes(ops: Ops, draft_shape: tuple[int, ...]) -> int:
     return int(np.prod(draft_shape)) * ops.dtype.itemsize
 

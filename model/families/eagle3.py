@@ -24,6 +24,8 @@ LAYER = "layers.0."
 MAX_CONFIG_BYTES = 1 << 20
 MAX_SIZE = 1 << 20
 MAX_DRAFTS = 16
+RANDOM_TILE = 1_000_003
+"""Random numbers that dummy weights repeat."""
 NOT_BUILT = ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias")
 TRAINING_TENSORS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "mask_hidden")
 
@@ -104,10 +106,8 @@ class Eagle3Config:
             "lm_head.weight": (self.draft_vocab_size, hidden),
         }
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the weights in float32."""
-        return 4 * sum(int(np.prod(shape)) for shape in self.shapes().values())
+    def num_bytes(self, dtype: np.dtype) -> int:
+        return dtype.itemsize * sum(int(np.prod(shape)) for shape in self.shapes().values())
 
 
 class Eagle3Head:
@@ -194,8 +194,25 @@ class Eagle3Head:
         return scale
 
 
+@dataclass(frozen=True)
+class Eagle3Tensors:
+    """A head as stored, in float32 by `Eagle3Config.shapes`."""
+
+    config: Eagle3Config
+    weights: dict[str, np.ndarray]
+    token_ids: np.ndarray  # int64[draft vocabulary]
+    embedding: np.ndarray | None  # [V, H]; None: the model's
+
+
 def load_eagle3(folder: Path, target: ModelConfig, embedding: np.ndarray, max_model_len: int) -> Eagle3Head:
     """Read the head of a model with this `embedding` [V, H]. Raises ModelError with one line."""
+    stored = read_eagle3(folder, target)
+    own = embedding if stored.embedding is None else stored.embedding
+    return Eagle3Head(stored.config, stored.weights, stored.token_ids, own, max_model_len)
+
+
+def read_eagle3(folder: Path, target: ModelConfig) -> Eagle3Tensors:
+    """Raises ModelError with one line."""
     config, path = Eagle3Config.read(folder, target), folder / "model.safetensors"
     if not path.is_file():
         raise ModelError(f"{folder}: no model.safetensors (the speculators library converts other heads)")
@@ -205,10 +222,24 @@ def load_eagle3(folder: Path, target: ModelConfig, embedding: np.ndarray, max_mo
     if unknown:
         raise ModelError(f"{path}: {unknown[0]} is not a tensor of an EAGLE-3 head of the speculators library")
     weights = {name: _read(stored, name, shape, path) for name, shape in shapes.items()}
+    embedding = None
     if "embed_tokens.weight" in stored:
         embedding = _read(stored, "embed_tokens.weight", (target.vocab_size, target.hidden_size), path)
-    token_ids = _token_ids(stored, config.draft_vocab_size, target.vocab_size, path)
-    return Eagle3Head(config, weights, token_ids, embedding, max_model_len)
+    return Eagle3Tensors(
+        config, weights, _token_ids(stored, config.draft_vocab_size, target.vocab_size, path), embedding
+    )
+
+
+def dummy_eagle3(folder: Path, target: ModelConfig) -> Eagle3Tensors:
+    """Return random weights of the config's shapes, for measuring; every norm is 1."""
+    config = Eagle3Config.read(folder, target)
+    tile = np.random.default_rng(1).standard_normal(RANDOM_TILE, np.float32) * np.float32(config.hidden_size**-0.5)
+    weights = {
+        name: np.ones(shape, np.float32) if len(shape) == 1 else np.resize(tile, shape)
+        for name, shape in config.shapes().items()
+    }
+    token_ids = np.arange(config.draft_vocab_size) * (target.vocab_size // config.draft_vocab_size)
+    return Eagle3Tensors(config, weights, token_ids, None)
 
 
 def _read(stored: dict[str, StoredTensor], name: str, shape: tuple[int, ...], path: Path) -> np.ndarray:

@@ -122,8 +122,7 @@ class Llama:
         norms_after.append((self.weights.final_norm, False))
         for index, (layer, (norm, is_fp8)) in enumerate(zip(layers, norms_after, strict=True)):
             if states is not None and index in state_layers:
-                at = state_layers.index(index) * self.config.hidden_size
-                states[:, at : at + self.config.hidden_size] = residual
+                ops.place_columns(residual, states, state_layers.index(index) * self.config.hidden_size)
             with ops.scratch():
                 attended = self._attention(index, normed, batch, kv, plans)
                 mlp_input = self._add_norm(attended, residual, layer.mlp_norm, self._mlp_takes_fp8(layer))

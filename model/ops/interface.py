@@ -142,6 +142,16 @@ class AttentionBatch:
 
 
 @dataclass(frozen=True)
+class DraftPlan:
+    """Where K draft tokens of S sequences go, from the last accepted row of a step on."""
+
+    last_rows: Array  # int32[S]; -1: padding
+    num_accepted: Array  # int32[S], drafts
+    places: Array  # int32[K + 2, S], positions, the last row's first
+    slots: Array  # int64[K, S] of them; -1: not written
+
+
+@dataclass(frozen=True)
 class HeadRotation:
     """Norms and rotation of q's and k's heads."""
 
@@ -254,6 +264,9 @@ class Ops(Device, Protocol):
 
     def gather_rows(self, table: Array, ids: Array) -> Array:
         """table [N, H] of activations or float32, ids int32[T] -> [T, H]; zeros for an id outside 0..N-1."""
+
+    def place_columns(self, x: Array, out: Array, first: int) -> None:
+        """Set out[:, first : first + H] = x; x [T, H], out [T, W], both of activations."""
 
     def pick_tokens(self, token_ids: Array, previous: Array, source: Array) -> None:
         """Set token_ids[i] = previous[source[i]] if 0 <= source[i] < P; token_ids, source int32[T], previous
@@ -460,6 +473,37 @@ class AdapterOps(Protocol):
 
         `values` may be read on another thread. The arrays must not be used until the write is done.
         """
+
+
+@runtime_checkable
+class DraftOps(Ops, Protocol):
+    """What an EAGLE-3 head needs in addition, on one device."""
+
+    def draft_input(
+        self, token_ids: Array, table: Array, hidden: Array, weights: tuple[Array, Array], eps: float
+    ) -> Array:
+        """Return [T, 2 H]: rms_norm of table[token_ids] by weights[0], beside that of hidden [T, H] by weights[1].
+
+        table [N, H], token_ids int32[T]; zeros for an id outside 0..N-1.
+        """
+
+    def plan_drafts(
+        self,
+        sampled: Array,
+        rows: tuple[Array, Array],
+        runs: Array,
+        tables: Array,
+        block_size: int,
+        out: DraftPlan,
+    ) -> None:
+        """Fill `out`. A run accepts drafts, the tokens after its first row, while they equal what was sampled.
+
+        sampled int32[P]; rows: token ids and positions int32[T] of a step; runs int32[S, 4]: first row, its index in
+        `sampled`, number of rows (0: padding), tokens that the blocks of tables int32[S, W] hold.
+        """
+
+    def spread_logits(self, logits: Array, columns: Array) -> Array:
+        """logits float32[R, N], columns int32[V] -> float32[R, V]: logits[:, columns], -inf for one outside 0..N-1."""
 
 
 class PartOps(Ops, Protocol):

@@ -9,7 +9,8 @@ from typing import Literal
 from model.adapter_slots import AdapterSlots
 from model.config import ModelConfig
 from model.errors import GrammarError, ModelError
-from model.kv_cache import allocate, allocate_with_draft
+from model.families.eagle3 import Eagle3Config
+from model.kv_cache import allocate, allocate_with_draft, allocate_with_head
 from model.kv_scales import KvFormat, kv_format
 from model.ops.backend import open_group
 from model.ops.interface import Ops
@@ -20,7 +21,13 @@ from model.text.tokenizer import Tokenizer
 from model.weights.loader import PlannedWeights, check_device, load_model, plan_weights
 from service.config.settings import Settings
 from service.engine.adapters import build_adapters, check_adapters, open_slots, slots_bytes
-from service.engine.drafting.build import build_drafter, build_speculation, check_speculation, load_drafter
+from service.engine.drafting.build import (
+    build_drafter,
+    build_speculation,
+    check_speculation,
+    load_device_head,
+    load_drafter,
+)
 from service.engine.drafting.drafter import Drafter
 from service.engine.drafting.eagle3 import Eagle3Drafter
 from service.engine.drafting.models import PlannedDraftModel, plan_draft_model
@@ -143,6 +150,11 @@ def _attach(
         cache = allocate(model.ops, model.config, memory.num_blocks, memory.block_size)
         attach(cache)
         return build_drafter(settings.speculative_config)
+    if model.ops.name == "cuda" and isinstance(draft.config, Eagle3Config):
+        cache = allocate_with_head(model.ops, model.config, memory.num_blocks, memory.block_size)
+        head = load_device_head(settings, draft, executor, cache, memory.max_model_len)
+        attach(cache, follower=head)
+        return head
     shape = draft.block_shape(memory.block_size)
     blocks, cache, own = allocate_with_draft(model.ops, model.config, memory.num_blocks, memory.block_size, shape)
     drafter = load_drafter(draft, model, own, memory.max_model_len)

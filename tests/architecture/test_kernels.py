@@ -12,6 +12,7 @@ from tests.support.source_tree import ROOT, Source, sources
 
 CUDA = ROOT / "cuda"
 MAX_FILE_LINES = 700
+METHODS_OF = ("Device", "Ops", "AdapterOps", "DraftOps")
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 
@@ -66,7 +67,7 @@ def test_every_kernel_has_an_op_a_reference_and_a_test():
     modules = sources("model/ops")
     found = incomplete_kernels(
         kernels_of(read_readme()),
-        set().union(*(methods_of(modules, "model.ops.interface", name) for name in ("Device", "Ops", "AdapterOps"))),
+        set().union(*(methods_of(modules, "model.ops.interface", name) for name in METHODS_OF)),
         methods_of(modules, "model.ops.cpu.device", "NumpyDevice")
         | methods_of(modules, "model.ops.cpu.ops", "NumpyOps"),
         {path.stem.removeprefix("test_") for path in (ROOT / "tests/kernel").rglob("test_*.py")},

@@ -8,8 +8,9 @@ from pathlib import Path
 from model.adapter_slots import AdapterSlots
 from model.config import ModelConfig
 from model.families.eagle3 import Eagle3Head
+from model.families.eagle3_device import DeviceEagle3
 from model.families.llama import Llama
-from model.kv_cache import allocate, allocate_with_draft, block_shape
+from model.kv_cache import allocate, allocate_with_draft, allocate_with_head, block_shape
 from model.kv_scales import kv_format
 from model.ops.backend import adapter_ops
 from model.ops.group.arrays import on_rank
@@ -21,8 +22,9 @@ from model.weights.loader import load_model
 from model.weights.lora.adapter import LoraAdapter, read_adapter
 from service.engine.adapters import Adapters
 from service.engine.drafting.draft_model import DraftModelDrafter
-from service.engine.drafting.drafter import Drafter
+from service.engine.drafting.drafter import MAX_DRAFTS, Drafter
 from service.engine.drafting.eagle3 import Eagle3Drafter
+from service.engine.drafting.eagle3_device import DeviceEagle3Drafter
 from service.engine.engine import Engine
 from service.engine.execution.executor import ModelExecutor
 from service.engine.grammars import Grammars
@@ -40,6 +42,8 @@ MAX_LEN = 160
 TWO_LAYERS = 2
 BLOCK_SIZE = 8
 MAX_LORA_RANK = 128
+NUM_AHEAD = 3
+"""Drafts of a head on the device."""
 
 WISHES = (
     {"temperature": 0.0},
@@ -78,11 +82,12 @@ class DemoEngines:
         num_host_blocks: int = 0,
         poisons: bool = False,
         drafter: Drafter | None = None,
-        draft: Eagle3Head | Llama | None = None,
+        draft: Eagle3Head | DeviceEagle3 | Llama | None = None,
         num_adapter_slots: int = 0,
     ) -> Engine:
         """With `poisons`, blocks hold NaN from when they are freed until they are written. `draft`: a head or a smaller
         model."""
+        num_ahead = NUM_AHEAD if isinstance(draft, DeviceEagle3) else 0
         kv = KVManager(
             num_blocks,
             block_size,
@@ -95,6 +100,11 @@ class DemoEngines:
             executor = self.executor(
                 num_blocks, max_num_seqs, block_size, num_host_blocks, poisoned, num_adapter_slots, drafter is not None
             )
+        elif isinstance(draft, DeviceEagle3):
+            executor = self._executor(max_num_seqs, block_size, poisoned, True)
+            cache = allocate_with_head(self.model.ops, self._config, num_blocks + poisons, block_size)
+            drafter = DeviceEagle3Drafter(draft, cache, max_num_seqs, num_ahead)
+            executor.attach(cache, follower=drafter, num_host_blocks=num_host_blocks)
         else:
             is_head, executor = isinstance(draft, Eagle3Head), self._executor(max_num_seqs, block_size, poisoned, True)
             shape = draft.config.block_shape(block_size) if is_head else block_shape(draft.config, block_size)
@@ -110,7 +120,11 @@ class DemoEngines:
             max_model_len=MAX_LEN,
             max_decode_rows=executor.max_rows if executor.runs_ahead else None,
         )
-        speculation = None if drafter is None else Speculation(kv, self._config.vocab_size, drafter)
+        speculation = (
+            None
+            if drafter is None
+            else Speculation(kv, self._config.vocab_size, drafter, num_ahead or MAX_DRAFTS, num_ahead=num_ahead)
+        )
         adapters = self._adapters(executor, num_adapter_slots) if num_adapter_slots else None
         grammars = Grammars(self._compiler)
         return Engine(executor, kv, limits, self.eos_token_ids, grammars, speculation=speculation, adapters=adapters)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from model.dtypes import all_finite
-from model.ops.cpu import lora
+from model.ops.cpu import drafts, lora
 from model.ops.cpu import sampling as numpy_sampling
 from model.ops.cpu.device import NumpyDevice
 from model.ops.cpu.experts import combine_experts, group_by_expert, route_experts
@@ -23,6 +23,7 @@ from model.ops.interface import (
     Array,
     AsyncWrite,
     AttentionBatch,
+    DraftPlan,
     ExpertGroups,
     Fp8Rows,
     HeadRotation,
@@ -59,6 +60,9 @@ class NumpyOps(NumpyDevice):
         rows = table[np.where(known, ids, 0)]
         rows[~known] = 0
         return rows
+
+    def place_columns(self, x: Array, out: Array, first: int) -> None:
+        out[:, first : first + x.shape[1]] = x
 
     def pick_tokens(self, token_ids: Array, previous: Array, source: Array) -> None:
         known = (source >= 0) & (source < len(previous))
@@ -205,6 +209,20 @@ class NumpyOps(NumpyDevice):
 
     def silu_mul_quantised(self, gate_up: Array) -> Fp8Rows:
         return self.quantise_rows(self.silu_mul(gate_up))
+
+    def draft_input(
+        self, token_ids: Array, table: Array, hidden: Array, weights: tuple[Array, Array], eps: float
+    ) -> Array:
+        embedded = self.rms_norm(self.gather_rows(table, token_ids), weights[0], eps)
+        return np.concatenate([embedded, self.rms_norm(hidden, weights[1], eps)], axis=1)
+
+    def plan_drafts(
+        self, sampled: Array, rows: tuple[Array, Array], runs: Array, tables: Array, block_size: int, out: DraftPlan
+    ) -> None:
+        drafts.plan_drafts(sampled, rows, runs, tables, block_size, out)
+
+    def spread_logits(self, logits: Array, columns: Array) -> Array:
+        return drafts.spread_logits(logits, columns)
 
     def lora_tile_rows(self, num_rows: int) -> int:
         return max(1, num_rows)  # one product for each adapter

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 
 from model.ops.cpu.quantised import dequantise
+from model.ops.gpu import drafts
 from model.ops.gpu.adapters import launches as lora
 from model.ops.gpu.adapters.writes import AsyncWriter, CudaWrite
 from model.ops.gpu.attention import decode_attention, kv_build, plan_decode_attention, prefill_attention
@@ -32,6 +33,7 @@ from model.ops.interface import (
     AdapterRows,
     Array,
     AttentionBatch,
+    DraftPlan,
     ExpertGroups,
     Fp8Rows,
     HeadRotation,
@@ -91,6 +93,9 @@ class CudaOps(CudaDevice):
         args = (table, ids, out, np.int32(num_rows), np.int32(width))
         self.launch("gather_rows", (len(ids),), args, overlaps=True, QUIRE_DTYPE=DTYPE_CODES[dtype])
         return out
+
+    def place_columns(self, x: Array, out: Array, first: int) -> None:
+        drafts.place_columns(self, x, out, first)
 
     def pick_tokens(self, token_ids: Array, previous: Array, source: Array) -> None:
         expect("token_ids", token_ids, _INT32, None)
@@ -337,6 +342,19 @@ class CudaOps(CudaDevice):
 
     def combine_experts(self, x: Array, groups: ExpertGroups, weights: Array) -> Array:
         return combine_experts(self, x, groups, weights)
+
+    def draft_input(
+        self, token_ids: Array, table: Array, hidden: Array, weights: tuple[Array, Array], eps: float
+    ) -> Array:
+        return drafts.draft_input(self, token_ids, table, hidden, weights, eps)
+
+    def plan_drafts(
+        self, sampled: Array, rows: tuple[Array, Array], runs: Array, tables: Array, block_size: int, out: DraftPlan
+    ) -> None:
+        drafts.plan_drafts(self, sampled, rows, runs, tables, block_size, out)
+
+    def spread_logits(self, logits: Array, columns: Array) -> Array:
+        return drafts.spread_logits(self, logits, columns)
 
     def lora_tile_rows(self, num_rows: int) -> int:
         return lora.tile_rows(num_rows)

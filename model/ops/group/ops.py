@@ -45,6 +45,9 @@ class GroupOps(GroupDevice):
         rows = self._each(lambda ops, table, ids: ops.gather_rows(table, ids), table, ids)
         return replace(table, parts=rows.parts)
 
+    def place_columns(self, x: Array, out: Array, first: int) -> None:
+        self._each(lambda ops, x, out: ops.place_columns(x, out, first), x, out)
+
     def pick_tokens(self, token_ids: Array, previous: Array, source: Array) -> None:
         self._each(lambda ops, *arrays: ops.pick_tokens(*arrays), token_ids, previous, source)
 

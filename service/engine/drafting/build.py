@@ -6,18 +6,21 @@ import numpy as np
 
 from model.batch import Batch
 from model.config import ModelConfig
+from model.cuda_graphs import decode_sizes
 from model.errors import ModelError
-from model.families.eagle3 import load_eagle3
+from model.families.eagle3 import dummy_eagle3, load_eagle3, read_eagle3
+from model.families.eagle3_device import upload_eagle3
 from model.families.llama import Llama
 from model.ops.backend import open_ops
 from model.ops.group.arrays import on_rank
-from model.ops.interface import Array, Ops
+from model.ops.interface import Array, DraftOps, Ops
 from model.weights.loader import load_model
 from service.config.settings import Settings
 from service.config.speculative import SpeculativeConfig
 from service.engine.drafting.draft_model import DraftModelDrafter
 from service.engine.drafting.drafter import MAX_DRAFTS, Drafter
 from service.engine.drafting.eagle3 import Eagle3Drafter
+from service.engine.drafting.eagle3_device import DeviceEagle3Drafter
 from service.engine.drafting.lengths import DraftLengths, StepCost
 from service.engine.drafting.models import PlannedDraftModel
 from service.engine.drafting.ngram import NgramDrafter
@@ -38,10 +41,14 @@ DEFAULT_DRAFTS = 3
 
 
 def check_speculation(settings: Settings, ops: Ops) -> None:
-    """Raises StartupError if the device does not run the drafter."""
+    """Raises StartupError for settings that do not go together on the device."""
     wanted = settings.speculative_config
-    if wanted is not None and ops.name == "cuda" and wanted.method == "eagle3":
-        raise StartupError("--speculative-config: eagle3 does not run on a GPU yet (--device cpu)")
+    if wanted is None or ops.name != "cuda" or wanted.method != "eagle3":
+        return
+    if ops.num_ranks > 1:
+        raise StartupError("--speculative-config: eagle3 runs on one GPU (--tensor-parallel-size 1)")
+    if ops.kv_dtype != ops.dtype:
+        raise StartupError("--speculative-config: eagle3 on a GPU needs a cache of 16 bits (--kv-cache-dtype auto)")
 
 
 def build_speculation(
@@ -58,10 +65,14 @@ def build_speculation(
         return None
     if wanted is None or drafter is None or not executor.model.config.has_head:
         return Speculation(kv, vocab_size)
-    cost = step_cost(executor, max_model_len)
+    cost, max_drafts = step_cost(executor, max_model_len), max_draft_tokens(wanted, draft)
+    num_ahead = max_drafts if isinstance(drafter, DeviceEagle3Drafter) else 0
+    return Speculation(kv, vocab_size, drafter, max_drafts, DraftLengths(cost), num_ahead)
+
+
+def max_draft_tokens(wanted: SpeculativeConfig, draft: PlannedDraftModel | None) -> int:
     proposed = None if draft is None else draft.num_proposed
-    max_drafts = wanted.num_speculative_tokens or proposed or DEFAULT_DRAFTS
-    return Speculation(kv, vocab_size, drafter, max_drafts, DraftLengths(cost))
+    return wanted.num_speculative_tokens or proposed or DEFAULT_DRAFTS
 
 
 def build_drafter(wanted: SpeculativeConfig | None) -> Drafter | None:
@@ -93,6 +104,23 @@ def load_drafter(
         return Eagle3Drafter(load_eagle3(draft.folder, model.config, embedding, max_model_len), kv)
     except ModelError as error:
         raise StartupError(f"--speculative-config: {error}") from None
+
+
+def load_device_head(
+    settings: Settings, draft: PlannedDraftModel, executor: ModelExecutor, kv: Array, max_model_len: int
+) -> DeviceEagle3Drafter:
+    """Load a head that runs on the model's GPU, in the last layer of its cache `kv`. Raises StartupError."""
+    model, wanted = executor.model, settings.speculative_config
+    if wanted is None or not isinstance(model.ops, DraftOps):
+        raise StartupError(f"--speculative-config: eagle3 does not run on {model.ops.device_name}")
+    read = dummy_eagle3 if settings.load_format == "dummy" else read_eagle3
+    try:
+        stored = read(draft.folder, model.config)
+    except ModelError as error:
+        raise StartupError(f"--speculative-config: {error}") from None
+    head = upload_eagle3(stored, model.ops, model.weights.embedding, max_model_len)
+    head.tune([size for size in decode_sizes(executor.max_rows) if size.bit_count() == 1])
+    return DeviceEagle3Drafter(head, kv, settings.max_num_seqs, max_draft_tokens(wanted, draft))
 
 
 def step_cost(executor: ModelExecutor, max_model_len: int) -> StepCost:

@@ -9,6 +9,7 @@ from pathlib import Path
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.families.eagle3 import Eagle3Config
+from model.families.eagle3_device import FLOAT32, check_on_device
 from model.kv_cache import block_shape
 from model.ops.interface import Ops
 from model.text.tokenizer import Tokenizer
@@ -45,7 +46,7 @@ def plan_draft_model(settings: Settings, target: ModelConfig, ops: Ops) -> Plann
     if wanted is None or not target.has_head:
         return None
     if wanted.method == "eagle3":
-        return _eagle3(settings, wanted, target)
+        return _eagle3(settings, wanted, target, ops)
     if wanted.method == "draft_model" and wanted.model is not None:
         return _draft_model(settings, wanted.model, ops)
     return None
@@ -76,7 +77,7 @@ def _vocabulary(folder: Path) -> list[bytes]:
     return [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
 
 
-def _eagle3(settings: Settings, wanted: SpeculativeConfig, target: ModelConfig) -> PlannedDraftModel:
+def _eagle3(settings: Settings, wanted: SpeculativeConfig, target: ModelConfig, ops: Ops) -> PlannedDraftModel:
     if wanted.model is None and (settings.model is None or settings.model_config is not None):
         raise StartupError("--speculative-config: eagle3 needs a model folder")
     folder = wanted.model or Path(settings.model or "") / EAGLE3_FOLDER
@@ -84,6 +85,8 @@ def _eagle3(settings: Settings, wanted: SpeculativeConfig, target: ModelConfig) 
         raise StartupError(f"--speculative-config: {folder}: no such folder (a head; default: eagle3/ in the model's)")
     try:
         config = Eagle3Config.read(folder, target)
+        if ops.name == "cuda":
+            check_on_device(config, target)
     except ModelError as error:
         raise StartupError(f"--speculative-config: {error}") from None
-    return PlannedDraftModel(folder, config, config.num_bytes)
+    return PlannedDraftModel(folder, config, config.num_bytes(ops.dtype if ops.name == "cuda" else FLOAT32))

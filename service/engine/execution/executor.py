@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from model.adapter_slots import AdapterSlots
+from model.batch import StateRows
 from model.families.llama import Llama
 from model.ops.host_blocks import HostBlocks
 from model.ops.interface import Array, AsyncWrite
@@ -15,7 +18,7 @@ from model.step_inputs import StepInputs, no_blocks
 from model.weights.lora.adapter import LoraAdapter
 from service.engine.drafting.drafter import MAX_DRAFTS
 from service.engine.execution.decode_batch import BatchLayout, DecodeBatch
-from service.engine.execution.model_runner import ModelRunner, RunningStep
+from service.engine.execution.model_runner import ModelRunner, RunningStep, Then
 from service.engine.execution.pooling import Pooler
 from service.engine.execution.prompt_logprobs import PlannedLogprobs, plan_prompt_logprobs, read_prompt_logprobs
 from service.engine.execution.sampling import SampleBatch, SampleCall, StepSampler, read_result
@@ -37,6 +40,19 @@ class StateReader(Protocol):
         """Note a launched step's states [T, len(state_layers) * H]."""
 
 
+class StepFollower(Protocol):
+    """A draft head that reads each step's states on the device."""
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """Layers whose inputs it takes."""
+
+    def follow(
+        self, layout: BatchLayout, batch: SampleBatch, calls: Seq[SampleCall], rows: StateRows, sampled: Array
+    ) -> None:
+        """Read a step's rows; `sampled` int32[R] are the ids of its first call."""
+
+
 @dataclass(slots=True)
 class LaunchedStep:
     running: RunningStep
@@ -44,6 +60,7 @@ class LaunchedStep:
     calls: list[SampleCall]
     prompt_logprobs: list[PlannedLogprobs]
     pool_spans: tuple[PoolSpan, ...]
+    layout: BatchLayout  # valid until the next launch
 
 
 class ModelExecutor:
@@ -69,6 +86,7 @@ class ModelExecutor:
         self._sampler = StepSampler(model.config.vocab_size, eos_token_ids, keeps_params=self.runner.replays_graphs)
         self._pooler = Pooler()
         self._states: StateReader | None = None
+        self._follower: StepFollower | None = None
         self._has_adapters = False
         self._sizes = max_num_seqs, max_blocks
 
@@ -86,6 +104,7 @@ class ModelExecutor:
         *,
         blocks: Array | None = None,
         states: StateReader | None = None,
+        follower: StepFollower | None = None,
         adapters: AdapterSlots | None = None,
         num_host_blocks: int = 0,
         progress: bool = False,
@@ -94,7 +113,8 @@ class ModelExecutor:
         cache)."""
         sizes = self.max_rows, self._sizes[1], kv.shape[4]
         self._rows, self._states = DecodeBatch(*sizes, drafts_are_decodes=self.runs_ahead), states
-        layers = () if states is None else states.state_layers
+        self._follower, reader = follower, states or follower
+        layers = () if reader is None else reader.state_layers
         self._has_adapters = adapters is not None
         self.runner.attach(
             kv,
@@ -128,10 +148,10 @@ class ModelExecutor:
             prompt_logprobs=[planned.rows for planned in prompt_logprobs],
             pool_rows=pool_rows,
         )
-        running = self.runner.launch(inputs)
-        if self._states is not None:
-            self._states.read_states(layout, running.states)
-        return LaunchedStep(running, batch, calls, prompt_logprobs, plan.pool_spans)
+        running = self.runner.launch(inputs, self._then(layout, batch, calls))
+        if self._states is not None and running.states is not None:
+            self._states.read_states(layout, running.states.states)
+        return LaunchedStep(running, batch, calls, prompt_logprobs, plan.pool_spans, layout)
 
     def write_adapter(self, slot: int, adapter: LoraAdapter) -> AsyncWrite:
         """Start to replace a slot's adapter, after the steps launched so far."""
@@ -144,7 +164,11 @@ class ModelExecutor:
     def sample(self, launched: LaunchedStep) -> None:
         if not launched.calls:
             launched.calls = self._sampler.calls(launched.batch, masked=True)
-            self.runner.sample(launched.running, [call.inputs for call in launched.calls])
+            then = self._then(launched.layout, launched.batch, launched.calls)
+            self.runner.sample(launched.running, [call.inputs for call in launched.calls], then)
+
+    def _then(self, layout: BatchLayout, batch: SampleBatch, calls: list[SampleCall]) -> Then | None:
+        return None if self._follower is None else partial(self._follower.follow, layout, batch, calls)
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         running = launched.running

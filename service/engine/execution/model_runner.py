@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from model.adapter_slots import AdapterSlots, BatchAdapters, group_rows
-from model.batch import Batch
+from model.batch import Batch, StateRows
 from model.cuda_graphs import StepGraphs
 from model.families.llama import Llama
 from model.ops.host_blocks import HostBlocks, Transfer
@@ -24,6 +24,10 @@ from model.weights.lora.adapter import LoraAdapter
 _COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "branch")
 
 Fetch = Callable[[], list[np.ndarray]]
+
+Then = Callable[[StateRows, Array], None]
+"""Work that follows a step on the device, with its rows and the ids int32[R] of its first call of `sample`. Neither
+lives longer."""
 
 
 class DoneTransfer(NamedTuple):
@@ -38,7 +42,7 @@ class RunningStep:
 
     logits: Array | None  # float32[R, V] until sampled
     context_lens: Array | None  # int32[num_decodes], if their buffer stays
-    states: Array | None  # [T, len(state_layers) * H]
+    states: StateRows | None  # with state_layers
     scratch: ExitStack
     samples: list[Fetch]  # token ids, NaN flags, perhaps log-probabilities (see Sampled)
     prompt_logprobs: list[Fetch]
@@ -88,7 +92,7 @@ class ModelRunner:
         self._blocks, self._state_layers = kv if blocks is None else blocks, state_layers
         self._adapters = adapters
         if self._graphs is not None:
-            self._graphs.capture(kv, adapters=adapters, progress=progress)
+            self._graphs.capture(kv, state_layers=state_layers, adapters=adapters, progress=progress)
         if num_host_blocks:  # last: pinning slows down the start
             self.host = self._ops.host_blocks(self._blocks, num_host_blocks)
 
@@ -106,20 +110,18 @@ class ModelRunner:
         """Time captured decodes of 1, 2 ... rows on padding; empty without captures."""
         return [] if self._graphs is None else self._graphs.decode_seconds()
 
-    def launch(self, inputs: StepInputs) -> RunningStep:
-        """Start the step; call `sample` unless the inputs have samples."""
+    def launch(self, inputs: StepInputs, then: Then | None = None) -> RunningStep:
+        """Start the step, and `then` if it samples; call `sample` unless the inputs have samples."""
         scratch = ExitStack()
         scratch.enter_context(self._ops.scratch())
         self.transfer(inputs)
         if inputs.forward is None:
             raise ValueError("launch: the step computes nothing (transfer it)")
         step = RunningStep(None, None, None, scratch, [], [], [])
-        if inputs.needs_hidden or self._state_layers:
-            self._forward_with_hidden(inputs, inputs.forward, step)
-        else:
-            self._forward(inputs.forward, step)
+        if inputs.needs_hidden or not self._replay(inputs.forward, step):
+            self._forward(inputs, inputs.forward, step)
         if inputs.samples is not None:
-            self.sample(step, inputs.samples)
+            self.sample(step, inputs.samples, then)
         return step
 
     def transfer(self, inputs: StepInputs) -> None:
@@ -134,10 +136,13 @@ class ModelRunner:
         if len(inputs.swap_ins):
             self._swap_ins.append((len(inputs.swap_ins), self.host.copy_in(*inputs.swap_ins.T.tolist())))
 
-    def sample(self, step: RunningStep, samples: Sequence[SampleInputs]) -> None:
+    def sample(self, step: RunningStep, samples: Sequence[SampleInputs], then: Then | None = None) -> None:
         with step.scratch:
-            step.samples = [self._sample(step, call) for call in samples]
+            sampled = [self._sample(step, call) for call in samples]
+            step.samples = [fetch for _, fetch in sampled]
             step.logits = None
+            if then is not None and step.states is not None and sampled:
+                then(step.states, sampled[0][0])
 
     def finished_transfers(self) -> list[DoneTransfer]:
         """Return transfers finished since the last call, in order for each direction."""
@@ -157,21 +162,21 @@ class ModelRunner:
             pair = [np.ascontiguousarray(sources), np.ascontiguousarray(targets)]
             self._ops.copy_blocks(self._blocks, *self._ops.upload_all(pair))
 
-    def _forward(self, inputs: ForwardInputs, step: RunningStep) -> None:
-        if self._graphs is not None:
-            step.logits = self._graphs.forward(inputs)
-            if step.logits is not None:
-                step.context_lens = self._graphs.context_lens(inputs.num_decodes)
-                return
-        step.logits = self.model.forward(self._batch(inputs), self.kv)[: len(inputs.logit_rows)]
+    def _replay(self, inputs: ForwardInputs, step: RunningStep) -> bool:
+        """Run a captured graph, which keeps no final hidden states; return False if none fits."""
+        step.logits = None if self._graphs is None else self._graphs.forward(inputs)
+        if self._graphs is None or step.logits is None:
+            return False
+        step.context_lens, step.states = self._graphs.context_lens(inputs.num_decodes), self._graphs.state_rows()
+        return True
 
-    def _forward_with_hidden(self, inputs: StepInputs, forward: ForwardInputs, step: RunningStep) -> None:
-        """Run without a captured graph, which keeps no hidden states."""
-        batch = self._batch(forward)
+    def _forward(self, inputs: StepInputs, forward: ForwardInputs, step: RunningStep) -> None:
+        batch, states = self._batch(forward), None
         if self._state_layers:
             shape = (batch.num_tokens, len(self._state_layers) * self.model.config.hidden_size)
-            step.states = self._ops.empty(shape, self._ops.dtype)
-        hidden = self.model.hidden(batch, self.kv, self._state_layers, step.states)
+            states = self._ops.empty(shape, self._ops.dtype)
+            step.states = StateRows(batch.token_ids, batch.positions, batch.slots, states)
+        hidden = self.model.hidden(batch, self.kv, self._state_layers, states)
         step.prompt_logprobs = [self._score(hidden, part) for part in inputs.prompt_logprobs]
         step.pool_rows = [self._ops.download_async([hidden[first:stop]]) for first, stop in inputs.pool_rows]
         step.logits = self.model.logits(hidden, batch.logit_rows)[: len(forward.logit_rows)]
@@ -182,9 +187,10 @@ class ModelRunner:
             logits = self.model.logits(hidden, rows)[: len(part.rows)]
             return self._ops.download_async(self._ops.top_logprobs(logits, token_ids, part.num_alternatives))
 
-    def _sample(self, step: RunningStep, call: SampleInputs) -> Fetch:
+    def _sample(self, step: RunningStep, call: SampleInputs) -> tuple[Array, Fetch]:
+        """Return the ids, on the device, and what fetches all."""
         if not call.num_rows:
-            return self._ops.download_async(())
+            return self.sampled, self._ops.download_async(())
         logits = step.logits
         if call.rows is not None:
             logits = self._ops.gather_rows(logits, self._ops.upload(call.rows))
@@ -199,7 +205,7 @@ class ModelRunner:
         arrays = [sampled.token_ids, sampled.is_nan]
         if sampled.logprobs is not None:
             arrays += [sampled.logprobs, sampled.top_ids, sampled.top_logprobs]
-        return self._ops.download_async(arrays)
+        return sampled.token_ids, self._ops.download_async(arrays)
 
     def _upload(self, params: SamplingArrays) -> SamplingArrays:
         columns = [getattr(params, name) for name in _COLUMNS]

@@ -36,8 +36,10 @@ class Speculation:
         drafter: Drafter | None = None,
         max_drafts: int = MAX_DRAFTS,
         lengths: DraftLengths | None = None,
+        num_ahead: int = 0,
     ):
-        """Without a drafter, only grammars draft."""
+        """Without a drafter, only grammars draft. `num_ahead`: tokens after a step's that the drafter writes."""
+        self._num_ahead = num_ahead
         self._kv = kv
         self._vocab_size = vocab_size
         self._max_drafts = max_drafts
@@ -224,11 +226,14 @@ class Speculation:
         return usable[: sequence.matcher.num_valid(usable)]
 
     def _reserve(self, sequence: Sequence, num_drafts: int, extended: set[Sequence]) -> bool:
-        """Allocate blocks for the next token and drafts; preempt nothing."""
+        """Allocate blocks for the next token and drafts, and for those ahead if there are enough; preempt nothing."""
         end = sequence.num_computed_tokens + 1 + num_drafts
-        if self._kv.num_missing_blocks(sequence, end) > self._kv.pool.num_available:
+        ahead = min(end + self._num_ahead, sequence.max_num_tokens)
+        num_available = self._kv.pool.num_available
+        ends = [each for each in (ahead, end) if self._kv.num_missing_blocks(sequence, each) <= num_available]
+        if not ends:
             return False
-        self._kv.extend(sequence, end)
+        self._kv.extend(sequence, ends[0])
         sequence.num_exclusive_tokens = 0  # each later block is looked at again: its slots follow no other's
         extended.add(sequence)
         return True

@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
@@ -36,12 +37,17 @@ def test_a_built_engine_drafts_as_asked(wanted, source, num_ranks):
     assert (drafted[source] > 0) == (wanted is not None)
 
 
-def test_a_gpu_refuses_heads_alone():
+def test_a_gpu_refuses_what_a_head_does_not_go_with():
     class Gpu(NumpyOps):
         name = "cuda"
 
-    with pytest.raises(StartupError, match=r"^--speculative-config: eagle3 does not run on a GPU yet"):
-        check_speculation(replace(SETTINGS, speculative_config=EAGLE3), Gpu())
-    for wanted in (None, NGRAM, SUFFIX, DRAFT_MODEL):
+    eagle3 = replace(SETTINGS, speculative_config=EAGLE3)
+    with pytest.raises(StartupError, match=r"^--speculative-config: eagle3 on a GPU needs a cache of 16 bits"):
+        check_speculation(eagle3, Gpu(np.dtype(np.float32), np.dtype(np.uint8)))
+    several = Gpu()
+    several.num_ranks = 2
+    with pytest.raises(StartupError, match=r"^--speculative-config: eagle3 runs on one GPU"):
+        check_speculation(eagle3, several)
+    for wanted in (None, NGRAM, SUFFIX, DRAFT_MODEL, EAGLE3):
         check_speculation(replace(SETTINGS, speculative_config=wanted), Gpu())
     check_speculation(replace(SETTINGS, speculative_config=EAGLE3), NumpyOps())

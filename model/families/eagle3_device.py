@@ -1,0 +1,154 @@
+"""An EAGLE-3 head on a device: the algorithm of model/families/eagle3.py through `Ops`, in its dtype.
+
+Keys and values are the cache's last layer, so that copies and swaps of blocks move them. A step's rows are read right
+after it is sampled; each draft then takes the hidden state and the token of the one before, without the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from model.batch import StateRows
+from model.config import ModelConfig
+from model.errors import ModelError
+from model.families.eagle3 import LAYER, Eagle3Config, Eagle3Tensors
+from model.ops.interface import Array, AttentionBatch, DraftOps, DraftPlan, HeadRotation, SamplingArrays
+from model.ops.weight import Weight
+from model.rope import rope_tables
+
+FLOAT32 = np.dtype(np.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Weights:
+    embedding: Array  # [V, H]
+    fc: Weight  # [H, 3 H]
+    input_norms: tuple[Array, Array]  # [H], of the embedding and the hidden state
+    qkv: Weight  # [(Hq + 2 Hkv) * D, 2 H]
+    output: Weight  # [H, Hq * D]
+    mlp_norm: Array  # [H]
+    gate_up: Weight  # [2 I, H]
+    down: Weight  # [H, I]
+    final_norm: Array  # [H]
+    lm_head: Weight  # [draft vocabulary, H]
+    columns: Array  # int32[V], row of `lm_head` of each token; -1: none
+    rotation: HeadRotation
+
+
+class DeviceEagle3:
+    """The head of a model whose cache [num_blocks, L + 1, 2, Hkv, B, D] has a layer for it."""
+
+    def __init__(self, config: Eagle3Config, ops: DraftOps, weights: Eagle3Weights):
+        self.config, self.ops, self.weights = config, ops, weights
+
+    def tune(self, num_rows: Sequence[int]) -> None:
+        """Tune the products for these numbers of rows: `Ops.tune_linear`."""
+        weights = self.weights
+        for weight in (weights.fc, weights.qkv, weights.output, weights.gate_up, weights.down):
+            self.ops.tune_linear([weight], None, num_rows)
+        self.ops.tune_linear([weights.lm_head], None, num_rows, dtype=FLOAT32)
+
+    def read(self, rows: StateRows, next_ids: Array, kv: Array) -> tuple[Array, Array]:
+        """Write keys and values of T rows, which `next_ids` int32[T] follow; return hidden [T, H] and q [T, Hq * D]."""
+        hidden = self.ops.linear(rows.states, self.weights.fc)
+        return hidden, self._project(next_ids, hidden, (rows.positions, rows.slots), kv)
+
+    def draft(
+        self,
+        read: tuple[Array, Array],
+        plan: DraftPlan,
+        tables: Array,
+        kv: Array,
+        how: SamplingArrays,
+        out: Array,
+    ) -> None:
+        """Draw K drafts of S sequences into `out` int32[K, S], as `how` will sample them.
+
+        `read`: of the step; `tables` int32[S, W] hold the drafts' blocks. The positions of `how` are the plan's.
+        """
+        ops = self.ops
+        hidden, q = (ops.gather_rows(array, plan.last_rows) for array in read)
+        for step in range(len(out)):
+            with ops.scratch():
+                if step:
+                    at = plan.places[step], plan.slots[step]
+                    q = self._project(out[step - 1], hidden, at, kv)
+                lens = plan.places[step + 1]
+                attended = self._attended(q, AttentionBatch(kv, kv.shape[1] - 1, tables, lens, self._scale))
+                logits = self._finish(hidden, attended)
+                own = replace(how, position=plan.places[step + 2].view(np.uint32))
+                ops.sample(ops.spread_logits(logits, self.weights.columns), own, out=out[step])
+
+    @property
+    def _scale(self) -> float:
+        return float(self.config.head_dim**-0.5)
+
+    def _project(self, next_ids: Array, hidden: Array, at: tuple[Array, Array], kv: Array) -> Array:
+        """next_ids int32[T], hidden [T, H], `at` their positions and slots -> q [T, Hq * D]; write keys and values."""
+        ops, weights = self.ops, self.weights
+        x = ops.draft_input(next_ids, weights.embedding, hidden, weights.input_norms, self.config.eps)
+        q = ops.rope_kv_write(ops.linear(x, weights.qkv), weights.rotation, *at, kv, kv.shape[1] - 1)
+        return q.reshape(len(q), -1)
+
+    def _attended(self, q: Array, batch: AttentionBatch) -> Array:
+        """q [S, Hq * D] -> [S, Hq * D]."""
+        ops, config = self.ops, self.config
+        heads = q.reshape(len(q), config.num_heads, config.head_dim)
+        out = ops.temporary(heads.shape, ops.dtype)
+        plan = ops.plan_decode_attention(config.num_heads, batch)
+        ops.paged_decode_attention(heads, replace(batch, plan=plan), out)
+        return out.reshape(len(q), -1)
+
+    def _finish(self, hidden: Array, attended: Array) -> Array:
+        """Replace hidden [S, H] by the layer's output; return logits float32[S, draft vocabulary]."""
+        ops, weights, eps = self.ops, self.weights, self.config.eps
+        residual = hidden
+        if self.config.norm_before_residual:
+            residual = ops.rms_norm(hidden, weights.input_norms[1], eps)
+        mlp_input = ops.add_rms_norm(ops.linear(attended, weights.output), residual, weights.mlp_norm, eps)
+        mlp = ops.linear(ops.silu_mul(ops.linear(mlp_input, weights.gate_up)), weights.down)
+        normed = ops.add_rms_norm(mlp, residual, weights.final_norm, eps)
+        if residual is not hidden:
+            ops.place_columns(residual, hidden, 0)
+        return ops.linear(normed, weights.lm_head, dtype=FLOAT32)
+
+
+def check_on_device(config: Eagle3Config, target: ModelConfig) -> None:
+    """Raises ModelError for a head whose keys do not fit a layer of the model's cache."""
+    own, models = (config.num_kv_heads, config.head_dim), (target.num_kv_heads, target.head_dim)
+    if own != models:
+        raise ModelError(
+            f"a head with {own[0]} KV heads of {own[1]} is not supported on a GPU (the model's: {models[0]} of "
+            f"{models[1]})"
+        )
+
+
+def upload_eagle3(tensors: Eagle3Tensors, ops: DraftOps, embedding: Array, max_model_len: int) -> DeviceEagle3:
+    """Send a head to the device; `embedding` [V, H] is the model's, used unless the head has one."""
+    config, stored = tensors.config, tensors.weights
+    attention, mlp = f"{LAYER}self_attn.", f"{LAYER}mlp."
+
+    def upload(*names: str) -> Array:
+        return ops.upload(np.concatenate([stored[f"{name}.weight"] for name in names]).astype(ops.dtype))
+
+    columns = np.full(len(embedding), -1, np.int32)
+    columns[tensors.token_ids] = np.arange(len(tensors.token_ids))
+    cos, sin = map(ops.upload, rope_tables(config.rope, config.head_dim, max_model_len))
+    weights = Eagle3Weights(
+        embedding=embedding if tensors.embedding is None else ops.upload(tensors.embedding.astype(ops.dtype)),
+        fc=Weight(upload("fc")),
+        input_norms=(upload(f"{LAYER}input_layernorm"), upload(f"{LAYER}hidden_norm")),
+        qkv=Weight(upload(*(f"{attention}{name}_proj" for name in "qkv"))),
+        output=Weight(upload(f"{attention}o_proj")),
+        mlp_norm=upload(f"{LAYER}post_attention_layernorm"),
+        gate_up=Weight(upload(f"{mlp}gate_proj", f"{mlp}up_proj")),
+        down=Weight(upload(f"{mlp}down_proj")),
+        final_norm=upload("norm"),
+        lm_head=Weight(upload("lm_head")),
+        columns=ops.upload(columns),
+        rotation=HeadRotation(cos, sin),
+    )
+    return DeviceEagle3(config, ops, weights)

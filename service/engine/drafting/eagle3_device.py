@@ -1,0 +1,204 @@
+"""Drafts of an EAGLE-3 head on the device, which follow each step there; the host fetches them with the next plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from model.batch import StateRows
+from model.cuda_graphs import decode_sizes
+from model.families.eagle3_device import DeviceEagle3
+from model.ops.interface import Array, DraftPlan, SamplingArrays
+from model.sampler import RECORD
+from service.engine.drafting.draft_time import DraftTime
+from service.engine.drafting.drafter import EAGLE3
+from service.engine.execution.decode_batch import BatchLayout
+from service.engine.execution.sampling import SampleBatch, SampleCall
+from service.engine.sequence import Sequence
+from service.engine.step import Chunk
+
+_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "branch")
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+NOT_SAMPLED = -1
+
+
+class _Run(NamedTuple):
+    """Rows of a sequence that a step samples."""
+
+    sequence: Sequence
+    first_row: int
+    first_sample: int
+    num_rows: int
+    start: int  # position of the first row
+    num_held: int  # tokens that its blocks hold
+
+
+@dataclass(slots=True)
+class _Drafted:
+    """Drafts of the last step."""
+
+    runs: dict[Sequence, tuple[int, _Run]]  # with the column
+    fetch: Callable[[], list[np.ndarray]]  # int32[K, S], accepted drafts int32[S]
+    events: tuple[Any, Any]
+    arrays: list[np.ndarray] | None = None  # fetched
+
+
+class DeviceEagle3Drafter:
+    """Each step's rows are read once they are sampled, so that nothing of a sequence is kept but its keys. As many
+    tokens are drafted after a step as were asked for before it; none if a step with decodes was not asked."""
+
+    source, writes_cache = EAGLE3, True
+
+    def __init__(self, head: DeviceEagle3, kv: Array, max_num_seqs: int, max_drafts: int):
+        """`kv` [num_blocks, L + 1, 2, Hkv, B, D]."""
+        self._head, self._ops, self._kv, self._block_size = head, head.ops, kv, int(kv.shape[4])
+        self._sizes = decode_sizes(max_num_seqs)
+        self.num_ahead = max_drafts
+        self._num_drafts, self._was_asked = max_drafts, False
+        self._drafted: _Drafted | None = None
+        self._time = DraftTime()
+
+    @property
+    def token_s(self) -> float:
+        return self._time.token_s
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        return self._head.config.state_layers
+
+    def on_end(self, sequence: Sequence) -> None:
+        if self._drafted is not None:
+            self._drafted.runs.pop(sequence, None)
+
+    def draft(self, sequences: Seq[Sequence], max_tokens: Seq[int]) -> list[tuple[int, ...]]:
+        """Return what followed the last step, whose drafts the device has compared as the host has."""
+        self._num_drafts, self._was_asked = max(max_tokens), True
+        if self._drafted is None:
+            return [()] * len(sequences)
+        pairs = zip(sequences, max_tokens, strict=True)
+        return [self._drafts_of(self._drafted, sequence, count) for sequence, count in pairs]
+
+    def follow(
+        self, layout: BatchLayout, batch: SampleBatch, calls: Seq[SampleCall], rows: StateRows, sampled: Array
+    ) -> None:
+        """Read the rows of a sampled step, then draft. Waits for nothing."""
+        sources = _sources(layout, batch, calls[0], len(rows.token_ids))
+        runs = [] if not self._num_wanted(layout) else self._runs(layout, sources)
+        hosts = [_known_tokens(layout, len(sources)), sources]
+        if runs:
+            hosts += self._host_arrays(runs)
+        next_ids, source, *sent = self._ops.upload_all(hosts)
+        self._ops.pick_tokens(next_ids, sampled, source)
+        read = self._head.read(rows, next_ids, self._kv)
+        self._drafted = self._draft(rows, sampled, runs, read, sent) if runs else None
+
+    def _num_wanted(self, layout: BatchLayout) -> int:
+        if layout.plan.num_decodes and not self._was_asked:
+            self._num_drafts = 0
+        self._was_asked = False
+        return self._num_drafts
+
+    def _runs(self, layout: BatchLayout, sources: np.ndarray) -> list[_Run]:
+        first_rows, runs = layout.first_rows(), []
+        for chunk in layout.plan.chunks:
+            sequence = chunk.sequence
+            row = first_rows[id(chunk)] + chunk.length - 1 - len(chunk.drafts)
+            if _is_alone(chunk) and sources[row] != NOT_SAMPLED:
+                start, num_held = chunk.end - 1 - len(chunk.drafts), len(sequence.block_table) * self._block_size
+                runs.append(_Run(sequence, row, int(sources[row]), 1 + len(chunk.drafts), start, num_held))
+        return runs
+
+    def _host_arrays(self, runs: list[_Run]) -> list[np.ndarray]:
+        """Return runs int32[S, 4], tables int32[S, W] and the sampling columns, padded to a size of the graphs."""
+        count = next(size for size in self._sizes if size >= len(runs))
+        described, records = np.zeros((count, 4), np.int32), np.zeros(count, RECORD)
+        described[: len(runs)] = [(run.first_row, run.first_sample, run.num_rows, run.num_held) for run in runs]
+        records[: len(runs)] = np.frombuffer(b"".join(run.sequence.sampling_record for run in runs), RECORD)
+        longest = max(run.start + run.num_rows for run in runs) + self._num_drafts
+        tables = np.zeros((count, -(-longest // self._block_size)), np.int32)
+        for row, run in zip(tables, runs, strict=False):
+            table = run.sequence.block_table[: len(row)]
+            row[: len(table)] = table
+        return [described, tables, *(np.ascontiguousarray(records[name]) for name in _COLUMNS)]
+
+    def _draft(
+        self, rows: StateRows, sampled: Array, runs: list[_Run], read: tuple[Array, Array], sent: list[Array]
+    ) -> _Drafted:
+        ops, (described, tables, *columns) = self._ops, sent
+        count, num_steps = len(described), self._num_drafts
+        plan = DraftPlan(
+            last_rows=ops.temporary((count,), _INT32),
+            num_accepted=ops.temporary((count,), _INT32),
+            places=ops.temporary((num_steps + 2, count), _INT32),
+            slots=ops.temporary((num_steps, count), _INT64),
+        )
+        drafts = ops.temporary((num_steps, count), _INT32)
+        begin = ops.record_event()
+        ops.plan_drafts(sampled, (rows.token_ids, rows.positions), described, tables, self._block_size, plan)
+        self._head.draft(read, plan, tables, self._kv, _sampling(columns, plan.places[0]), drafts)
+        events = begin, ops.record_event()
+        fetch = ops.download_async([drafts, plan.num_accepted])
+        return _Drafted({run.sequence: (column, run) for column, run in enumerate(runs)}, fetch, events)
+
+    def _drafts_of(self, drafted: _Drafted, sequence: Sequence, count: int) -> tuple[int, ...]:
+        if sequence not in drafted.runs:
+            return ()
+        if drafted.arrays is None:
+            drafted.arrays = drafted.fetch()
+            self._time.add(self._ops.elapsed_s(*drafted.events) / len(drafted.arrays[0]))
+        drafts, num_accepted = drafted.arrays
+        column, run = drafted.runs[sequence]
+        last = run.start + int(num_accepted[column])
+        if last + 1 != sequence.num_computed_tokens:  # a grammar or NaN ended the run earlier
+            return ()
+        return tuple(drafts[: min(count, max(0, run.num_held - last)), column].tolist())
+
+
+def _is_alone(chunk: Chunk) -> bool:
+    sequence = chunk.sequence
+    return chunk.samplers == (sequence,) and not sequence.cannot_run_ahead and not sequence.prefix_followers
+
+
+def _sources(layout: BatchLayout, batch: SampleBatch, call: SampleCall, count: int) -> np.ndarray:
+    """Return int32[count]: of each row that the call samples, the first of its samples."""
+    sources = np.full(count, NOT_SAMPLED, np.int32)
+    if batch.rows and call.samplers:
+        indices = slice(None) if call.indices is None else call.indices
+        own = layout.inputs.logit_rows[np.array(batch.rows)[indices]]
+        sources[own[::-1]] = np.arange(len(own), dtype=np.int32)[::-1]
+    return sources
+
+
+def _known_tokens(layout: BatchLayout, count: int) -> np.ndarray:
+    """Return int32[count]: the token after each row, if it is known."""
+    known = np.zeros(count, np.int32)
+    if layout.is_one_token_each and not layout.prefills:
+        return known
+    first_rows = layout.first_rows()
+    for chunk in layout.plan.chunks:
+        if chunk.length > 1 or not chunk.samplers:
+            tokens = chunk.sequence.token_ids[chunk.start + 1 : chunk.end + 1]
+            first = first_rows[id(chunk)]
+            known[first : first + len(tokens)] = np.frombuffer(tokens, np.uint32)
+    return known
+
+
+def _sampling(columns: list[Array], positions: Array) -> SamplingArrays:
+    temperature, top_k, top_p, min_p, seed, branch = columns
+    return SamplingArrays(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        position=positions.view(np.uint32),
+        branch=branch,
+        penalties=None,
+        bias=None,
+        num_logprobs=0,
+        with_logprobs=False,
+    )

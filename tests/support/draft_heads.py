@@ -1,0 +1,127 @@
+"""A random EAGLE-3 head, and its drafts after one step of ragged runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from model.batch import StateRows
+from model.config import ModelConfig
+from model.families.eagle3 import Eagle3Config, Eagle3Tensors
+from model.families.eagle3_device import DeviceEagle3, upload_eagle3
+from model.ops.interface import DraftPlan, SamplingArrays
+from tests.support.demo_engine import DEMO
+
+TARGET = ModelConfig.read(DEMO)
+BLOCK_SIZE, NUM_BLOCKS, WIDTH = 8, 60, 12
+NUM_DRAFTS = 3
+RUNS = ((5, 3, 2), (40, 1, 0), (17, 4, 0), (63, 2, 1), (0, 1, 0))
+"""Position of each run's first row, rows, right drafts."""
+
+
+@dataclass
+class Drafted:
+    logits: list[np.ndarray]  # of each draft, float32[S, V]
+    drafts: np.ndarray  # int32[K, S]
+    num_accepted: np.ndarray
+
+
+def random_head(seed: int, norm_before_residual: bool = False) -> Eagle3Tensors:
+    raw = json.loads((DEMO / "eagle3" / "config.json").read_text()) | {"norm_before_residual": norm_before_residual}
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(raw))
+        config = Eagle3Config.read(Path(folder), TARGET)
+    rng = np.random.default_rng(seed)
+    weights = {
+        name: (1 + 0.1 * rng.standard_normal(shape) if len(shape) == 1 else rng.normal(0, shape[-1] ** -0.5, shape))
+        for name, shape in config.shapes().items()
+    }
+    token_ids = np.sort(rng.permutation(TARGET.vocab_size)[: config.draft_vocab_size])
+    return Eagle3Tensors(config, {name: one.astype(np.float32) for name, one in weights.items()}, token_ids, None)
+
+
+def random_rows() -> tuple[np.ndarray, dict[tuple[int, int], tuple[np.ndarray, int]]]:
+    """Return an embedding, and states [3 H] and the next token of each run's positions."""
+    rng = np.random.default_rng(5)
+    embedding = rng.standard_normal((TARGET.vocab_size, TARGET.hidden_size)).astype(np.float32)
+    places = [(s, at) for s, (start, length, _) in enumerate(RUNS) for at in range(start + length)]
+    states = rng.standard_normal((len(places), 3 * TARGET.hidden_size)).astype(np.float32)
+    next_ids = rng.integers(0, TARGET.vocab_size, len(places)).tolist()
+    return embedding, dict(zip(places, zip(states, next_ids, strict=True), strict=True))
+
+
+def draft_alone(ops, stored: Eagle3Tensors, forced: np.ndarray | None = None) -> Drafted:
+    """Read a prompt for each run, then its rows, and draft. `forced` int32[K, S]: each draft follows these."""
+    (embedding, rows), count = random_rows(), len(RUNS)
+    head = upload_eagle3(stored, ops, ops.upload(embedding.astype(ops.dtype)), WIDTH * BLOCK_SIZE)
+    shape = (NUM_BLOCKS, 2, 2, TARGET.num_kv_heads, BLOCK_SIZE, TARGET.head_dim)
+    kv = ops.upload(np.zeros(shape, ops.dtype))
+    tables = np.random.default_rng(6).permutation(NUM_BLOCKS).reshape(count, WIDTH).astype(np.int32)
+    step = [(s, at) for s, at in rows if at >= RUNS[s][0]]
+    _read(ops, head, kv, tables, {place: rows[place] for place in rows if place not in step})
+    own, read, sampled = _read(ops, head, kv, tables, {place: rows[place] for place in step})
+    token_ids, first, runs = np.zeros(len(step), np.int32), 0, []
+    for _, length, num_right in RUNS:
+        token_ids[first + 1 : first + length] = sampled[first : first + length - 1]
+        token_ids[first + 1 + num_right : first + length] += 1
+        runs.append((first, first, length, WIDTH * BLOCK_SIZE))
+        first += length
+    plan = DraftPlan(
+        *(ops.empty(shape, np.dtype(np.int32)) for shape in ((count,), (count,), (NUM_DRAFTS + 2, count))),
+        ops.empty((NUM_DRAFTS, count), np.dtype(np.int64)),
+    )
+    sent = [ops.upload(one) for one in (sampled, token_ids, np.array(runs, np.int32), tables)]
+    ops.plan_drafts(sent[0], (sent[1], own.positions), sent[2], sent[3], BLOCK_SIZE, plan)
+    out, recording = ops.empty((NUM_DRAFTS, count), np.dtype(np.int32)), _Recording(ops, forced)
+    with ops.scratch():
+        DeviceEagle3(head.config, recording, head.weights).draft(read, plan, sent[3], kv, _sampling(ops), out)
+    return Drafted(recording.logits, ops.download(out), ops.download(plan.num_accepted))
+
+
+def _read(ops, head: DeviceEagle3, kv, tables: np.ndarray, rows: dict):
+    """Read rows; return them, what was read, and the tokens that follow, int32[T]."""
+    sequences, positions = np.array(list(rows), np.int32).T
+    slots = tables[sequences, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+    states, next_ids = (np.array(part) for part in zip(*rows.values(), strict=True))
+    next_ids = next_ids.astype(np.int32)
+    hosts = (np.zeros_like(next_ids), np.ascontiguousarray(positions), slots, states.astype(ops.dtype))
+    own = StateRows(*map(ops.upload, hosts))
+    return own, head.read(own, ops.upload(next_ids), kv), next_ids
+
+
+def _sampling(ops) -> SamplingArrays:
+    """Half of the sequences are greedy."""
+    count = len(RUNS)
+    columns = (
+        np.where(np.arange(count) % 2, 0.7, 0).astype(np.float32),
+        np.full(count, TARGET.vocab_size, np.int32),
+        np.ones(count, np.float32),
+        np.zeros(count, np.float32),
+        np.arange(count, dtype=np.uint64),
+        np.zeros(count, np.uint32),
+        np.zeros(count, np.uint32),
+    )
+    return SamplingArrays(*map(ops.upload, columns), None, None, 0, False)
+
+
+class _Recording:
+    """Operations that keep the logits they sample, and then put `forced` tokens in place of the samples."""
+
+    def __init__(self, ops, forced: np.ndarray | None):
+        self._ops, self._forced, self.logits = ops, forced, []
+
+    def __getattr__(self, name: str):
+        return getattr(self._ops, name)
+
+    def sample(self, logits, how, out=None):
+        self.logits.append(self._ops.download(logits))
+        sampled = self._ops.sample(logits, how, out)
+        if self._forced is not None:
+            kept = np.zeros(len(logits), np.int32)
+            tokens = self._ops.upload(self._forced[len(self.logits) - 1])
+            self._ops.pick_tokens(out, tokens, self._ops.upload(kept + np.arange(len(logits), dtype=np.int32)))
+        return sampled
