@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +19,10 @@ from model.families.eagle3 import LAYER, Eagle3Config, Eagle3Tensors
 from model.ops.interface import Array, AttentionBatch, DraftOps, DraftPlan, HeadRotation, SamplingArrays
 from model.ops.weight import Weight
 from model.rope import rope_tables
+from model.sampler import RECORD
 
 FLOAT32 = np.dtype(np.float32)
+COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "branch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,24 @@ class Eagle3Weights:
     rotation: HeadRotation
 
 
+class ReadRows(NamedTuple):
+    """Hidden states and projections of a step's rows, which drafts go on from."""
+
+    hidden: Array  # [T, H]
+    qkv: Array  # [T, (Hq + 2 Hkv) * D], not rotated
+
+
+@dataclass(frozen=True)
+class DraftBatch:
+    """K drafts of S sequences."""
+
+    plan: DraftPlan
+    tables: Array  # int32[S, W], with the drafts' blocks
+    how: SamplingArrays  # at the plan's positions
+    hidden: Array  # [S, H], of the last draft
+    out: Array  # int32[K, S]
+
+
 class DeviceEagle3:
     """The head of a model whose cache [num_blocks, L + 1, 2, Hkv, B, D] has a layer for it."""
 
@@ -51,55 +72,46 @@ class DeviceEagle3:
             self.ops.tune_linear([weight], None, num_rows)
         self.ops.tune_linear([weights.lm_head], None, num_rows, dtype=FLOAT32)
 
-    def read(self, rows: StateRows, next_ids: Array, kv: Array) -> tuple[Array, Array]:
-        """Write keys and values of T rows, which `next_ids` int32[T] follow; return hidden [T, H] and q [T, Hq * D]."""
-        hidden = self.ops.linear(rows.states, self.weights.fc)
-        return hidden, self._project(next_ids, hidden, (rows.positions, rows.slots), kv)
-
-    def draft(
-        self,
-        read: tuple[Array, Array],
-        plan: DraftPlan,
-        tables: Array,
-        kv: Array,
-        how: SamplingArrays,
-        out: Array,
-    ) -> None:
-        """Draw K drafts of S sequences into `out` int32[K, S], as `how` will sample them.
-
-        `read`: of the step; `tables` int32[S, W] hold the drafts' blocks. The positions of `how` are the plan's.
-        """
-        ops = self.ops
-        hidden, q = (ops.gather_rows(array, plan.last_rows) for array in read)
-        for step in range(len(out)):
-            with ops.scratch():
-                if step:
-                    at = plan.places[step], plan.slots[step]
-                    q = self._project(out[step - 1], hidden, at, kv)
-                lens = plan.places[step + 1]
-                attended = self._attended(q, AttentionBatch(kv, kv.shape[1] - 1, tables, lens, self._scale))
-                logits = self._finish(hidden, attended)
-                own = replace(how, position=plan.places[step + 2].view(np.uint32))
-                ops.sample(ops.spread_logits(logits, self.weights.columns), own, out=out[step])
-
-    @property
-    def _scale(self) -> float:
-        return float(self.config.head_dim**-0.5)
-
-    def _project(self, next_ids: Array, hidden: Array, at: tuple[Array, Array], kv: Array) -> Array:
-        """next_ids int32[T], hidden [T, H], `at` their positions and slots -> q [T, Hq * D]; write keys and values."""
+    def read(self, rows: StateRows, next_ids: Array, kv: Array, out: ReadRows) -> None:
+        """Write keys and values of T rows, which `next_ids` int32[T] follow, and fill `out`."""
         ops, weights = self.ops, self.weights
-        x = ops.draft_input(next_ids, weights.embedding, hidden, weights.input_norms, self.config.eps)
-        q = ops.rope_kv_write(ops.linear(x, weights.qkv), weights.rotation, *at, kv, kv.shape[1] - 1)
-        return q.reshape(len(q), -1)
+        ops.linear(rows.states, weights.fc, out=out.hidden)
+        x = self._input(next_ids, out.hidden)
+        qkv = ops.linear(x, weights.qkv, out=out.qkv)
+        ops.rope_kv_write(qkv, weights.rotation, rows.positions, rows.slots, kv, kv.shape[1] - 1)
+
+    def temporary_rows(self, count: int) -> ReadRows:
+        """Return memory for `read` until the surrounding scratch ends."""
+        widths = self.config.hidden_size, self.weights.qkv.shape[0]
+        return ReadRows(*(self.ops.temporary((count, width), self.ops.dtype) for width in widths))
+
+    def draft_one(self, number: int, read: ReadRows, batch: DraftBatch, kv: Array) -> None:
+        """Draw draft `number` of S sequences, from 0 on; the first from `read`, the others from the one before."""
+        ops, plan, last = self.ops, batch.plan, kv.shape[1] - 1
+        with ops.scratch():
+            if number == 0:
+                ops.place_columns(ops.gather_rows(read.hidden, plan.last_rows), batch.hidden, 0)
+                qkv = ops.gather_rows(read.qkv, plan.last_rows)
+            else:
+                qkv = ops.linear(self._input(batch.out[number - 1], batch.hidden), self.weights.qkv)
+            at = plan.places[number], plan.slots[number]
+            q = ops.rope_kv_write(qkv, self.weights.rotation, *at, kv, last)
+            scale, lens = float(self.config.head_dim**-0.5), plan.places[number + 1]
+            attended = self._attended(q, AttentionBatch(kv, last, batch.tables, lens, scale))
+            logits = ops.spread_logits(self._finish(batch.hidden, attended), self.weights.columns)
+            how = replace(batch.how, position=plan.places[number + 2].view(np.uint32))
+            ops.sample(logits, how, out=batch.out[number])
+
+    def _input(self, next_ids: Array, hidden: Array) -> Array:
+        """next_ids int32[T], hidden [T, H] -> [T, 2 H]."""
+        weights = self.weights
+        return self.ops.draft_input(next_ids, weights.embedding, hidden, weights.input_norms, self.config.eps)
 
     def _attended(self, q: Array, batch: AttentionBatch) -> Array:
-        """q [S, Hq * D] -> [S, Hq * D]."""
-        ops, config = self.ops, self.config
-        heads = q.reshape(len(q), config.num_heads, config.head_dim)
-        out = ops.temporary(heads.shape, ops.dtype)
-        plan = ops.plan_decode_attention(config.num_heads, batch)
-        ops.paged_decode_attention(heads, replace(batch, plan=plan), out)
+        """q [S, Hq, D] -> [S, Hq * D]."""
+        out = self.ops.temporary(q.shape, self.ops.dtype)
+        plan = self.ops.plan_decode_attention(self.config.num_heads, batch)
+        self.ops.paged_decode_attention(q, replace(batch, plan=plan), out)
         return out.reshape(len(q), -1)
 
     def _finish(self, hidden: Array, attended: Array) -> Array:
@@ -114,6 +126,27 @@ class DeviceEagle3:
         if residual is not hidden:
             ops.place_columns(residual, hidden, 0)
         return ops.linear(normed, weights.lm_head, dtype=FLOAT32)
+
+
+def sampling_columns(records: bytes, count: int) -> list[np.ndarray]:
+    """Return the columns of `sampling_of` of joined RECORDs, with greedy padding up to `count`."""
+    padded = np.zeros(count, RECORD)
+    known = np.frombuffer(records, RECORD)
+    padded[: len(known)] = known
+    return [np.ascontiguousarray(padded[name]) for name in COLUMNS]
+
+
+def sampling_of(columns: Sequence[Array], plan: DraftPlan) -> SamplingArrays:
+    """Return how S tokens are drawn, without penalties, biases and masks."""
+    own = dict(zip(COLUMNS, columns, strict=True))
+    return SamplingArrays(
+        **own,
+        position=plan.places[0].view(np.uint32),
+        penalties=None,
+        bias=None,
+        num_logprobs=0,
+        with_logprobs=False,
+    )
 
 
 def check_on_device(config: Eagle3Config, target: ModelConfig) -> None:

@@ -143,7 +143,7 @@ class AttentionBatch:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """Where K draft tokens of S sequences go, from the last accepted row of a step on."""
+    """Positions and slots of K draft tokens of S sequences, from the last accepted row of a step on."""
 
     last_rows: Array  # int32[S]; -1: padding
     num_accepted: Array  # int32[S], drafts
@@ -477,7 +477,7 @@ class AdapterOps(Protocol):
 
 @runtime_checkable
 class DraftOps(Ops, Protocol):
-    """What an EAGLE-3 head needs in addition, on one device."""
+    """Operations of one device that also runs EAGLE-3 heads."""
 
     def draft_input(
         self, token_ids: Array, table: Array, hidden: Array, weights: tuple[Array, Array], eps: float

@@ -51,6 +51,7 @@ ARRAYS = (
     "families",
     "ops",
     "cuda_graphs",
+    "draft_graphs",
     "rope",
     "kv_cache",
     "kv_scales",

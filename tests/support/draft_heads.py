@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,13 +12,19 @@ import numpy as np
 from model.batch import StateRows
 from model.config import ModelConfig
 from model.families.eagle3 import Eagle3Config, Eagle3Tensors
-from model.families.eagle3_device import DeviceEagle3, upload_eagle3
-from model.ops.interface import DraftPlan, SamplingArrays
+from model.families.eagle3_device import DeviceEagle3, DraftBatch, sampling_columns, sampling_of, upload_eagle3
+from model.ops.interface import Array, DraftPlan
+from model.sampler import sampling_record
+from model.sampling_params import SamplingParams
 from tests.support.demo_engine import DEMO
 
 TARGET = ModelConfig.read(DEMO)
 BLOCK_SIZE, NUM_BLOCKS, WIDTH = 8, 60, 12
 NUM_DRAFTS = 3
+RECORDS = b"".join(
+    sampling_record(SamplingParams(max_tokens=9, temperature=0.7 if s % 2 else 0.0, seed=s), 0, None) for s in range(5)
+)
+"""Half of the sequences are greedy."""
 RUNS = ((5, 3, 2), (40, 1, 0), (17, 4, 0), (63, 2, 1), (0, 1, 0))
 """Position of each run's first row, rows, right drafts."""
 
@@ -54,58 +60,66 @@ def random_rows() -> tuple[np.ndarray, dict[tuple[int, int], tuple[np.ndarray, i
     return embedding, dict(zip(places, zip(states, next_ids, strict=True), strict=True))
 
 
-def draft_alone(ops, stored: Eagle3Tensors, forced: np.ndarray | None = None) -> Drafted:
-    """Read a prompt for each run, then its rows, and draft. `forced` int32[K, S]: each draft follows these."""
+@dataclass
+class PreparedStep:
+    """A step whose rows before it were read: its own, and what `DraftOps.plan_drafts` takes."""
+
+    head: DeviceEagle3
+    kv: Array
+    rows: StateRows
+    next_ids: np.ndarray  # int32[T], the tokens that were sampled
+    runs: np.ndarray  # int32[S, 4]
+    tables: np.ndarray  # int32[S, WIDTH]
+
+
+def prepared_step(ops, stored: Eagle3Tensors) -> PreparedStep:
     (embedding, rows), count = random_rows(), len(RUNS)
     head = upload_eagle3(stored, ops, ops.upload(embedding.astype(ops.dtype)), WIDTH * BLOCK_SIZE)
     shape = (NUM_BLOCKS, 2, 2, TARGET.num_kv_heads, BLOCK_SIZE, TARGET.head_dim)
     kv = ops.upload(np.zeros(shape, ops.dtype))
     tables = np.random.default_rng(6).permutation(NUM_BLOCKS).reshape(count, WIDTH).astype(np.int32)
     step = [(s, at) for s, at in rows if at >= RUNS[s][0]]
-    _read(ops, head, kv, tables, {place: rows[place] for place in rows if place not in step})
-    own, read, sampled = _read(ops, head, kv, tables, {place: rows[place] for place in step})
+    before, before_ids = _state_rows(ops, tables, {place: rows[place] for place in rows if place not in step})
+    head.read(before, ops.upload(before_ids), kv, head.temporary_rows(len(before_ids)))
+    own, next_ids = _state_rows(ops, tables, {place: rows[place] for place in step})
     token_ids, first, runs = np.zeros(len(step), np.int32), 0, []
     for _, length, num_right in RUNS:
-        token_ids[first + 1 : first + length] = sampled[first : first + length - 1]
+        token_ids[first + 1 : first + length] = next_ids[first : first + length - 1]
         token_ids[first + 1 + num_right : first + length] += 1
         runs.append((first, first, length, WIDTH * BLOCK_SIZE))
         first += length
+    own = replace(own, token_ids=ops.upload(token_ids))
+    return PreparedStep(head, kv, own, next_ids, np.array(runs, np.int32), tables)
+
+
+def draft_alone(ops, stored: Eagle3Tensors, forced: np.ndarray | None = None) -> Drafted:
+    """Draft after a prepared step. `forced` int32[K, S]: each draft follows these."""
+    step, count, int32 = prepared_step(ops, stored), len(RUNS), np.dtype(np.int32)
+    next_ids, read = ops.upload(step.next_ids), step.head.temporary_rows(len(step.next_ids))
+    step.head.read(step.rows, next_ids, step.kv, read)
     plan = DraftPlan(
-        *(ops.empty(shape, np.dtype(np.int32)) for shape in ((count,), (count,), (NUM_DRAFTS + 2, count))),
+        *(ops.empty(shape, int32) for shape in ((count,), (count,), (NUM_DRAFTS + 2, count))),
         ops.empty((NUM_DRAFTS, count), np.dtype(np.int64)),
     )
-    sent = [ops.upload(one) for one in (sampled, token_ids, np.array(runs, np.int32), tables)]
-    ops.plan_drafts(sent[0], (sent[1], own.positions), sent[2], sent[3], BLOCK_SIZE, plan)
-    out, recording = ops.empty((NUM_DRAFTS, count), np.dtype(np.int32)), _Recording(ops, forced)
-    with ops.scratch():
-        DeviceEagle3(head.config, recording, head.weights).draft(read, plan, sent[3], kv, _sampling(ops), out)
+    runs, tables = ops.upload(step.runs), ops.upload(step.tables)
+    ops.plan_drafts(next_ids, (step.rows.token_ids, step.rows.positions), runs, tables, BLOCK_SIZE, plan)
+    out, recording = ops.empty((NUM_DRAFTS, count), int32), _Recording(ops, forced)
+    hidden = ops.empty((count, TARGET.hidden_size), ops.dtype)
+    drafting = DeviceEagle3(step.head.config, recording, step.head.weights)
+    how = sampling_of(list(map(ops.upload, sampling_columns(RECORDS, count))), plan)
+    for number in range(NUM_DRAFTS):
+        drafting.draft_one(number, read, DraftBatch(plan, tables, how, hidden, out), step.kv)
     return Drafted(recording.logits, ops.download(out), ops.download(plan.num_accepted))
 
 
-def _read(ops, head: DeviceEagle3, kv, tables: np.ndarray, rows: dict):
-    """Read rows; return them, what was read, and the tokens that follow, int32[T]."""
+def _state_rows(ops, tables: np.ndarray, rows: dict) -> tuple[StateRows, np.ndarray]:
+    """Return rows, and the tokens that follow, int32[T]."""
     sequences, positions = np.array(list(rows), np.int32).T
     slots = tables[sequences, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
     states, next_ids = (np.array(part) for part in zip(*rows.values(), strict=True))
     next_ids = next_ids.astype(np.int32)
     hosts = (np.zeros_like(next_ids), np.ascontiguousarray(positions), slots, states.astype(ops.dtype))
-    own = StateRows(*map(ops.upload, hosts))
-    return own, head.read(own, ops.upload(next_ids), kv), next_ids
-
-
-def _sampling(ops) -> SamplingArrays:
-    """Half of the sequences are greedy."""
-    count = len(RUNS)
-    columns = (
-        np.where(np.arange(count) % 2, 0.7, 0).astype(np.float32),
-        np.full(count, TARGET.vocab_size, np.int32),
-        np.ones(count, np.float32),
-        np.zeros(count, np.float32),
-        np.arange(count, dtype=np.uint64),
-        np.zeros(count, np.uint32),
-        np.zeros(count, np.uint32),
-    )
-    return SamplingArrays(*map(ops.upload, columns), None, None, 0, False)
+    return StateRows(*map(ops.upload, hosts)), next_ids
 
 
 class _Recording:

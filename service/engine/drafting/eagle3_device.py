@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from model.batch import StateRows
 from model.cuda_graphs import decode_sizes
-from model.families.eagle3_device import DeviceEagle3
-from model.ops.interface import Array, DraftPlan, SamplingArrays
-from model.sampler import RECORD
-from service.engine.drafting.draft_time import DraftTime
+from model.draft_graphs import DraftGraphs
+from model.families.eagle3_device import DeviceEagle3, sampling_columns
+from model.ops.interface import Array
 from service.engine.drafting.drafter import EAGLE3
 from service.engine.execution.decode_batch import BatchLayout
 from service.engine.execution.sampling import SampleBatch, SampleCall
 from service.engine.sequence import Sequence
 from service.engine.step import Chunk
 
-_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "branch")
-_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+_INT32 = np.dtype(np.int32)
 NOT_SAMPLED = -1
+MAX_DRAFTED = 64
+"""Most sequences that are drafted for: with more, a step is no longer bound by its weights."""
 
 
 class _Run(NamedTuple):
@@ -43,7 +43,6 @@ class _Drafted:
 
     runs: dict[Sequence, tuple[int, _Run]]  # with the column
     fetch: Callable[[], list[np.ndarray]]  # int32[K, S], accepted drafts int32[S]
-    events: tuple[Any, Any]
     arrays: list[np.ndarray] | None = None  # fetched
 
 
@@ -53,18 +52,16 @@ class DeviceEagle3Drafter:
 
     source, writes_cache = EAGLE3, True
 
-    def __init__(self, head: DeviceEagle3, kv: Array, max_num_seqs: int, max_drafts: int):
-        """`kv` [num_blocks, L + 1, 2, Hkv, B, D]."""
-        self._head, self._ops, self._kv, self._block_size = head, head.ops, kv, int(kv.shape[4])
-        self._sizes = decode_sizes(max_num_seqs)
-        self.num_ahead = max_drafts
-        self._num_drafts, self._was_asked = max_drafts, False
+    def __init__(self, head: DeviceEagle3, kv: Array, max_num_seqs: int, max_rows: int, max_drafts: int):
+        """`kv` [num_blocks, L + 1, 2, Hkv, B, D]; captured steps have at most `max_rows` rows."""
+        self._head, self._ops, self._kv = head, head.ops, kv
+        self._graphs = DraftGraphs(head, kv, decode_sizes(min(max_num_seqs, MAX_DRAFTED)), max_drafts, max_rows)
+        self._num_drafts, self._was_asked, self._num_sequences = max_drafts, False, 1
         self._drafted: _Drafted | None = None
-        self._time = DraftTime()
 
     @property
     def token_s(self) -> float:
-        return self._time.token_s
+        return self._graphs.token_s(self._num_sequences)
 
     @property
     def state_layers(self) -> tuple[int, ...]:
@@ -86,15 +83,15 @@ class DeviceEagle3Drafter:
         self, layout: BatchLayout, batch: SampleBatch, calls: Seq[SampleCall], rows: StateRows, sampled: Array
     ) -> None:
         """Read the rows of a sampled step, then draft. Waits for nothing."""
+        self._num_sequences = max(1, len(layout.plan.samplers))
         sources = _sources(layout, batch, calls[0], len(rows.token_ids))
-        runs = [] if not self._num_wanted(layout) else self._runs(layout, sources)
-        hosts = [_known_tokens(layout, len(sources)), sources]
-        if runs:
-            hosts += self._host_arrays(runs)
-        next_ids, source, *sent = self._ops.upload_all(hosts)
+        is_captured = len(sources) <= self._graphs.max_rows
+        runs = self._runs(layout, sources) if self._num_wanted(layout) and is_captured else []
+        next_ids, source = self._ops.upload_all([_known_tokens(layout, len(sources)), sources])
         self._ops.pick_tokens(next_ids, sampled, source)
-        read = self._head.read(rows, next_ids, self._kv)
-        self._drafted = self._draft(rows, sampled, runs, read, sent) if runs else None
+        read = self._graphs.rows(len(sources)) if is_captured else self._head.temporary_rows(len(sources))
+        self._head.read(rows, next_ids, self._kv, read)
+        self._drafted = self._draft(runs, sampled, (rows.token_ids, rows.positions)) if runs else None
 
     def _num_wanted(self, layout: BatchLayout) -> int:
         if layout.plan.num_decodes and not self._was_asked:
@@ -108,48 +105,31 @@ class DeviceEagle3Drafter:
             sequence = chunk.sequence
             row = first_rows[id(chunk)] + chunk.length - 1 - len(chunk.drafts)
             if _is_alone(chunk) and sources[row] != NOT_SAMPLED:
-                start, num_held = chunk.end - 1 - len(chunk.drafts), len(sequence.block_table) * self._block_size
+                start, num_held = chunk.end - 1 - len(chunk.drafts), len(sequence.block_table) * int(self._kv.shape[4])
                 runs.append(_Run(sequence, row, int(sources[row]), 1 + len(chunk.drafts), start, num_held))
         return runs
 
-    def _host_arrays(self, runs: list[_Run]) -> list[np.ndarray]:
-        """Return runs int32[S, 4], tables int32[S, W] and the sampling columns, padded to a size of the graphs."""
-        count = next(size for size in self._sizes if size >= len(runs))
-        described, records = np.zeros((count, 4), np.int32), np.zeros(count, RECORD)
+    def _draft(self, runs: list[_Run], sampled: Array, rows: tuple[Array, Array]) -> _Drafted | None:
+        size, block_size = self._graphs.size_of(len(runs)), int(self._kv.shape[4])
+        if size is None:
+            return None
+        described = np.zeros((size, 4), np.int32)
         described[: len(runs)] = [(run.first_row, run.first_sample, run.num_rows, run.num_held) for run in runs]
-        records[: len(runs)] = np.frombuffer(b"".join(run.sequence.sampling_record for run in runs), RECORD)
         longest = max(run.start + run.num_rows for run in runs) + self._num_drafts
-        tables = np.zeros((count, -(-longest // self._block_size)), np.int32)
+        tables = np.zeros((size, min(self._graphs.max_blocks, -(-longest // block_size))), np.int32)
         for row, run in zip(tables, runs, strict=False):
             table = run.sequence.block_table[: len(row)]
             row[: len(table)] = table
-        return [described, tables, *(np.ascontiguousarray(records[name]) for name in _COLUMNS)]
-
-    def _draft(
-        self, rows: StateRows, sampled: Array, runs: list[_Run], read: tuple[Array, Array], sent: list[Array]
-    ) -> _Drafted:
-        ops, (described, tables, *columns) = self._ops, sent
-        count, num_steps = len(described), self._num_drafts
-        plan = DraftPlan(
-            last_rows=ops.temporary((count,), _INT32),
-            num_accepted=ops.temporary((count,), _INT32),
-            places=ops.temporary((num_steps + 2, count), _INT32),
-            slots=ops.temporary((num_steps, count), _INT64),
-        )
-        drafts = ops.temporary((num_steps, count), _INT32)
-        begin = ops.record_event()
-        ops.plan_drafts(sampled, (rows.token_ids, rows.positions), described, tables, self._block_size, plan)
-        self._head.draft(read, plan, tables, self._kv, _sampling(columns, plan.places[0]), drafts)
-        events = begin, ops.record_event()
-        fetch = ops.download_async([drafts, plan.num_accepted])
-        return _Drafted({run.sequence: (column, run) for column, run in enumerate(runs)}, fetch, events)
+        records = b"".join(run.sequence.sampling_record for run in runs)
+        self._graphs.send([described, *sampling_columns(records, size)], tables)
+        fetch = self._ops.download_async(self._graphs.draft(sampled, rows, size, self._num_drafts))
+        return _Drafted({run.sequence: (column, run) for column, run in enumerate(runs)}, fetch)
 
     def _drafts_of(self, drafted: _Drafted, sequence: Sequence, count: int) -> tuple[int, ...]:
         if sequence not in drafted.runs:
             return ()
         if drafted.arrays is None:
             drafted.arrays = drafted.fetch()
-            self._time.add(self._ops.elapsed_s(*drafted.events) / len(drafted.arrays[0]))
         drafts, num_accepted = drafted.arrays
         column, run = drafted.runs[sequence]
         last = run.start + int(num_accepted[column])
@@ -185,20 +165,3 @@ def _known_tokens(layout: BatchLayout, count: int) -> np.ndarray:
             first = first_rows[id(chunk)]
             known[first : first + len(tokens)] = np.frombuffer(tokens, np.uint32)
     return known
-
-
-def _sampling(columns: list[Array], positions: Array) -> SamplingArrays:
-    temperature, top_k, top_p, min_p, seed, branch = columns
-    return SamplingArrays(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        position=positions.view(np.uint32),
-        branch=branch,
-        penalties=None,
-        bias=None,
-        num_logprobs=0,
-        with_logprobs=False,
-    )

@@ -1,0 +1,94 @@
+"""Drafts of a head on static buffers: one captured graph for each number of sequences and each draft after a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from model.families.eagle3_device import DeviceEagle3, DraftBatch, ReadRows, sampling_columns, sampling_of
+from model.ops.interface import Array, DraftPlan
+from model.ops.packing import Packing, TableRows
+
+NUM_TIMED = 3
+"""Replays in a measurement of `token_s`."""
+
+
+@dataclass(frozen=True)
+class _Static:
+    """Buffers and replays for one number of sequences."""
+
+    packed: Array  # uint8, what the host sends
+    runs: Array  # int32[S, 4]
+    batch: DraftBatch
+    replays: list[Callable[[], None]]  # of each draft
+    token_s: float
+
+
+class DraftGraphs:
+    """Graphs of `max_drafts` tokens for up to max(`sizes`) sequences, after steps of at most `max_rows` rows."""
+
+    def __init__(self, head: DeviceEagle3, kv: Array, sizes: Sequence[int], max_drafts: int, max_rows: int):
+        ops, width = head.ops, head.config.hidden_size
+        self._head, self._kv, self._sizes, self._max_drafts = head, kv, sorted(sizes), max_drafts
+        longest = len(head.weights.rotation.cos) + max_drafts + 1
+        self.max_blocks = -(-longest // int(kv.shape[4]))
+        self._tables = ops.upload(np.zeros((max(sizes), self.max_blocks), np.int32))
+        self._hidden = ops.empty((max(sizes), width), ops.dtype)
+        self.max_rows = max_rows
+        self._rows = ReadRows(*(ops.empty((max_rows, n), ops.dtype) for n in (width, head.weights.qkv.shape[0])))
+        self._statics = {size: self._captured(size) for size in reversed(self._sizes)}
+
+    def size_of(self, num_sequences: int) -> int | None:
+        """Return the captured number of sequences that holds these; None if none does."""
+        return next((size for size in self._sizes if size >= num_sequences), None)
+
+    def token_s(self, num_sequences: int) -> float:
+        """Return the seconds of a draft, measured on padding; infinity beyond the largest size."""
+        size = self.size_of(num_sequences)
+        return math.inf if size is None else self._statics[size].token_s
+
+    def rows(self, num_rows: int) -> ReadRows:
+        """Return where `DeviceEagle3.read` puts what is drafted from."""
+        return ReadRows(self._rows.hidden[:num_rows], self._rows.qkv[:num_rows])
+
+    def send(self, hosts: Sequence[np.ndarray], tables: np.ndarray) -> None:
+        """Send runs int32[S, 4] and the columns of `sampling_of`, S captured, and the first blocks int32[S, w]."""
+        places = np.arange(len(tables), dtype=np.int32)
+        self._head.ops.upload_all(hosts, self._statics[len(tables)].packed, TableRows(tables, places, self._tables))
+
+    def draft(self, sampled: Array, rows: tuple[Array, Array], size: int, num_drafts: int) -> tuple[Array, Array]:
+        """Draft after a step of `rows`, token ids and positions, that was read to `self.rows`; `send` precedes.
+
+        Return drafts int32[num_drafts, size] and accepted drafts int32[size], valid until the next call.
+        """
+        static, block_size = self._statics[size], int(self._kv.shape[4])
+        batch = static.batch
+        self._head.ops.plan_drafts(sampled, rows, static.runs, batch.tables, block_size, batch.plan)
+        for replay in static.replays[:num_drafts]:
+            replay()
+        return batch.out[:num_drafts], batch.plan.num_accepted
+
+    def _captured(self, size: int) -> _Static:
+        ops = self._head.ops
+        hosts = [np.zeros((size, 4), np.int32), *sampling_columns(b"", size)]
+        packed = ops.empty((Packing.of(hosts).num_bytes,), np.dtype(np.uint8))
+        runs, *columns = ops.upload_all(hosts, packed)
+        plan = DraftPlan(
+            last_rows=ops.upload(np.zeros(size, np.int32)),
+            num_accepted=ops.upload(np.zeros(size, np.int32)),
+            places=ops.upload(np.zeros((self._max_drafts + 2, size), np.int32)),
+            slots=ops.upload(np.full((self._max_drafts, size), -1, np.int64)),
+        )
+        out = ops.upload(np.zeros((self._max_drafts, size), np.int32))
+        batch = DraftBatch(plan, self._tables[:size], sampling_of(columns, plan), self._hidden[:size], out)
+        works = [partial(self._head.draft_one, each, self._rows, batch, self._kv) for each in range(self._max_drafts)]
+        replays = [ops.capture(work) for work in works]
+        begin = ops.record_event()
+        for replay in replays * NUM_TIMED:
+            replay()
+        seconds = ops.elapsed_s(begin, ops.record_event()) / (NUM_TIMED * len(replays))
+        return _Static(packed, runs, batch, replays, seconds)
