@@ -82,9 +82,23 @@ def top_logprobs(logits: Array, token_ids: Array, num_best: int) -> tuple[Array,
 
 
 def _best_of(logprobs: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
-    top_ids = np.argsort(-logprobs, axis=1, kind="stable")[:, :num_best].astype(np.int32)
+    top_ids = np.empty((len(logprobs), min(num_best, logprobs.shape[1])), np.int32)
+    for row, ids in zip(logprobs, top_ids, strict=True):
+        ids[:] = highest(row, num_best)
     chosen = np.take_along_axis(logprobs, token_ids[:, None].astype(np.int64), axis=1)[:, 0]
     return chosen, top_ids, np.take_along_axis(logprobs, top_ids, axis=1)
+
+
+def highest(row: np.ndarray, count: int) -> np.ndarray:
+    """Return the ids of the `count` highest values of row [V], equal ones by id; NaN is lowest."""
+    if count == 0:
+        return np.empty(0, np.int64)
+    if count < len(row):
+        lowest = np.partition(row, -count)[-count]
+        candidates = np.flatnonzero(row >= lowest)
+        if len(candidates) >= count:  # not with NaN, which sorts as the highest
+            return candidates[np.argsort(-row[candidates], kind="stable")[:count]]
+    return np.argsort(-row, kind="stable")[:count]
 
 
 def _row_of(indptr: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ import pytest
 
 from model.ops.cpu.ops import NumpyOps
 from model.ops.cpu.philox import gumbel_noise
+from model.ops.cpu.sampling import highest
 from model.ops.interface import Bias, Penalties, Sampled, SamplingArrays, TokenMask
 
 OPS = NumpyOps()
@@ -244,3 +245,11 @@ def test_tokens_left_without_noise_are_never_drawn(scale, temperature):
     noise = gumbel_noise(token_ids, params.seed[rows], params.position[rows], params.branch[rows])
     wanted = (logits / np.float32(temperature) + noise.reshape(logits.shape)).argmax(axis=1)
     assert sample(logits, temperature=temperature).token_ids.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("num_best", [0, 1, 3, 6, 9])
+def test_the_highest_are_those_of_a_stable_sort(num_best):
+    rows = [[1, 2, 2, 0, 2, 1], [0] * 6, [np.nan, 3, 1, np.nan, 3, 2], [np.nan] * 6, [-np.inf, 1, *[-np.inf] * 4]]
+    for logprobs in map(np.float32, rows):
+        wanted = np.argsort(-logprobs, kind="stable")[:num_best]
+        assert highest(logprobs, num_best).tolist() == wanted.tolist()
