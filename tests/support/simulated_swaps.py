@@ -123,7 +123,7 @@ def replay(
     most_blocks = 0
     while engine.has_work:
         engine.step()
-        engine.drain_request_outputs()
+        engine.drain_outputs()
         most_blocks = max(most_blocks, kv.pool.num_used)
     stats = engine.stats()
     num_outputs = sum(num_output for _, num_output in lengths)

@@ -4,6 +4,7 @@ and better than either where the bus is what everybody waits for.
 `python -m tests.unit.service.engine.scheduling.test_preemption` prints the whole table of tests/bench/RESULTS.md.
 """
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -17,9 +18,20 @@ def slower_bus(times):
     return replace(RATES, **slower)
 
 
-def outcomes(lengths, rates, **more):
-    num_blocks = int(0.4 * num_blocks_needed(lengths))
-    return {mode: replay(lengths, num_blocks, mode, rates=rates, **more) for mode in ("auto", "swap", "recompute")}
+@functools.cache
+def replayed(lengths, num_blocks, mode, times, prefix_caching):
+    return replay(lengths, num_blocks, mode, rates=slower_bus(times), prefix_caching=prefix_caching)
+
+
+blocks_needed = functools.cache(num_blocks_needed)
+
+
+def outcomes(lengths, times, modes=("auto", "swap", "recompute"), *, prefix_caching=False):
+    """By mode, on a bus that is `times` slower."""
+    lengths = tuple(lengths)
+    num_blocks = int(0.4 * blocks_needed(lengths))
+    own_times = {"recompute": times if prefix_caching else 1}  # else it has no host blocks
+    return {mode: replayed(lengths, num_blocks, mode, own_times.get(mode, times), prefix_caching) for mode in modes}
 
 
 def short_mix(count, seed=0):
@@ -30,7 +42,7 @@ def short_mix(count, seed=0):
 
 @pytest.mark.parametrize("times", [1, 10, 100])
 def test_auto_is_never_far_behind_the_better_way(times):
-    by_mode = outcomes(mixed_lengths(150), slower_bus(times))
+    by_mode = outcomes(mixed_lengths(150), times)
     assert min(outcome.num_preemptions for outcome in by_mode.values()) > 10
     best_s = min(by_mode["swap"].total_s, by_mode["recompute"].total_s)
     assert by_mode["auto"].total_s <= 1.03 * best_s
@@ -41,7 +53,7 @@ def test_auto_is_never_far_behind_the_better_way(times):
 @pytest.mark.parametrize("times", [1, 10])
 def test_auto_swaps_where_others_hardly_feel_it(times):
     """Ten times slower a copy takes longer than computing does, but nobody waits for it except the victim."""
-    by_mode = outcomes(mixed_lengths(150, seed=1), slower_bus(times))
+    by_mode = outcomes(mixed_lengths(150, seed=1), times, ("auto", "recompute"))
     assert by_mode["auto"].total_s < by_mode["recompute"].total_s
     assert by_mode["auto"].num_swapped > 0.9 * by_mode["auto"].num_preemptions
 
@@ -49,16 +61,16 @@ def test_auto_swaps_where_others_hardly_feel_it(times):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_auto_does_both_where_the_bus_is_what_everybody_waits_for(prefix_caching):
-    by_mode = outcomes(short_mix(500), slower_bus(32), prefix_caching=prefix_caching)
+    by_mode = outcomes(short_mix(500), 32, prefix_caching=prefix_caching)
     assert by_mode["auto"].total_s < 0.99 * min(by_mode["swap"].total_s, by_mode["recompute"].total_s)
     assert 0.2 < by_mode["auto"].num_swapped / by_mode["auto"].num_preemptions < 0.8
 
 
 if __name__ == "__main__":
     for times in (1, 10, 32, 100):
-        for mode, outcome in outcomes(mixed_lengths(1000), slower_bus(times)).items():
+        for mode, outcome in outcomes(mixed_lengths(1000), times).items():
             print(f"{times:>3} times slower {mode:<9} {outcome}")
     for times in (1, 10, 32):
         for seed in range(3):
-            for mode, outcome in outcomes(short_mix(500, seed), slower_bus(times), prefix_caching=True).items():
+            for mode, outcome in outcomes(short_mix(500, seed), times, prefix_caching=True).items():
                 print(f"{times:>3} times slower, caching, short mix {seed} {mode:<9} {outcome}")
