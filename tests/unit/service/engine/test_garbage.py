@@ -24,7 +24,6 @@ KINDS = {
 
 @pytest.fixture
 def no_collector():
-    gc.collect()
     gc.disable()
     yield
     gc.enable()

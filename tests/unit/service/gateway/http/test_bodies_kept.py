@@ -46,7 +46,7 @@ async def test_a_refused_body_goes_with_its_refusal(model_folder, route, body):
     async with open_gateway(model_folder, enable_embeddings=True) as gateway:
         await gateway.post(route, data)  # what is made once
         gc.collect()
-        gc.freeze()  # the rest of the process is not searched again
+        gc.freeze()  # for good: the rest of the process is not searched again
         gc.disable()
         try:
             status, _ = await gateway.post(route, data)
@@ -58,4 +58,3 @@ async def test_a_refused_body_goes_with_its_refusal(model_folder, route, body):
             gc.set_debug(0)
             gc.garbage.clear()
             gc.enable()
-            gc.unfreeze()
