@@ -17,7 +17,7 @@ TEST_PROCESSES ?= $(shell echo $$(($$(nproc) < 4 ? $$(nproc) + 1 : 4)))
 PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 	$$python -c '$(IN_RANGE)' 2>/dev/null && echo $$python && break; done)
 CUDA ?= $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo 1)
-LOCK = $(if $(filter 1,$(CUDA)),requirements-cuda,requirements)
+LOCK ?= $(if $(filter 1,$(CUDA)),requirements-cuda,requirements)
 
 ifneq ($(UV),)
 PIP_INSTALL = uv pip install --quiet --python $(VENV)/bin/python
@@ -82,7 +82,7 @@ $(VENV)/pyvenv.cfg:
 
 $(VENV)/%.stamp: %.txt $(VENV)/pyvenv.cfg
 	@echo "installing $<"
-	@$(PIP_INSTALL) --require-hashes -r $<
+	@$(PIP_INSTALL) --require-hashes --no-deps -r $<
 	@touch $@
 
 $(VENV)/quire.stamp: pyproject.toml $(VENV)/pyvenv.cfg | $(VENV)/$$(LOCK).stamp

@@ -4,7 +4,7 @@ FROM python:3.12-slim-bookworm AS build
 WORKDIR /src
 COPY requirements.txt ./
 RUN python -m venv /opt/quire \
-    && /opt/quire/bin/pip install --no-cache-dir --require-hashes -r requirements.txt
+    && /opt/quire/bin/pip install --no-cache-dir --no-deps --require-hashes -r requirements.txt
 COPY pyproject.toml README.md LICENSE CHANGELOG.md ./
 COPY deploy/wheel ./deploy/wheel
 COPY service ./service

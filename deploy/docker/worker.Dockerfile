@@ -5,7 +5,7 @@ FROM python:3.12-slim-bookworm AS build
 WORKDIR /src
 COPY requirements-cuda.txt ./
 RUN python -m venv /opt/quire \
-    && /opt/quire/bin/pip install --no-cache-dir --require-hashes -r requirements-cuda.txt
+    && /opt/quire/bin/pip install --no-cache-dir --no-deps --require-hashes -r requirements-cuda.txt
 COPY pyproject.toml README.md LICENSE CHANGELOG.md ./
 COPY deploy/wheel ./deploy/wheel
 COPY service ./service
