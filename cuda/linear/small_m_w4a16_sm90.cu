@@ -17,7 +17,25 @@
 // element's sum depends on K and SPLIT alone: a row of x gives the same bits in any batch.
 #include "linear/small_m_w4a16.cuh"
 
-// The thread that fetches.
+// A stage of the ring, and the span of a tile that it holds.
+struct PipelineState {
+    u32 stage = 0, parity = 0;
+    int tile = 0, span = 0;
+
+    __device__ __forceinline__ void advance(const BlockWork& work) {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+        if (++span == work.num_spans) {
+            span = 0;
+            ++tile;
+        }
+    }
+};
+
+// The thread that fetches. It is elected, so that no loops surround the copies: its instructions bound the time of narrow
+// tiles.
 struct Producer {
     const Shared& shared;
     const BlockWork& work;
@@ -28,45 +46,54 @@ struct Producer {
     int group_spans;
     u64 policy;
 
-    __device__ __forceinline__ void fetch_weights(u32 iteration) const {
-        const int first = work.first_block(iteration / work.num_spans), span = work.span(iteration);
+    __device__ __forceinline__ void fetch_weights(const PipelineState& state) const {
+        const int first = work.first_block(state.tile), span = work.first_span + state.span;
         const int blocks = min(BLOCKS, work.num_blocks - first);
-        const u32 barrier = shared.full(iteration);
+        const u32 barrier = shared.full(state.stage);
         arrive_expecting(barrier, X_BYTES + blocks * (SPAN_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES)));
         const i64 piece = static_cast<i64>(span) * work.num_blocks + first;
-        copy_bytes(shared.weights(iteration), tiles + piece * SPAN_BYTES, blocks * SPAN_BYTES, barrier, policy);
+        copy_bytes(shared.weights(state.stage), tiles + piece * SPAN_BYTES, blocks * SPAN_BYTES, barrier, policy);
 #pragma unroll
         for (int i = 0; i < GROUPS; ++i) {
-            const int group = GROUPS > 1 ? span * GROUPS + i : span / group_spans;
+            const int group = GROUPS > 1 ? span * GROUPS + i : group_spans == 1 ? span : span / group_spans;
             const i64 from = (static_cast<i64>(group) * work.num_blocks + first) * BLOCK_ROWS;
-            copy_bytes(shared.scales(iteration) + i * BLOCKS * SCALE_BYTES, scale + from, blocks * SCALE_BYTES, barrier,
+            copy_bytes(shared.scales(state.stage) + i * BLOCKS * SCALE_BYTES, scale + from, blocks * SCALE_BYTES, barrier,
                        policy);
             if (ZEROS)
-                copy_bytes(shared.zeros(iteration) + i * BLOCKS * ZERO_BYTES, zero + from, blocks * ZERO_BYTES, barrier,
+                copy_bytes(shared.zeros(state.stage) + i * BLOCKS * ZERO_BYTES, zero + from, blocks * ZERO_BYTES, barrier,
                            policy);
         }
     }
-    __device__ __forceinline__ void fetch_x(u32 iteration) const {
-        const int k = work.span(iteration) * SPAN;
-        copy_box(shared.x(iteration), x_map, k, 0, shared.full(iteration));
-        copy_box(shared.x(iteration) + BOX_BYTES, x_map, k + SPAN / 2, 0, shared.full(iteration));
+    __device__ __forceinline__ void fetch_x(const PipelineState& state) const {
+        const int k = (work.first_span + state.span) * SPAN;
+        const u32 to = shared.x(state.stage), barrier = shared.full(state.stage);
+        copy_box(to, x_map, k, 0, barrier);
+        copy_box(to + BOX_BYTES, x_map, k + SPAN / 2, 0, barrier);
     }
     __device__ __forceinline__ void fetch_ahead() const {
-        for (u32 iteration = 0; iteration < min(static_cast<u32>(AHEAD), work.num_iterations()); ++iteration)
-            fetch_weights(iteration);
+        PipelineState state;
+#pragma unroll 1
+        for (int i = 0; i < AHEAD && state.tile < work.num_tiles; ++i) {
+            fetch_weights(state);
+            state.advance(work);
+        }
     }
     __device__ __forceinline__ void fetch_all() const {
-        for (u32 iteration = 0; iteration < work.num_iterations(); ++iteration) {
-            if (iteration >= STAGES) wait_for(shared.empty(iteration), shared.parity(iteration) ^ 1);
-            if (iteration >= AHEAD) fetch_weights(iteration);
-            fetch_x(iteration);
+        PipelineState state;
+#pragma unroll 1
+        for (int i = 0; state.tile < work.num_tiles; ++i) {
+            wait_for(shared.empty(state.stage), state.parity ^ 1);
+            if (i >= AHEAD) fetch_weights(state);
+            fetch_x(state);
+            state.advance(work);
         }
     }
 };
 
+// What was read from shared memory is in use by now, so that no release is needed, which costs 1 us.
 __device__ __forceinline__ void sync_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" : : : "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" : : : "memory");
+    arrive_at_cluster();
+    wait_for_cluster();
 }
 
 // Sends every other block its chunks, and stores this block's. Chunk SPLIT i + rank belongs to block `rank`. All blocks
@@ -123,10 +150,10 @@ small_m_w4a16_sm90(const __grid_constant__ TensorMap x_map, const u8* tiles, con
     const BlockWork work(n_size, k_size);
     const Producer producer{shared, work, x_map, tiles, scale, zero, group_spans, policy_of_read_once()};
 
-    const bool fetches = threadIdx.x == CONSUMERS;
+    const bool is_producer = __shfl_sync(FULL_WARP, threadIdx.x / WARP_SIZE, 0) == CONSUMERS / WARP_SIZE;
 
     start_next_kernel();
-    if (fetches) {
+    if (is_producer && is_elected()) {
         prefetch_map(x_map);
         for (int stage = 0; stage < STAGES; ++stage) {
             make_barrier(shared.full(stage), 1);
@@ -141,7 +168,7 @@ small_m_w4a16_sm90(const __grid_constant__ TensorMap x_map, const u8* tiles, con
     wait_for_previous_kernel();
     if (threadIdx.x >= CONSUMERS) {
         give_up_registers<PRODUCER_REGISTERS>();
-        if (fetches) producer.fetch_all();
+        if (is_producer && is_elected()) producer.fetch_all();
         __syncwarp();
         if (SPLIT > 1) sync_cluster();
     } else {
