@@ -24,7 +24,7 @@ __device__ __forceinline__ void gather_units(const PerRank<const T>& parts, T* o
     }
 }
 
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(1024)
     gather_ranks(const __grid_constant__ Group group, const __grid_constant__ PerRank<const T> parts, T* out,
                  int num_rows, int n, int copies, int width) {
     start_next_kernel();

@@ -17,7 +17,7 @@
 using u8 = unsigned char;
 
 constexpr u64 LIMIT_NS = 4000000000ull;
-constexpr int MAX_BLOCKS = 256;
+constexpr int MAX_BLOCKS = 512;
 constexpr int MAX_PUSH_ROWS = 16;
 constexpr int PUSH_ROW_BYTES = 32 << 10;
 constexpr int POLLS = 16;  // of a signal between two looks at clock and error

@@ -87,7 +87,7 @@ __device__ __forceinline__ void sum_units(const Group& group, const PerRank<cons
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(1024)
     sum_ranks(const __grid_constant__ Group group, const __grid_constant__ PerRank<const T> parts,
               const __grid_constant__ PerRank<T> outs, i64 size) {
     start_next_kernel();

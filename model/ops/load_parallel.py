@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -28,11 +28,18 @@ class Piece:
 
 
 def load_in_threads(targets: Sequence[Array], work: Callable[[Iterator[Piece]], None]) -> None:
+    """Run `work` in threads on the pieces of `targets`: see `load_pieces`."""
+    load_pieces(_pieces_of(targets), work)
+
+
+def load_pieces(
+    all_pieces: Iterable[Piece], work: Callable[[Iterator[Piece]], None], max_threads: int = MAX_THREADS
+) -> None:
     """Run `work` in one thread per core, on iterators that together yield each piece once.
 
     If one raises, the others stop, and the exception is raised here.
     """
-    pieces = deque(_pieces_of(targets))
+    pieces = deque(all_pieces)
 
     def work_or_stop_all() -> None:
         try:
@@ -41,7 +48,7 @@ def load_in_threads(targets: Sequence[Array], work: Callable[[Iterator[Piece]], 
             pieces.clear()
             raise
 
-    num_threads = min(MAX_THREADS, len(pieces), len(os.sched_getaffinity(0)))
+    num_threads = min(max_threads, len(pieces), len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(max(1, num_threads), "fill") as threads:
         try:
             for done in [threads.submit(work_or_stop_all) for _ in range(num_threads)]:

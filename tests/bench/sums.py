@@ -16,10 +16,11 @@ import numpy as np
 from cupy.cuda import nccl
 
 from model.dtypes import NUMPY_DTYPES
-from model.ops.gpu.group.open import open_cuda_group
+from model.ops.gpu.group.open import open_devices
 from model.ops.gpu.group.ops import CudaGroupOps
 from model.ops.gpu.group.paths import PathLimits, SumPath, fits_push
 from model.ops.group.arrays import GroupArray
+from model.ops.group.turns import in_turn
 
 SIZES = tuple(16 << n for n in range(23))
 """16 B to 64 MiB."""
@@ -35,7 +36,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--out", type=Path, help="also write JSON")
     flags = parser.parse_args()
-    ops = open_cuda_group(NUMPY_DTYPES["bfloat16"], None, flags.ranks)
+    ops = open_devices(NUMPY_DTYPES["bfloat16"], None, range(flags.ranks), opens_nccl=True)
     print(ops.device_name)
     names = [path.value for path in SumPath] + [ALL_REDUCE]
     print(f"{'bytes':>10}" + "".join(f"{name:>12}" for name in names) + "   us, with residual and norm but all-reduce")
@@ -69,8 +70,7 @@ def measured(ops: CudaGroupOps, num_bytes: int) -> dict[str, float]:
 
 def filled(ops: CudaGroupOps, shape: tuple[int, ...]) -> GroupArray:
     array = ops.empty(shape, ops.dtype)
-    for rank, part in zip(ops.ranks, array.parts, strict=True):
-        rank.use()
+    for (_, rank), part in zip(in_turn(ops.ranks), array.parts, strict=True):
         part.data.memset_async(0, part.nbytes, rank.stream)
     return array
 

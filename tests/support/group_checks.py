@@ -8,15 +8,12 @@ import numpy as np
 
 from model.ops.collectives import NumpyCollectives
 from model.ops.group.arrays import GroupArray
+from model.ops.group.turns import in_turn
 
 
 def on_ranks(ops, hosts: Sequence[np.ndarray]) -> GroupArray:
     """One array a rank, uploaded."""
-    parts = []
-    for rank, host in zip(ops.ranks, hosts, strict=True):
-        rank.use()
-        parts.append(rank.upload(host))
-    return GroupArray(tuple(parts))
+    return GroupArray(tuple(rank.upload(hosts[number]) for number, rank in in_turn(ops.ranks)))
 
 
 def downloaded(ops, array: GroupArray) -> np.ndarray:

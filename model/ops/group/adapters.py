@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from model.ops.group.arrays import GroupArray, joined, on_rank
+from model.ops.group.turns import in_turn
 from model.ops.interface import AdapterMatrix, AdapterOps, AdapterRows, Array, AsyncWrite, PartOps
 
 
@@ -34,9 +35,7 @@ class GroupAdapterOps:
             ops.lora_expand(*on_rank(arrays, rank))
 
     def _turns(self) -> Iterator[tuple[int, AdapterOps]]:
-        for rank, ops in enumerate(self._ranks):
-            self._devices[rank].use()
-            yield rank, ops
+        return ((rank, self._ranks[rank]) for rank, _ in in_turn(self._devices))
 
 
 class _Writes:

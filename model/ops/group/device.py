@@ -11,7 +11,8 @@ import numpy as np
 
 from model.ops.group.arrays import GroupArray, PartialSums, Split, SplitArray, joined, on_rank
 from model.ops.group.host_blocks import GroupHostBlocks
-from model.ops.group.loading import load_group
+from model.ops.group.loading import HostWriter, load_group
+from model.ops.group.turns import in_turn
 from model.ops.interface import Array, Device, PartOps
 from model.ops.packing import TableRows
 
@@ -35,7 +36,7 @@ class GroupDevice:
 
     def load_parallel(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
         """Call `read` once for each element of a whole; a `SplitArray` gets its parts."""
-        load_group(self.ranks, targets, read)
+        load_group(self.ranks, targets, read, HostWriter)
 
     def download(self, array: Array) -> np.ndarray:
         """Return the array, or the whole of a `SplitArray`. Raises RuntimeError if ranks differ in what they share."""
@@ -96,10 +97,7 @@ class GroupDevice:
         return max(ops.elapsed_s(*events) for ops, *events in zip(self.ranks, begin, end, strict=True))
 
     def _turns(self) -> Iterator[tuple[int, PartOps]]:
-        """Yield each rank with its device as the thread's current one."""
-        for rank, ops in enumerate(self.ranks):
-            ops.use()
-            yield rank, ops
+        return in_turn(self.ranks)
 
     def _parts(self, array: GroupArray) -> Iterator[tuple[PartOps, Array]]:
         return ((ops, array.parts[rank]) for rank, ops in self._turns())
@@ -113,10 +111,7 @@ def upload_parts(ops: Device, whole: np.ndarray, split: Split | None) -> Array:
     """Return `whole` on a single device, or its parts on the ranks of a group; None: whole on each."""
     if split is None or not isinstance(ops, GroupDevice):
         return ops.upload(whole)
-    parts = []
-    for rank, own in enumerate(ops.ranks):
-        own.use()
-        parts.append(own.upload(split.part_of(whole, rank, ops.num_ranks)))
+    parts = [own.upload(split.part_of(whole, rank, ops.num_ranks)) for rank, own in in_turn(ops.ranks)]
     return SplitArray(tuple(parts), split)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from model.ops.group.turns import in_turn
 from model.ops.host_blocks import HostBlocks, Transfer
 from model.ops.interface import PartOps
 
@@ -50,6 +51,4 @@ class GroupHostBlocks:
             own.close()
 
     def _turns(self) -> Iterator[HostBlocks]:
-        for ops, own in zip(self._ranks, self._own, strict=True):
-            ops.use()
-            yield own
+        return (self._own[rank] for rank, _ in in_turn(self._ranks))

@@ -1,145 +1,139 @@
-"""Loads a group's arrays: each whole is read once, and each rank takes its part."""
+"""Loads a group's arrays: each piece of a whole is read once, and every rank takes its part of it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
-from model.ops.group.arrays import GroupArray, Range, SplitArray, whole_shape
+from model.ops.group.arrays import GroupArray, SplitArray, whole_shape
+from model.ops.group.turns import in_turn
 from model.ops.interface import PartOps
-from model.ops.load_parallel import Piece, load_in_threads
+from model.ops.load_parallel import MAX_THREADS, Piece, load_pieces
 from model.ops.weight import Array
 
-CHUNK_BYTES = 256 << 20
-"""Host memory for what is read and not yet on the ranks, unless one row is larger."""
+PIECE_BYTES = 8 << 20
+"""Twice those of one device: a piece has a copy for each rank to start."""
+
+MAX_BUSES = 2
+"""Ranks whose buses are kept busy at once, by MAX_THREADS each."""
 
 Read = Callable[[int, int, np.ndarray], None]
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    """Rows `first` to `first + len(host)` of a whole target."""
+class Rows:
+    """A rank's part of a piece: `num_rows` runs of `width` elements, `step` apart there and `into_step` in the part."""
 
-    target: int
-    array: GroupArray
-    first: int
-    host: np.ndarray
-
-    @property
-    def start(self) -> int:
-        return self.first * (self.host.size // len(self.host))
+    first: int  # in the piece
+    into: int  # in the part
+    width: int
+    num_rows: int = 1
+    step: int = 0
+    into_step: int = 0
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A rank's rows of a chunk, [n, ...], and where they go."""
+class PieceWriter(Protocol):
+    """Copies pieces to the ranks, in one thread."""
 
-    into: Array
-    slices: list[np.ndarray]  # side by side along `axis`
-    axis: int
+    def buffer(self, size: int, dtype: np.dtype) -> np.ndarray:
+        """Return [size] for the next piece."""
 
-    def read_into(self, start: int, out: np.ndarray) -> None:
-        width = self.into.size // len(self.into)
-        first, last = start // width, -(-(start + out.size) // width)
-        rows = [part[first:last] for part in self.slices]
-        values = rows[0] if len(rows) == 1 else np.concatenate(rows, axis=self.axis)
-        begin = start - first * width
-        out[...] = values.reshape(-1)[begin : begin + out.size]
+    def copy(self, rank: int, part: Array, rows: Rows) -> None:
+        """Copy rows of the piece to a rank's `part`."""
+
+    def end_piece(self) -> None: ...
+
+    def close(self) -> None:
+        """Wait for all copies."""
 
 
-def load_group(ranks: Sequence[PartOps], targets: Sequence[GroupArray], read: Read) -> None:
-    """Fill `targets`: see `Device.load_parallel`, with positions in the wholes. Padding gets zeros."""
-    with ThreadPoolExecutor(len(ranks), "rank") as threads:
+class HostWriter:
+    """`PieceWriter` of ranks in this process's memory."""
 
-        def on_each(load: Callable[[int, PartOps], None]) -> None:
-            """Fill all ranks at once: each has a bus of its own."""
-            for done in [threads.submit(load, number, rank) for number, rank in enumerate(ranks)]:
-                done.result()
+    def buffer(self, size: int, dtype: np.dtype) -> np.ndarray:
+        self._piece = np.empty(size, dtype)
+        return self._piece
 
-        on_each(partial(_load_padding, targets, len(ranks)))
-        for chunks in _chunks(targets):
-            load_in_threads([chunk.host for chunk in chunks], partial(_read_pieces, chunks, read))
-            on_each(partial(_load_parts, chunks, len(ranks)))
+    def copy(self, rank: int, part: Array, rows: Rows) -> None:
+        shape, item = (rows.num_rows, rows.width), part.dtype.itemsize
+        source = as_strided(self._piece[rows.first :], shape, (rows.step * item, item))
+        as_strided(part.reshape(-1)[rows.into :], shape, (rows.into_step * item, item))[...] = source
 
+    def end_piece(self) -> None: ...
 
-def _load_parts(chunks: Sequence[_Chunk], num_ranks: int, number: int, rank: PartOps) -> None:
-    parts = [part for chunk in chunks for part in _parts_of(chunk, number, num_ranks)]
-    rank.use()
-    rank.load_parallel([part.into for part in parts], partial(_copy, parts))
+    def close(self) -> None: ...
 
 
-def _load_padding(targets: Sequence[GroupArray], num_ranks: int, number: int, rank: PartOps) -> None:
-    padding = [rows for array in targets for rows in _padding_of(array, number, num_ranks)]
-    if padding:
-        rank.use()
-        rank.load_parallel(padding, _zero)
+def load_group(
+    ranks: Sequence[PartOps], targets: Sequence[GroupArray], read: Read, open_writer: Callable[[], PieceWriter]
+) -> None:
+    """Fill `targets`: see `Device.load_parallel`, with positions in the wholes. Padding gets zeros. Each thread opens
+    a writer."""
+    for number, rank in in_turn(ranks):
+        if padded := [array.parts[number] for array in targets if _has_padding(array, number)]:
+            rank.load_parallel(padded, _zero)
+    pieces = list(_pieces_of(targets))
+    load_pieces(pieces, partial(_load, targets, read, open_writer), MAX_THREADS * min(len(ranks), MAX_BUSES))
 
 
-def _read_pieces(chunks: Sequence[_Chunk], read: Read, pieces: Iterator[Piece]) -> None:
-    for piece in pieces:
-        chunk = chunks[piece.target]
-        read(chunk.target, chunk.start + piece.start, chunk.host.reshape(-1)[piece.start : piece.stop])
+def _load(
+    targets: Sequence[GroupArray], read: Read, open_writer: Callable[[], PieceWriter], pieces: Iterator[Piece]
+) -> None:
+    writer = open_writer()
+    try:
+        for piece in pieces:
+            array = targets[piece.target]
+            read(piece.target, piece.start, writer.buffer(piece.stop - piece.start, array.dtype))
+            for rank, part in enumerate(array.parts):
+                for rows in rows_of(array, rank, piece):
+                    writer.copy(rank, part, rows)
+            writer.end_piece()
+    finally:
+        writer.close()
+
+
+def rows_of(array: GroupArray, rank: int, piece: Piece) -> Iterator[Rows]:
+    """Yield a rank's rows of a piece of whole rows of the divided axis, or of a part of one."""
+    size = piece.stop - piece.start
+    if not isinstance(array, SplitArray):
+        yield Rows(0, piece.start, size)
+        return
+    axis, shape = array.split.axis, whole_shape(array)
+    inner = math.prod(shape[axis + 1 :])
+    row, own_row = shape[axis] * inner, array.shape[axis] * inner
+    number, begin = divmod(piece.start, row)
+    for at, start, stop in array.split.ranges(rank, len(array.parts)):
+        first, last = max(begin, start * inner), min(begin + size, stop * inner)
+        if first < last:
+            into = number * own_row + at * inner + first - start * inner
+            yield Rows(first - begin, into, last - first, max(1, size // row), row, own_row)
+
+
+def _pieces_of(targets: Sequence[GroupArray]) -> Iterator[Piece]:
+    """Yield pieces of whole rows of the divided axis, or of one row if it exceeds PIECE_BYTES."""
+    for index, array in enumerate(targets):
+        shape = whole_shape(array)
+        size, most = math.prod(shape), max(1, PIECE_BYTES // array.dtype.itemsize)
+        row = math.prod(shape[array.split.axis :]) if isinstance(array, SplitArray) else size
+        border = row if row > most else most // max(1, row) * row  # a multiple of it is in no piece's middle
+        for begin in range(0, size, max(1, border)):
+            end = min(begin + border, size)
+            for start in range(begin, end, most):
+                yield Piece(index, start, min(start + most, end))
+
+
+def _has_padding(array: GroupArray, rank: int) -> bool:
+    if not isinstance(array, SplitArray):
+        return False
+    ranges = array.split.ranges(rank, len(array.parts))
+    return sum(stop - start for _, start, stop in ranges) < array.shape[array.split.axis]
 
 
 def _zero(index: int, start: int, out: np.ndarray) -> None:
     out.fill(0)
-
-
-def _padding_of(array: GroupArray, rank: int, num_ranks: int) -> Iterator[Array]:
-    """Yield a rank's rows that are no rows of the whole; padded columns are loaded with the others."""
-    if not isinstance(array, SplitArray) or array.split.axis:
-        return
-    end = Range(len(array), 0, 0)
-    for (at, start, stop), following in pairwise([*array.split.ranges(rank, num_ranks), end]):
-        if at + stop - start < following.at:
-            yield array.parts[rank][at + stop - start : following.at]
-
-
-def _copy(parts: Sequence[_Part], index: int, start: int, out: np.ndarray) -> None:
-    parts[index].read_into(start, out)
-
-
-def _chunks(targets: Sequence[GroupArray]) -> Iterator[list[_Chunk]]:
-    """Yield chunks of all targets, CHUNK_BYTES at once."""
-    held: list[_Chunk] = []
-    num_bytes = 0
-    for index, array in enumerate(targets):
-        shape = whole_shape(array)
-        row_bytes = int(np.prod(shape[1:])) * array.dtype.itemsize
-        step = max(1, CHUNK_BYTES // max(1, row_bytes))
-        for first in range(0, shape[0], step):
-            rows = min(step, shape[0] - first)
-            if held and num_bytes + rows * row_bytes > CHUNK_BYTES:
-                yield held
-                held, num_bytes = [], 0
-            held.append(_Chunk(index, array, first, np.empty((rows, *shape[1:]), array.dtype)))
-            num_bytes += rows * row_bytes
-    if held:
-        yield held
-
-
-def _parts_of(chunk: _Chunk, rank: int, num_ranks: int) -> Iterator[_Part]:
-    first, last, own = chunk.first, chunk.first + len(chunk.host), chunk.array.parts[rank]
-    if not isinstance(chunk.array, SplitArray):
-        yield _Part(own[first:last], [chunk.host], 0)
-        return
-    split = chunk.array.split
-    if split.axis:
-        before = (slice(None),) * split.axis
-        slices = [chunk.host[(*before, slice(start, stop))] for _, start, stop in split.ranges(rank, num_ranks)]
-        missing = own.shape[split.axis] - sum(part.shape[split.axis] for part in slices)
-        if missing:
-            shape = chunk.host.shape
-            padding = (*shape[: split.axis], missing, *shape[split.axis + 1 :])
-            slices.append(np.zeros(padding, chunk.host.dtype))
-        yield _Part(own[first:last], slices, split.axis)
-        return
-    for at, start, stop in split.ranges(rank, num_ranks):
-        begin, end = max(start, first), min(stop, last)
-        if begin < end:
-            yield _Part(own[at + begin - start : at + end - start], [chunk.host[begin - first : end - first]], 0)

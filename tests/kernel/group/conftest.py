@@ -37,7 +37,7 @@ def open_cards():
         num_visible = importlib.import_module("cupy").cuda.runtime.getDeviceCount()
         if max(cards) >= num_visible:
             pytest.skip(f"needs {max(cards) + 1} GPUs, {num_visible} visible")
-        return opening.open_devices(NUMPY_DTYPES[dtype], kv_dtype, cards, fakes.PoisonedRank)
+        return opening.open_devices(NUMPY_DTYPES[dtype], kv_dtype, cards, fakes.PoisonedRank, opens_nccl=True)
 
     return open_
 

@@ -15,6 +15,7 @@ from model.ops.gpu.group.interface import GroupLauncher, ShareMover
 from model.ops.gpu.group.paths import SumPath, path_of
 from model.ops.gpu.group.shared import MAX_BLOCKS, error_of, groups, per_rank, shared_bytes
 from model.ops.gpu.norm import norm_threads
+from model.ops.group.turns import in_turn
 from model.ops.interface import Array, Fp8Rows, Sampled, TokenCandidates
 
 WAIT_S = 4
@@ -24,6 +25,9 @@ SUM_BLOCKS = 64
 """Most blocks of a sum or gather by itself: more only compete for the links."""
 
 _THREADS = 512
+_THREADS_PER_SM = 1024
+"""Kernels with bounds of 1,024 threads have at most 64 registers a thread."""
+
 _BEST_THREADS = 256
 _WIDTHS = {2: 2, 4: 0}
 """QUIRE_DTYPE by item bytes, for kernels that only copy."""
@@ -42,7 +46,8 @@ class CudaCollectives:
         """`max_blocks` of all ranks' kernels must be resident at once on each device."""
         self._ranks = tuple(ranks)
         self.mover = mover
-        self._max_blocks = min(MAX_BLOCKS, max_blocks, *(rank.num_sms for rank in ranks))
+        self._max_blocks = min(MAX_BLOCKS, max_blocks)
+        self._max_threads = _THREADS_PER_SM * min(rank.num_sms for rank in ranks)
         memories = [rank.shared(shared_bytes(len(ranks))) for rank in self._turns()]
         for rank in self._ranks:
             rank.synchronize()  # peers write it
@@ -90,7 +95,7 @@ class CudaCollectives:
                 for peer in range(num_ranks)
             ]
             args.append((per_rank(sources), per_rank([outs[rank][mine]] * num_ranks), np.int64(size)))
-        self._launch("sum_ranks", (self._max_blocks,), args, _THREADS, STEPS=0)
+        self._launch("sum_ranks", (self._resident(_THREADS),), args, _THREADS, STEPS=0)
         mover.gather(outs, share)
         return [out[: parts[0].nbytes].view(dtype).reshape(shape) for out in outs]
 
@@ -115,7 +120,7 @@ class CudaCollectives:
             else:
                 args.append((pointers, residual, weight, out, *sizes))
         threads = norm_threads(self._ranks[0], rows, width)
-        grid = (rows,) if path is SumPath.PUSH else (min(rows, self._max_blocks),)
+        grid = (rows,) if path is SumPath.PUSH else (min(rows, self._resident(threads)),)
         self._launch(name, grid, args, threads, PUSH=int(path is SumPath.PUSH))
 
     def gather(self, parts: Sequence[Array], *, copies: int = 1, width: int | None = None) -> list[Array]:
@@ -140,7 +145,7 @@ class CudaCollectives:
         numbers = tuple(map(np.int32, (rows, columns, q_size, k_size, copies)))
         args = [(squares, *own, *numbers, np.float32(eps)) for own in zip(qkv, q_norm, k_norm, strict=True)]
         threads = norm_threads(self._ranks[0], rows, q_size)
-        self._launch("normalise_qk_ranks", (min(rows, self._max_blocks),), args, threads)
+        self._launch("normalise_qk_ranks", (min(rows, self._resident(threads)),), args, threads)
 
     def best(self, parts: Sequence[TokenCandidates], outs: Sequence[Array | None]) -> list[Sampled]:
         rows = len(parts[0].token_ids)
@@ -161,7 +166,11 @@ class CudaCollectives:
             raise LateRankError(f"rank {late - 1} ({label}) did not come to a sum within {WAIT_S} s")
 
     def _grid(self, vecs: int) -> tuple[int]:
-        return (max(1, min(SUM_BLOCKS, self._max_blocks, math.ceil(vecs / _THREADS))),)
+        return (max(1, min(SUM_BLOCKS, self._resident(_THREADS), math.ceil(vecs / _THREADS))),)
+
+    def _resident(self, threads: int) -> int:
+        """Return the most blocks of a grid: all must be resident at once."""
+        return min(self._max_blocks, self._max_threads // threads)
 
     def _launch(
         self, name: str, grid: tuple[int], args: Sequence[tuple[object, ...]], threads: int, **defines: int
@@ -169,12 +178,11 @@ class CudaCollectives:
         if 0 in grid:
             return
         builds = {"NUM_RANKS": len(self._ranks), **defines}
-        if not all(rank.load_kernel(name, **builds) for rank in self._turns()):
+        are_there = [rank.load_kernel(name, **builds) for rank in self._turns()]
+        if not all(are_there):
             return
         for rank, group, own in zip(self._turns(), self._groups, args, strict=True):
             rank.launch(name, grid, (group, *own), threads=threads, overlaps=True, **builds)
 
     def _turns(self) -> Iterator[GroupLauncher]:
-        for rank in self._ranks:
-            rank.use()
-            yield rank
+        return (rank for _, rank in in_turn(self._ranks))

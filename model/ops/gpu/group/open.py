@@ -6,18 +6,21 @@ import logging
 import math
 import warnings
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from model.errors import ModelError
 from model.ops.gpu.group.collectives import CudaCollectives
 from model.ops.gpu.group.interface import ShareMover
+from model.ops.gpu.group.loading import CudaPieceWriter
 from model.ops.gpu.group.ops import CudaGroupOps
-from model.ops.gpu.group.paths import SumPath
+from model.ops.gpu.group.paths import SumPath, uses_nccl
 from model.ops.gpu.group.peers import FLAG, check_count, connect
 from model.ops.gpu.group.rank import CudaRank
 from model.ops.gpu.group.shared import MAX_BLOCKS
 from model.ops.group.arrays import GroupArray
+from model.ops.group.turns import in_turn
 
 _CHECKED_SHAPE = (4, 256)
 _BLOCKS_OF_ONE_GPU = 16
@@ -34,15 +37,22 @@ def open_cuda_group(dtype: np.dtype, kv_dtype: np.dtype | None, num_ranks: int) 
 
 
 def open_devices(
-    dtype: np.dtype, kv_dtype: np.dtype | None, device_ids: Sequence[int], rank_type: type[CudaRank] = CudaRank
+    dtype: np.dtype,
+    kv_dtype: np.dtype | None,
+    device_ids: Sequence[int],
+    rank_type: type[CudaRank] = CudaRank,
+    *,
+    opens_nccl: bool = False,
 ) -> CudaGroupOps:
-    """Open these GPUs, a rank each; tests may name one twice. Raises ModelError."""
+    """Open these GPUs, a rank each; tests may name one twice. `opens_nccl`: also if no sum takes it. Raises
+    ModelError."""
     connect(device_ids)
     ranks = [rank_type(device_id, dtype, kv_dtype) for device_id in device_ids]
     shares_gpu = len(set(device_ids)) < len(device_ids)
-    mover = None if shares_gpu else _open_nccl(ranks)
+    wants_nccl = opens_nccl or uses_nccl(len(ranks))
+    mover = _open_nccl(ranks) if wants_nccl and not shares_gpu else None
     collectives = CudaCollectives(ranks, mover, _BLOCKS_OF_ONE_GPU if shares_gpu else MAX_BLOCKS)
-    ops = CudaGroupOps(ranks, collectives)
+    ops = CudaGroupOps(ranks, collectives, partial(CudaPieceWriter, ranks))
     _check_sums(ops, collectives, ranks)
     return ops
 
@@ -63,8 +73,7 @@ def _check_sums(ops: CudaGroupOps, collectives: CudaCollectives, ranks: Sequence
     """Sum over the links: drivers have granted access that did not work. Raises ModelError."""
     whole = np.arange(math.prod(_CHECKED_SHAPE), dtype=np.float32).reshape(_CHECKED_SHAPE) % 32
     parts = []
-    for number, rank in enumerate(ranks):
-        rank.use()
+    for number, rank in in_turn(ranks):
         parts.append(rank.upload((whole + number).astype(ops.dtype)))
     expected = whole * len(ranks) + sum(range(len(ranks)))  # at most 256: exact
     try:

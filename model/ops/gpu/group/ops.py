@@ -15,7 +15,9 @@ from model.ops.gpu.group.interface import GroupRank
 from model.ops.gpu.group.paths import SumPath
 from model.ops.group.arrays import GroupArray, PartialSums, SplitArray, on_rank
 from model.ops.group.device import whole_of
+from model.ops.group.loading import HostWriter, PieceWriter, load_group
 from model.ops.group.ops import GroupOps
+from model.ops.group.turns import in_turn
 from model.ops.interface import Array, Fp8Rows, Sampled, SamplingArrays
 from model.ops.weight import Weight
 
@@ -26,11 +28,22 @@ _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 class CudaGroupOps(GroupOps):
     """Downloads and `synchronize` raise LateRankError if a rank was late: results since are undefined."""
 
-    def __init__(self, ranks: Sequence[GroupRank], collectives: CudaCollectives):
+    def __init__(
+        self,
+        ranks: Sequence[GroupRank],
+        collectives: CudaCollectives,
+        open_writer: Callable[[], PieceWriter] = HostWriter,
+    ):
+        """`open_writer` opens a thread's writer of weights."""
         super().__init__(ranks, collectives)
+        self._open_writer = open_writer
         self._cuda_ranks = tuple(ranks)
         self.sums = collectives
         self._errors = GroupArray(tuple(collectives.errors))
+
+    def load_parallel(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
+        super().synchronize()  # their memory may be in use
+        load_group(self.ranks, targets, read, self._open_writer)
 
     def warm_up(self, work: Callable[[], None]) -> None:
         """Compile a kernel once; until all are there, no rank launches any."""
@@ -42,18 +55,13 @@ class CudaGroupOps(GroupOps):
         self.synchronize()
         capturing: list[GroupRank] = []
         try:
-            for rank in self._cuda_ranks:
-                rank.use()
+            for _, rank in in_turn(self._cuda_ranks):
                 rank.begin_capture()
                 capturing.append(rank)
             work()
         finally:
-            replays = [self._end_capture(rank) for rank in capturing]
+            replays = [rank.end_capture() for _, rank in in_turn(self._cuda_ranks) if rank in capturing]
         return partial(self._replay, replays)
-
-    def _end_capture(self, rank: GroupRank) -> Callable[[], None]:
-        rank.use()
-        return rank.end_capture()
 
     def _replay(self, replays: Sequence[Callable[[], None]]) -> None:
         for rank, _ in self._turns():

@@ -8,7 +8,7 @@ import numpy as np
 
 from model.ops.weight import Array
 
-MAX_BLOCKS, MAX_PUSH_ROWS, PUSH_ROW_BYTES = 256, 16, 32 << 10
+MAX_BLOCKS, MAX_PUSH_ROWS, PUSH_ROW_BYTES = 512, 16, 32 << 10
 """Constants of cuda/group/signals.cuh."""
 
 _WORD_BYTES = 4

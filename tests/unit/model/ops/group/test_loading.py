@@ -21,9 +21,9 @@ SPLITS = (
 SHAPES = ((18, 4), (18, 4), (18, 4), (7, 5), (3, 2, 2))
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 100, 1 << 20])
-def test_every_rank_gets_its_part_of_what_is_read_once(monkeypatch, chunk_bytes: int):
-    monkeypatch.setattr(loading, "CHUNK_BYTES", chunk_bytes)
+@pytest.mark.parametrize("piece_bytes", [1, 24, 100, 1 << 20])
+def test_every_rank_gets_its_part_of_what_is_read_once(monkeypatch, piece_bytes: int):
+    monkeypatch.setattr(loading, "PIECE_BYTES", piece_bytes)
     ops, lock = group_of(4), Lock()
     wholes = [np.arange(np.prod(shape), dtype=np.float32).reshape(shape) for shape in SHAPES]
     num_read = [np.zeros(whole.size, int) for whole in wholes]
