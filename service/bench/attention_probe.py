@@ -35,7 +35,8 @@ class AttentionProbe:
         padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
         for row, blocks in zip(padded, tables, strict=True):
             row[: len(blocks)] = np.frombuffer(blocks, np.int32)
-        q = np.random.default_rng(0).standard_normal((len(tables), config.num_heads, config.head_dim), np.float32)
+        shape = len(tables), config.num_heads // ops.num_ranks, config.head_dim
+        q = np.random.default_rng(0).standard_normal(shape, np.float32)
         on_device = (ops.upload(q.astype(ops.dtype)), ops.upload(padded), ops.upload(np.array(lengths, np.int32)))
         out = ops.empty(q.shape, ops.dtype)
         replay = ops.capture(lambda: self._pass(*on_device, kv, out))

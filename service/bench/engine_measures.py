@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from model.batch import Batch
-from model.ops.interface import Array
+from model.ops.group.device import GroupDevice
+from model.ops.group.turns import in_turn
+from model.ops.interface import Array, Device
 from model.sampling_params import SamplingParams
 from service.bench.attention_probe import AttentionProbe
 from service.bench.trace import TracedRequest
@@ -198,13 +200,21 @@ def randomize_cache(built: BuiltEngine) -> None:
     """Fill the cache with random numbers."""
     ops, kv = built.ops, built.executor.kv
     assert kv is not None
-    stream, flat = getattr(ops, "stream", None), kv.reshape(-1)
-    tile = np.random.default_rng(0).standard_normal(1_000_003, np.float32).astype(ops.dtype)
-    tile = ops.upload(np.resize(tile, min(flat.size, 1 << 27)))
+    numbers = np.random.default_rng(0).standard_normal(1_000_003, np.float32).astype(ops.dtype)
+    if isinstance(ops, GroupDevice):
+        for number, rank in in_turn(ops.ranks):
+            _fill(rank, kv.parts[number], numbers)
+    else:
+        _fill(ops, kv, numbers)
+    ops.synchronize()
+
+
+def _fill(ops: Device, array: Array, numbers: np.ndarray) -> None:
+    flat = array.reshape(-1)
+    tile = ops.upload(np.resize(numbers, min(flat.size, 1 << 27)))
     for start in range(0, flat.size, tile.size):
         part = flat[start : start + tile.size]
-        part.data.copy_from_device_async(tile.data, part.nbytes, stream)
-    ops.synchronize()
+        part.data.copy_from_device_async(tile.data, part.nbytes, getattr(ops, "stream", None))
 
 
 def measure_decode(built: BuiltEngine, batch: int, context: int, num_steps: int) -> DecodeFigures:

@@ -1,11 +1,12 @@
 """What each kernel adds to a decode step, by PyTorch's profiler, which sees every kernel of the process.
 
     python -m tests.bench.step_profile --model-config llama-3.1-8b --batch 1,64,256,512 [--context N,...]
-        [--out FILE]
+        [--tensor-parallel-size N] [--out FILE]
 
 Random weights, and random keys and values instead of those of prompts. With several contexts every batch is looked at
 with each of them that the pool has room for, and what grows from a step to one of twice the batch or context is told.
-A script of its own, because only it wants PyTorch, and that in the engine's process.
+Of several ranks the first one's kernels are shown; a sum's time includes its wait for the peers. A script of its own,
+because only it wants PyTorch, and that in the engine's process.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from model.ops.interface import Ops
 from service.bench.engine_measures import WHOLE_STEPS, randomize_cache, steady_decode
 from service.bench.flag_values import whole_numbers
 from service.bench.kernels import Ceilings, measure_ceilings
@@ -47,6 +49,7 @@ def main() -> None:
         "--model", help="a folder, of tests.bench.sparse_folder for example, in place of --model-config"
     )
     parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--batch", default="1,64,256,512")
     parser.add_argument("--context", default="1100", help="mean tokens a sequence holds; several, one by one")
     add_report_flags(parser)
@@ -55,12 +58,12 @@ def main() -> None:
     batches, contexts = whole_numbers("--batch", flags.batch), whole_numbers("--context", flags.context)
     torch.cuda.init()  # before the cache takes the memory
     named = replace(Settings(), model_config=flags.model_config, model=flags.model, quantization=flags.quantization)
-    named = replace(named, load_format="dummy", device="cuda")
+    named = replace(named, load_format="dummy", device="cuda", tensor_parallel_size=flags.tensor_parallel_size)
     # no swap space: one batch's prefix cache must not be evicted to the host during the next
     settings = replace(named, max_num_seqs=max(batches), max_prefill_chunk=WHOLE_STEPS, swap_space=0.0)
     built = build_engine(settings, progress=True)
     freeze_heap()
-    ceilings = measure_ceilings(built.ops)
+    ceilings = ceilings_of(built.ops)
     randomize_cache(built)
     tables = []
     for batch, context in product(batches, contexts):
@@ -93,8 +96,19 @@ def profile_decode(built: BuiltEngine, batch: int, context: int, ceilings: Ceili
         mean_context = (held + engine.stats().num_slots_filled) / 2 / batch
         in_use = experts_in_use(built)
     times, item = (1e6 * timed_s, 1e3 * host_s), built.ops.dtype.itemsize
-    weight_bytes = bytes_of_products(built.executor.model, in_use)
+    of_rank = bytes_of_products(built.executor.model, in_use)
+    weight_bytes = {name: built.ops.num_ranks * num_bytes for name, num_bytes in of_rank.items()}
     return table_of(events, PROFILED_STEPS, batch, mean_context, *times, config, item, ceilings, weight_bytes, in_use)
+
+
+def ceilings_of(ops: Ops) -> Ceilings:
+    """Return the rates of all ranks together."""
+    if ops.num_ranks == 1:
+        return measure_ceilings(ops)
+    one = measure_ceilings(ops.ranks[0])
+    return Ceilings(
+        copy_bytes_per_s=ops.num_ranks * one.copy_bytes_per_s, gemm_flops_per_s=ops.num_ranks * one.gemm_flops_per_s
+    )
 
 
 def _timed(built: BuiltEngine) -> tuple[float, float]:
@@ -122,7 +136,7 @@ def _timed(built: BuiltEngine) -> tuple[float, float]:
 
 
 def _events(work: Callable[[], object], built: BuiltEngine) -> list[KernelEvent]:
-    """Return the device's kernels of `work` only."""
+    """Return the first device's kernels of `work` only."""
     built.ops.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         work()
@@ -135,7 +149,7 @@ def _events(work: Callable[[], object], built: BuiltEngine) -> list[KernelEvent]
     return [
         KernelEvent(event["name"], event["ts"], event["ts"] + event["dur"])
         for event in events
-        if event.get("cat") in kinds
+        if event.get("cat") in kinds and event["args"].get("device", 0) == 0
     ]
 
 
