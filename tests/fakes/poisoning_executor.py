@@ -16,8 +16,10 @@ from tests.support.paged import nan_of
 class PoisoningExecutor(ModelExecutor):
     """Works on a cache with one block more than `pool` has: the last one is the poison."""
 
-    def __init__(self, model, eos_token_ids: frozenset[int], max_num_seqs: int, max_blocks: int, pool: BlockPool):
-        super().__init__(model, eos_token_ids, max_num_seqs, max_blocks)
+    def __init__(
+        self, model, eos_token_ids: frozenset[int], max_num_seqs: int, max_blocks: int, pool: BlockPool, **how: bool
+    ):
+        super().__init__(model, eos_token_ids, max_num_seqs, max_blocks, **how)
         self._pool = pool
 
     def attach(self, kv: Array, **how: Any) -> None:

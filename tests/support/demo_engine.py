@@ -164,9 +164,10 @@ class DemoEngines:
         self, max_num_seqs: int, block_size: int, poisoned: BlockPool | None, verifies_drafts: bool
     ) -> ModelExecutor:
         sizes = (self.model, self.eos_token_ids, max_num_seqs, MAX_LEN // block_size)
+        verifies_drafts = verifies_drafts and self.model.ops.name == "cuda"
         if poisoned is not None:
-            return PoisoningExecutor(*sizes, poisoned)
-        return ModelExecutor(*sizes, verifies_drafts=verifies_drafts and self.model.ops.name == "cuda")
+            return PoisoningExecutor(*sizes, poisoned, verifies_drafts=verifies_drafts)
+        return ModelExecutor(*sizes, verifies_drafts=verifies_drafts)
 
     def each_alone(self) -> dict[str, list[int]]:
         """What every one of WISHES gets when nobody else is there."""

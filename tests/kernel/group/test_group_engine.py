@@ -53,3 +53,12 @@ def test_every_request_gets_the_same_tokens(engines, on_numpy, sizes):
 
 def test_prefixes_swap_branches_and_grammars(engines, on_numpy):
     assert branches_of(engines) == on_numpy[1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits_with_an_fp8_cache(open_group, dtype):
+    """Ranks agree to the bit, or a download raises; the same again gives the same."""
+    made = DemoEngines(open_group(dtype, np.dtype(np.uint8)))
+    first, again = (run_all(made.make(prefix_caching=True)) for _ in range(2))
+    assert first == again
+    assert all(tokens for tokens, _ in first.values())
