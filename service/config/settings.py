@@ -248,7 +248,7 @@ class Settings:
     )
     tensor_parallel_size: int = _one_of(
         1,
-        "ranks that the model is divided among, on a CPU; a GPU takes 1 only",
+        "GPUs of one host that the model is divided among, in one process; on a CPU, ranks",
         (1, 2, 4, 8),
         verbs=_ENGINE_VERBS,
     )
