@@ -74,7 +74,7 @@ class StepInputs:
     """One step. `copies` run in order, before any write; then `swap_outs` and `swap_ins` start."""
 
     forward: ForwardInputs | None  # None: no sequence runs
-    samples: Sequence[SampleInputs] | None = None  # None: sent once the previous step's tokens are known
+    samples: Sequence[SampleInputs] | None = None  # None: sent while the forward pass runs
     copies: np.ndarray = field(default_factory=no_blocks)  # int32[n, 2], from block, to block
     swap_outs: np.ndarray = field(default_factory=no_blocks)  # int32[n, 2], from block, to host block
     swap_ins: np.ndarray = field(default_factory=no_blocks)  # int32[n, 2], from host block, to block

@@ -194,6 +194,8 @@ class OutputProcessor:
                 self.end_group(sequence.group, EndReason.NUMERICAL_ERROR)
                 continue
             run = range(indptr[index], indptr[index + 1])
+            if run and self._append_plain_run(sequence, tuple(result.token_ids[run.start : run.stop])):
+                continue
             if not run:
                 self._kv.retract_token(sequence)
             elif not sequence.group.has_sampled:
@@ -204,6 +206,24 @@ class OutputProcessor:
             elif run:
                 self._append_run(sequence, result, run)
 
+    def _append_plain_run(self, sequence: Sequence, token_ids: tuple[int, ...]) -> bool:
+        """Append a run that ends nothing, in a few calls: the next step waits. Return whether it is one."""
+        group, known = sequence.group, sequence.token_ids
+        if (
+            not sequence.emits_only_tokens
+            or len(known) + len(token_ids) >= sequence.max_num_tokens
+            or not group.stop_ids.isdisjoint(token_ids)
+        ):
+            return False
+        if not group.has_sampled:
+            self._mark_sampled(group)
+        known.extend(token_ids)
+        self._kv.accept_drafts(sequence, len(token_ids) - 1)
+        group.num_output_tokens += len(token_ids)
+        self.num_output_tokens += len(token_ids)
+        self.emit(group, (BranchOutput(sequence.branch, token_ids, (), None),))
+        return True
+
     def _append_run(self, sequence: Sequence, result: StepResult, run: range) -> None:
         """Append tokens up to one that ends the branch; emit them together."""
         group, reason = sequence.group, None
@@ -211,7 +231,7 @@ class OutputProcessor:
         logprobs: list[TokenLogprob] = []
         for position in run:
             if token_ids:
-                self._kv.accept_draft(sequence)
+                self._kv.accept_drafts(sequence, 1)
             logprob = None if result.logprobs is None else result.logprobs[position]
             reason = group.append(sequence, result.token_ids[position], 0.0 if logprob is None else logprob.logprob)
             self.num_output_tokens += 1

@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import NamedTuple
 
 from service.engine.sequence import Sequence, SequenceGroup
@@ -130,17 +129,6 @@ class StepResult:
         sampled = list(sampled)
         failed = frozenset(index for index, token in enumerate(sampled) if token.is_nan)
         return cls([token.token_id for token in sampled], [token.logprob for token in sampled], failed)
-
-    @classmethod
-    def of_runs(cls, runs: Iterable[Seq[SampledToken]]) -> StepResult:
-        runs = list(runs)
-        sampled = [token for run in runs for token in run]
-        return cls(
-            token_ids=[token.token_id for token in sampled],
-            logprobs=[token.logprob for token in sampled],
-            failed=frozenset(index for index, run in enumerate(runs) if any(token.is_nan for token in run)),
-            indptr=[0, *accumulate(map(len, runs))],
-        )
 
     def sampled_tokens(self) -> Iterator[SampledToken]:
         for index, token_id in enumerate(self.token_ids):

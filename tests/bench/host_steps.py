@@ -1,9 +1,10 @@
 """Microseconds of the host's part of a step, without a device: plan, build, collect and output.
 
-    python -m tests.bench.host_steps [--batch 512] [--context 1000] [--steps 200] [--out FILE]
+    python -m tests.bench.host_steps [--batch 512] [--context 1000] [--steps 200] [--drafts 8] [--out FILE]
 
 Scheduler, KV manager, engine and executor are real; the device takes no time and samples zeros. Copies and launches on
-a GPU are not in these figures.
+a GPU are not in these figures. With `--drafts`, each decode has so many, of which DRAFT_RATE are right, and a step is
+exposed from the arrival of its tokens to the launch of the next.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
@@ -27,12 +28,14 @@ from service.bench.engine_measures import WHOLE_STEPS
 from service.bench.flag_values import whole_number
 from service.bench.report import add_report_flags, check_report_flags, run_script, write_report
 from service.cli.table import print_grid
+from service.engine.drafting.drafter import EAGLE3
 from service.engine.engine import Engine
 from service.engine.execution.executor import ModelExecutor
 from service.engine.kv.kv_manager import KVManager
 from service.engine.output_processor import iter_request_outputs
 from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.speculation import Speculation
 from service.garbage import freeze_heap
 from service.queue.codec import encode
 from service.worker.events import event_of
@@ -40,6 +43,7 @@ from service.worker.events import event_of
 BLOCK_SIZE = 16
 VOCAB_SIZE = 4096
 WARM_STEPS = 8
+DRAFT_RATE = 0.8
 ARRIVING_PROMPT = 256
 """Prompt tokens that join each mixed step; the short answer keeps the batch constant."""
 
@@ -48,9 +52,23 @@ class IdleOps(NumpyOps):
     """Device that runs ahead, replays graphs and does nothing."""
 
     name = "cuda"
+    arrived_s = exposed_s = 0.0
+    """When the last tokens arrived; from then to the next launch."""
 
     def capture(self, work: Callable[[], None], warm_up_run: Callable[[], None] | None = None) -> Callable[[], None]:
-        return lambda: None
+        return self._replay
+
+    def _replay(self) -> None:
+        self.exposed_s = time.thread_time() - self.arrived_s
+
+    def download_async(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
+        fetch = super().download_async(arrays)
+
+        def fetched() -> list[np.ndarray]:
+            self.arrived_s = time.thread_time()
+            return fetch()
+
+        return fetched
 
     def pick_tokens(self, token_ids: Array, sampled: Array, source: Array) -> None:
         pass
@@ -58,6 +76,21 @@ class IdleOps(NumpyOps):
     def sample(self, logits: Array, how: SamplingArrays, out: Array | None = None) -> Sampled:
         num_rows = len(how.temperature)
         return Sampled(np.zeros(num_rows, np.int32), np.zeros(num_rows, np.bool_), None, None, None)
+
+
+class SometimesRight:
+    """Drafter of the zeros that the device samples."""
+
+    source, writes_cache, token_s = EAGLE3, True, 0.0
+
+    def __init__(self) -> None:
+        self._numbers = random.Random(1)
+
+    def draft(self, sequences, max_tokens):
+        return [tuple(int(self._numbers.random() > DRAFT_RATE) for _ in range(count)) for count in max_tokens]
+
+    def on_end(self, sequence) -> None:
+        """Keep nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +102,7 @@ class HostFigures:
     launch_us: float  # arrays of forward pass and sampling, packed
     settle_us: float  # collect, update sequences, outputs
     step_us: float  # sum
+    exposed_us: float  # from the arrival of tokens to the next launch; hidden by the device where steps overlap
     report_us: float  # outputs to encoded events, on the I/O thread
 
 
@@ -77,16 +111,17 @@ def main() -> None:
     parser.add_argument("--batch", default="512", help="decoding sequences (default: 512)")
     parser.add_argument("--context", default="1000", help="tokens that each holds (default: 1000)")
     parser.add_argument("--steps", default="200", help="measured steps (default: 200)")
+    parser.add_argument("--drafts", type=int, default=0, help="drafts of a decode (default: 0)")
     add_report_flags(parser)
     flags = parser.parse_args()
     check_report_flags(flags)
     sizes = [whole_number(f"--{name}", getattr(flags, name)) for name in ("batch", "context", "steps")]
     rows = [
-        measure(*sizes, prefix_caching=prefix_caching, mixed=mixed)
+        measure(*sizes, prefix_caching=prefix_caching, mixed=mixed, num_drafts=flags.drafts)
         for prefix_caching in (False, True)
         for mixed in (False, True)
     ]
-    heads = ["case", "schedule us", "launch us", "settle us", "step us", "tell us"]
+    heads = ["case", "schedule us", "launch us", "settle us", "step us", "exposed us", "report us"]
     print_grid(heads, [[row.case, *(f"{us:,.0f}" for us in list(vars(row).values())[1:])] for row in rows])
     bars = [
         {"label": part, "x": [row.case for row in rows], "y": [getattr(row, f"{part}_us") for row in rows]}
@@ -98,11 +133,14 @@ def main() -> None:
     write_report(flags, record, {"title": f"{batch} decodes, no device", "panels": [panel]})
 
 
-def measure(batch: int, context: int, num_steps: int, *, prefix_caching: bool, mixed: bool) -> HostFigures:
+def measure(
+    batch: int, context: int, num_steps: int, *, prefix_caching: bool, mixed: bool, num_drafts: int = 0
+) -> HostFigures:
     """Time steps of `batch` decodes, with `mixed` also of a short prompt."""
-    engine, executor = make_engine(batch, context + num_steps + WARM_STEPS, prefix_caching=prefix_caching)
+    max_tokens = (num_steps + 2 * WARM_STEPS) * (1 + num_drafts)
+    engine, executor = make_engine(batch, context + max_tokens, prefix_caching=prefix_caching, num_drafts=num_drafts)
     numbers = random.Random(0)
-    params = SamplingParams(max_tokens=num_steps + 2 * WARM_STEPS, temperature=0.7, ignore_eos=True)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.7, ignore_eos=True)
     for number in range(batch):
         prompt = tuple(numbers.choices(range(VOCAB_SIZE), k=context))
         engine.add_request(EngineRequest(request_id=f"{number:032x}/1", prompt=prompt, sampling=params))
@@ -127,14 +165,16 @@ def measure(batch: int, context: int, num_steps: int, *, prefix_caching: bool, m
                 encode(event_of(output.request_id, number + 1, [output]))
             report_s = time.thread_time() - begin_s
             schedule_s, launch_s = spent_s["schedule"], spent_s["launch"]
-            courses.append((schedule_s, launch_s, step_s - schedule_s - launch_s, step_s, report_s))
+            exposed_s = executor.model.ops.exposed_s
+            courses.append((schedule_s, launch_s, step_s - schedule_s - launch_s, step_s, exposed_s, report_s))
     medians = [1e6 * statistics.median(column) for column in zip(*courses, strict=True)]
-    case = f"{batch} decodes{' and a prompt' if mixed else ''}, cache {'on' if prefix_caching else 'off'}"
-    names = ("schedule_us", "launch_us", "settle_us", "step_us", "report_us")
+    drafted = f" with {num_drafts} drafts" if num_drafts else ""
+    case = f"{batch} decodes{drafted}{' and a prompt' if mixed else ''}, cache {'on' if prefix_caching else 'off'}"
+    names = ("schedule_us", "launch_us", "settle_us", "step_us", "exposed_us", "report_us")
     return HostFigures(case=case, **dict(zip(names, medians, strict=True)))
 
 
-def make_engine(batch: int, longest: int, *, prefix_caching: bool) -> tuple[Engine, ModelExecutor]:
+def make_engine(batch: int, longest: int, *, prefix_caching: bool, num_drafts: int = 0) -> tuple[Engine, ModelExecutor]:
     """Return an engine on an idle device with room for all."""
     ops = IdleOps(np.dtype(np.float32))
     max_num_seqs, max_blocks = batch + 16, -(-(longest + ARRIVING_PROMPT) // BLOCK_SIZE) + 1
@@ -142,7 +182,7 @@ def make_engine(batch: int, longest: int, *, prefix_caching: bool) -> tuple[Engi
     weights = SimpleNamespace(lm_head=SimpleNamespace(data=None))
     model = SimpleNamespace(ops=ops, config=config, weights=weights, tune=lambda *sizes: None, forward=_forward)
     model.first_layer = lambda: model
-    executor = ModelExecutor(model, frozenset(), max_num_seqs, max_blocks)
+    executor = ModelExecutor(model, frozenset(), max_num_seqs, max_blocks, verifies_drafts=num_drafts > 0)
     num_blocks = max_num_seqs * max_blocks
     executor.attach(np.zeros((1, 1, 1, 1, BLOCK_SIZE, 1), np.float32))
     kv = KVManager(num_blocks, BLOCK_SIZE, prefix_caching=prefix_caching)
@@ -151,8 +191,10 @@ def make_engine(batch: int, longest: int, *, prefix_caching: bool) -> tuple[Engi
         max_num_batched_tokens=WHOLE_STEPS,
         max_prefill_chunk=WHOLE_STEPS,
         max_model_len=max_blocks * BLOCK_SIZE,
+        max_decode_rows=executor.max_rows,
     )
-    return Engine(executor, kv, limits, frozenset()), executor
+    speculation = Speculation(kv, VOCAB_SIZE, SometimesRight(), num_drafts) if num_drafts else None
+    return Engine(executor, kv, limits, frozenset(), speculation=speculation), executor
 
 
 def _forward(batch, kv: Array, out: Array | None = None) -> Array:

@@ -8,6 +8,8 @@ import hashlib
 import math
 import time
 from array import array
+from dataclasses import replace
+from itertools import accumulate, chain
 
 from service.engine.drafting.drafter import NGRAM
 from service.engine.sequence import Sequence
@@ -89,7 +91,9 @@ class ScriptedExecutor:
         self._last = {sequence: run[-1].token_id for sequence, run in runs.items() if run}
         if all(len(run) == 1 for run in runs.values()):
             return StepResult.of(run[0] for run in runs.values())
-        return StepResult.of_runs(runs.values())
+        failed = frozenset(index for index, run in enumerate(runs.values()) if any(token.is_nan for token in run))
+        indptr = [0, *accumulate(map(len, runs.values()))]
+        return replace(StepResult.of(chain(*runs.values())), failed=failed, indptr=indptr)
 
     def transfer(self, plan: StepPlan) -> None:
         for source, target in plan.copies:

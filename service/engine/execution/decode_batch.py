@@ -91,7 +91,8 @@ class DecodeBatch:
         sequence's row."""
         num_decodes = plan.num_decodes
         decodes, prefills = plan.chunks[:num_decodes], plan.chunks[num_decodes:]
-        tails = [self._prefill_arrays(chunk, sampled_rows) for chunk in prefills]
+        drafted = prefills[: self._num_drafted(num_decodes, prefills)]
+        tails = [self._prefill_arrays(chunk, sampled_rows) for chunk in prefills[len(drafted) :]]
         sequences = [chunk.sequence for chunk in decodes]
         self._advance_all()
         fresh = plan.changed_tables
@@ -109,7 +110,9 @@ class DecodeBatch:
         due = (
             slice(num_decodes) if is_one_token_each else [self._row_of[one.sequence] for one in decodes if one.samplers]
         )
-        inputs = self._inputs(num_decodes, np.sort(self._own_row[due]), prefills, tails)
+        if drafted:
+            tails.insert(0, self._draft_arrays(num_decodes, drafted))
+        inputs = self._inputs(np.sort(self._own_row[due]), drafted, prefills[len(drafted) :], tails)
         has_drafts = any(chunk.drafts for chunk in prefills)
         return BatchLayout(plan, inputs, self._sequences, self._order, is_one_token_each, has_drafts)
 
@@ -175,28 +178,45 @@ class DecodeBatch:
         token_ids = np.frombuffer(known, np.uint32).view(np.int32)
         return _PrefillArrays(token_ids, pending_token_row, positions, slots, table)
 
+    def _draft_arrays(self, first: int, chunks: tuple[Chunk, ...]) -> _PrefillArrays:
+        """Build the rows of tokens and their drafts, from row `first`, and write their tables."""
+        lengths = np.array([chunk.length for chunk in chunks])
+        ends = np.cumsum(lengths)
+        rows = slice(first, first + int(ends[-1]))
+        token_ids: list[int] = []
+        for sequence, start, length, _, drafts in chunks:
+            row, table = first + len(token_ids), np.frombuffer(sequence.block_table, np.int32)
+            self._tables[row : row + length, : len(table)] = table
+            token_ids.append(sequence.token_ids[start])
+            token_ids += drafts
+        starts = np.array([chunk.start for chunk in chunks])
+        positions = np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)
+        blocks, offsets = np.divmod(positions, self._block_size)
+        tables = self._tables[rows]
+        slots = tables[np.arange(len(tables)), blocks].astype(np.int64) * self._block_size + offsets
+        self.dirty_tables[rows] = True
+        no_pending = np.full(len(tables), self._no_pending_row, np.int32)
+        return _PrefillArrays(np.array(token_ids, np.int32), no_pending, positions.astype(np.int32), slots, tables)
+
     def _inputs(
-        self, num_decodes: int, logit_rows: np.ndarray, prefills: tuple[Chunk, ...], tails: list[_PrefillArrays]
+        self,
+        logit_rows: np.ndarray,
+        drafted: tuple[Chunk, ...],
+        prefills: tuple[Chunk, ...],
+        tails: list[_PrefillArrays],
     ) -> ForwardInputs:
-        rows, num_drafted, num_draft_rows = slice(num_decodes), 0, 0
+        """Join the decodes' rows with `tails`: one of all `drafted` chunks, if there are any, and one a prefill."""
+        num_decodes = len(self._sequences)
+        rows, lengths = slice(num_decodes), [chunk.length for chunk in prefills]
         columns = [column[rows] for column in (self._token_ids, self._pending_token_row, self._positions, self._slots)]
-        context_lens, lengths = self._context_lens[rows], [chunk.length for chunk in prefills]
-        if prefills:
-            num_drafted = self._num_drafted(num_decodes, prefills)
-            num_draft_rows = self._write_draft_tables(num_decodes, tails[:num_drafted])
+        context_lens, num_draft_rows = self._context_lens[rows], 0
+        if tails:
             columns = [_joined(pieces) for pieces in zip(columns, *(tail[:4] for tail in tails), strict=True)]
-            row_lens = [tail.positions + 1 for tail in tails[:num_drafted]]
-            chunk_ends = np.array([chunk.end for chunk in prefills[num_drafted:]], np.int32)
-            context_lens = _joined((context_lens, *row_lens, chunk_ends))
-            ends = accumulate(lengths, initial=num_decodes - 1)
-            next(ends)
-            due = [
-                row
-                for end, chunk in zip(ends, prefills, strict=True)
-                if chunk.samplers
-                for row in range(end - len(chunk.drafts), end + 1)
-            ]
-            logit_rows = _joined((logit_rows, np.array(due, np.int32)))
+            draft_lens = [tail.positions + 1 for tail in tails[: bool(drafted)]]
+            num_draft_rows = sum(map(len, draft_lens))
+            context_lens = _joined((context_lens, *draft_lens, np.array([chunk.end for chunk in prefills], np.int32)))
+            draft_rows = np.arange(num_decodes, num_decodes + num_draft_rows, dtype=np.int32)
+            logit_rows = _joined((logit_rows, draft_rows, _logit_rows(num_decodes + num_draft_rows, prefills)))
         token_ids, pending_token_row, positions, slots = columns
         rows = slice(num_decodes + num_draft_rows)
         return ForwardInputs(
@@ -209,8 +229,8 @@ class DecodeBatch:
             num_decodes=num_decodes + num_draft_rows,
             tables=self._tables[rows],
             dirty_tables=self.dirty_tables[rows],
-            chunk_lens=np.array(lengths[num_drafted:], np.int32),
-            chunk_tables=[tail.table for tail in tails[num_drafted:]],
+            chunk_lens=np.array(lengths, np.int32),
+            chunk_tables=[tail.table for tail in tails[bool(drafted) :]],
             num_draft_rows=num_draft_rows,
         )
 
@@ -224,18 +244,21 @@ class DecodeBatch:
             count += 1
         return count
 
-    def _write_draft_tables(self, first: int, tails: list[_PrefillArrays]) -> int:
-        """Give each row of these chunks its table, from row `first`; return their number."""
-        row = first
-        for tail in tails:
-            end = row + len(tail.positions)
-            self._tables[row:end, : len(tail.table)] = tail.table
-            row = end
-        self.dirty_tables[first:row] = True
-        return row - first
+
+def _logit_rows(first: int, prefills: tuple[Chunk, ...]) -> np.ndarray:
+    """Return the rows, from `first` on, whose logits are sampled: each chunk's last and those before its drafts."""
+    ends = accumulate((chunk.length for chunk in prefills), initial=first - 1)
+    next(ends)
+    due = [
+        row
+        for end, chunk in zip(ends, prefills, strict=True)
+        if chunk.samplers
+        for row in range(end - len(chunk.drafts), end + 1)
+    ]
+    return np.array(due, np.int32)
 
 
 def _joined(pieces: Seq[np.ndarray]) -> np.ndarray:
     """Concatenate without copying a single nonempty piece: a lone prompt waits for this."""
-    first, *others = pieces
-    return others[0] if len(others) == 1 and not len(first) else np.concatenate(pieces)
+    filled = [piece for piece in pieces if len(piece)] or [pieces[0]]
+    return filled[0] if len(filled) == 1 else np.concatenate(filled)

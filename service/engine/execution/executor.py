@@ -19,7 +19,7 @@ from model.step_inputs import StepInputs, no_blocks
 from model.weights.lora.adapter import LoraAdapter
 from service.engine.drafting.drafter import MAX_DRAFTS
 from service.engine.execution.decode_batch import BatchLayout, DecodeBatch
-from service.engine.execution.model_runner import ModelRunner, RunningStep, Then
+from service.engine.execution.model_runner import ModelRunner, RunningStep
 from service.engine.execution.pooling import Pooler
 from service.engine.execution.prompt_logprobs import PlannedLogprobs, plan_prompt_logprobs, read_prompt_logprobs
 from service.engine.execution.sampling import SampleBatch, SampleCall, StepSampler, read_result
@@ -137,26 +137,27 @@ class ModelExecutor:
         layout = self._rows.lay_out(plan, self._sampler.other_rows)
         if self._has_adapters:
             layout = replace(layout, inputs=replace(layout.inputs, adapter_slots=layout.adapter_slots()))
-        batch = self._sampler.batch_for(layout)
         prompt_logprobs, pool_rows = [], []
         if plan.logprob_spans or plan.pool_spans:
             first_rows = layout.first_rows()
             prompt_logprobs = plan_prompt_logprobs(plan.logprob_spans, first_rows, self._sizes[0])
             pool_rows = self._pooler.rows(plan.pool_spans, first_rows)
-        calls = [] if batch.needs_previous_tokens else self._sampler.calls(batch, masked=False)
         inputs = StepInputs(
             forward=layout.inputs,
-            samples=None if batch.needs_previous_tokens else [call.inputs for call in calls],
             copies=_pairs(plan.copies),
             swap_outs=_pairs(plan.swap_outs),
             swap_ins=_pairs(plan.swap_ins),
             prompt_logprobs=[planned.rows for planned in prompt_logprobs],
             pool_rows=pool_rows,
         )
-        running = self.runner.launch(inputs, self._then(layout, batch, calls))
+        running = self.runner.launch(inputs)
         if self._states is not None and running.states is not None:
             self._states.read_states(layout, running.states.states)
-        return LaunchedStep(running, batch, calls, prompt_logprobs, plan.pool_spans, layout)
+        batch = self._sampler.batch_for(layout)  # while the device computes
+        launched = LaunchedStep(running, batch, [], prompt_logprobs, plan.pool_spans, layout)
+        if not batch.needs_previous_tokens:
+            self._sample(launched, masked=False)
+        return launched
 
     def write_adapter(self, slot: int, adapter: LoraAdapter) -> AsyncWrite:
         """Start to replace a slot's adapter, after the steps launched so far."""
@@ -168,12 +169,14 @@ class ModelExecutor:
 
     def sample(self, launched: LaunchedStep) -> None:
         if not launched.calls:
-            launched.calls = self._sampler.calls(launched.batch, masked=True)
-            then = self._then(launched.layout, launched.batch, launched.calls)
-            self.runner.sample(launched.running, [call.inputs for call in launched.calls], then)
+            self._sample(launched, masked=True)
 
-    def _then(self, layout: BatchLayout, batch: SampleBatch, calls: list[SampleCall]) -> Then | None:
-        return None if self._follower is None else partial(self._follower.follow, layout, batch, calls)
+    def _sample(self, launched: LaunchedStep, *, masked: bool) -> None:
+        calls = launched.calls = self._sampler.calls(launched.batch, masked=masked)
+        then = None
+        if self._follower is not None:
+            then = partial(self._follower.follow, launched.layout, launched.batch, calls)
+        self.runner.sample(launched.running, [call.inputs for call in calls], then)
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         running = launched.running

@@ -110,8 +110,8 @@ class ModelRunner:
         """Time captured decodes of 1, 2 ... rows on padding; empty without captures."""
         return [] if self._graphs is None else self._graphs.decode_seconds()
 
-    def launch(self, inputs: StepInputs, then: Then | None = None) -> RunningStep:
-        """Start the step, and `then` if it samples; call `sample` unless the inputs have samples."""
+    def launch(self, inputs: StepInputs) -> RunningStep:
+        """Start the step; call `sample` unless the inputs have samples."""
         scratch = ExitStack()
         scratch.enter_context(self._ops.scratch())
         self.transfer(inputs)
@@ -121,7 +121,7 @@ class ModelRunner:
         if inputs.needs_hidden or not self._replay(inputs.forward, step):
             self._forward(inputs, inputs.forward, step)
         if inputs.samples is not None:
-            self.sample(step, inputs.samples, then)
+            self.sample(step, inputs.samples)
         return step
 
     def transfer(self, inputs: StepInputs) -> None:

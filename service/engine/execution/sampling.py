@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -14,7 +13,9 @@ from model.step_inputs import SampleInputs
 from service.engine.execution.decode_batch import BatchLayout
 from service.engine.grammars import MaskBuilder
 from service.engine.sequence import Sequence
-from service.engine.step import PooledPrompt, PromptLogprobs, SampledToken, StepResult, TokenLogprob
+from service.engine.step import Chunk, PooledPrompt, PromptLogprobs, SampledToken, StepResult, TokenLogprob
+
+NO_DRAFT = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +28,7 @@ class SampleBatch:
     num_own_rows: int  # first ones, in their own decode rows
     indices: np.ndarray  # int64, index in `samplers` of each of the plan's; with drafts, of its first row
     drafts: list[tuple[int, ...]] | None = None  # with drafts: those before each row
-    run_drafts: list[tuple[int, ...]] | None = None  # with drafts: those of each of the plan's samplers
+    next_drafts: np.ndarray | None = None  # with drafts: int64, the draft after each row; NO_DRAFT after a run's last
     unmasked: frozenset[int] = frozenset()  # rows after a draft whose matcher has failed
     needs_previous_tokens: bool = False
     has_logit_processors: bool = False  # penalties, biases or min_tokens
@@ -144,14 +145,18 @@ def read_result(
     pooled: tuple[PooledPrompt, ...],
 ) -> StepResult:
     """Return tokens in the order of the plan's samplers; `arrays`: see RunningStep."""
-    if len(calls) == 1 and batch.run_drafts is None:
-        result = _result(batch.samplers, arrays[0], batch.indices)
+    if len(calls) == 1:
+        indices, indptr = _accepted(batch, arrays[0], batch.indices)
+        result = _result(batch.samplers, arrays[0], indices)
     else:
         rows = _sampled_rows(calls, arrays)
-        if batch.run_drafts is None:
-            result = StepResult.of(rows[index] for index in batch.indices.tolist())
-        else:
-            result = StepResult.of_runs(_accepted_runs(batch, rows, batch.run_drafts))
+        tokens = np.array([row.token_id for row in rows]), np.array([row.is_nan for row in rows])
+        indices, indptr = _accepted(batch, tokens, batch.indices)
+        result = StepResult.of(rows[index] for index in indices.tolist())
+    if indptr is not None:
+        first_of = {first: sampler for sampler, first in enumerate(indptr[:-1])}
+        failed = frozenset(first_of[index] for index in result.failed)
+        result = replace(result, indptr=indptr, failed=failed)
     if prompt_logprobs or pooled:
         result = replace(result, prompt_logprobs=prompt_logprobs, pooled=pooled)
     return result
@@ -166,20 +171,23 @@ def _sampled_rows(calls: Seq[SampleCall], arrays: Seq[list[np.ndarray]]) -> list
     return [rows[row] for row in range(len(rows))]
 
 
-def _accepted_runs(
-    batch: SampleBatch, rows: list[SampledToken], run_drafts: list[tuple[int, ...]]
-) -> Iterator[list[SampledToken]]:
-    """Yield each sampler's tokens: of its first row, and of each row after a draft that equals the token before it.
+def _accepted(batch: SampleBatch, sampled: Seq[np.ndarray], firsts: np.ndarray) -> tuple[np.ndarray, list[int] | None]:
+    """Return each sampler's rows, and where they begin: its first row, and each after a draft that equals the token
+    before it. `sampled`: token ids and NaN flags of all rows. Without drafts: `firsts`, and None.
 
     A row whose logits or matcher failed ends the run before it: the next step samples it without drafts.
     """
-    for first, drafts in zip(batch.indices.tolist(), run_drafts, strict=True):
-        run = [rows[first]]
-        for row, draft in enumerate(drafts, first + 1):
-            if run[-1].is_nan or run[-1].token_id != draft or rows[row].is_nan or row in batch.unmasked:
-                break
-            run.append(rows[row])
-        yield run
+    if batch.next_drafts is None:
+        return firsts, None
+    token_ids, is_nan, *_ = sampled
+    is_bad = is_nan.copy()
+    is_bad[sorted(batch.unmasked)] = True
+    is_last = (token_ids != batch.next_drafts) | is_nan | np.append(is_bad[1:], True)
+    lasts = np.flatnonzero(is_last)
+    lengths = lasts[np.searchsorted(lasts, firsts)] - firsts + 1
+    ends = np.cumsum(lengths)
+    rows = np.arange(ends[-1]) + np.repeat(firsts - ends + lengths, lengths)
+    return rows, [0, *ends.tolist()]
 
 
 def _batch_of_decodes(layout: BatchLayout) -> SampleBatch:
@@ -212,8 +220,12 @@ def _batch_of_chunks(layout: BatchLayout) -> SampleBatch:
         num_own_rows=0,
         indices=np.array([index_of[sampler] for sampler in layout.plan.samplers], np.int64),
         drafts=[chunk.drafts[:number] for _, chunk, number, _ in sampled] if drafted else None,
-        run_drafts=[chunk.drafts for chunk in layout.plan.chunks for _ in chunk.samplers] if drafted else None,
+        next_drafts=_next_drafts(chunks) if drafted else None,
     )
+
+
+def _next_drafts(chunks: Seq[Chunk]) -> np.ndarray:
+    return np.array([draft for chunk in chunks for _ in chunk.samplers for draft in (*chunk.drafts, NO_DRAFT)])
 
 
 def _result(samplers: list[Sequence], arrays: list[np.ndarray], indices: np.ndarray) -> StepResult:

@@ -205,13 +205,15 @@ class KVManager:
             if samples:
                 self._cache.mark_valid(tail)
 
-    def accept_draft(self, sequence: Sequence) -> None:
-        """Count a computed draft; no effect after a preemption."""
-        if sequence.status is not SequenceStatus.RUNNING:
+    def accept_drafts(self, sequence: Sequence, count: int) -> None:
+        """Count computed drafts whose ids are known; no effect after a preemption."""
+        if sequence.status is not SequenceStatus.RUNNING or not count:
             return
-        sequence.num_computed_tokens += 1
+        num_blocks = sequence.num_computed_tokens // self.block_size
+        sequence.num_computed_tokens += count
         tail = self._tails.get(sequence)
-        if tail is not None and self._cache is not None and sequence.num_computed_tokens % self.block_size == 0:
+        is_filled = sequence.num_computed_tokens // self.block_size > num_blocks
+        if tail is not None and self._cache is not None and is_filled:
             tail = self._extend_tail(sequence, tail, sequence.num_computed_tokens, may_replace=True)
             self._tails[sequence] = tail
             self._cache.mark_valid(tail)

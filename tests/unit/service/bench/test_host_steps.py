@@ -18,6 +18,12 @@ def test_all_parts_of_a_step_are_timed(prefix_caching, mixed):
     assert figures.case == f"3 decodes{' and a prompt' if mixed else ''}, cache {'on' if prefix_caching else 'off'}"
 
 
+def test_steps_with_drafts_are_exposed_between_tokens_and_the_next_launch():
+    figures = measure(3, 20, 6, prefix_caching=False, mixed=False, num_drafts=2)
+    assert 0 < figures.exposed_us < figures.step_us
+    assert figures.case == "3 decodes with 2 drafts, cache off"
+
+
 def test_the_figures_go_to_a_file(tmp_path, monkeypatch, capsys):
     out = tmp_path / "host.json"
     monkeypatch.setattr(
