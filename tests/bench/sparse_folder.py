@@ -1,7 +1,7 @@
 """A folder of a quantised Llama-3.1-8B whose weights are a hole in a file, for `--load-format dummy`.
 
-`python -m tests.bench.sparse_folder --format int4|int8|fp8-block --out DIR`: the loader takes formats and shapes from
-it, and random weights in place of the file's.
+`python -m tests.bench.sparse_folder --format int4|int8|fp8|fp8-block --out DIR`: the loader takes formats and shapes
+from it, and random weights in place of the file's.
 """
 
 from __future__ import annotations
@@ -43,20 +43,22 @@ CONFIG = {
 ITEM_BYTES = {"BF16": 2, "F32": 4, "I32": 4, "I8": 1, "F8_E4M3": 1}
 
 
-def compressed_tensors(layout: str, **weights: Any) -> dict[str, Any]:
+def compressed_tensors(layout: str, inputs: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"dynamic": False, "symmetric": True, **weights}}
     return {
         "quant_method": "compressed-tensors",
         "format": layout,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group | {"input_activations": None, "output_activations": None}},
+        "config_groups": {"group_0": group | {"input_activations": inputs, "output_activations": None}},
         "ignore": ["lm_head"],
     }
 
 
+FP8_INPUTS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
 QUANTISATIONS = {
     "int4": compressed_tensors("pack-quantized", num_bits=4, type="int", strategy="group", group_size=128),
     "int8": compressed_tensors("int-quantized", num_bits=8, type="int", strategy="channel", group_size=None),
+    "fp8": compressed_tensors("float-quantized", FP8_INPUTS, num_bits=8, type="float", strategy="channel"),
     "fp8-block": {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]},
 }
 
@@ -68,8 +70,8 @@ def tensors_of(name: str, shape: tuple[int, ...], quantised: str) -> dict[str, t
     (n, k), module = shape, name.removesuffix(".weight")
     if quantised == "int4":
         return {f"{module}.weight_packed": ("I32", (n, k // 8)), f"{module}.weight_scale": ("BF16", (n, k // 128))}
-    if quantised == "int8":
-        return {name: ("I8", shape), f"{module}.weight_scale": ("BF16", (n, 1))}
+    if quantised in ("fp8", "int8"):
+        return {name: ("I8" if quantised == "int8" else "F8_E4M3", shape), f"{module}.weight_scale": ("BF16", (n, 1))}
     return {name: ("F8_E4M3", shape), f"{module}.weight_scale_inv": ("F32", (math.ceil(n / 128), math.ceil(k / 128)))}
 
 
