@@ -51,6 +51,8 @@ def build(steps: list[Step], root: Path) -> None:
             command = re.sub(r"(?<![\w/])/opt/", f"{shlex.quote(str(root))}/opt/", step.text)
             command = command.replace("python -m venv", "python3 -m venv")
             environ = {**os.environ, "PIP_COMPILE": "0"}  # 1,500 modules that nothing here imports
+            environ["SSL_CERT_FILE"] = environ["SSL_CERT_FILE_OF_USER"]  # pip loads packages
+            environ = {name: value for name, value in environ.items() if value}
             subprocess.run(["/bin/sh", "-ec", command], cwd=folder, check=True, timeout=BUILD_TIMEOUT_S, env=environ)
 
 
