@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import threading
 
-import anthropic
 import pytest
 
 from service.errors import EndReason
@@ -37,8 +37,14 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def anthropic():
+    """Imported where these tests run only: it takes 2 s of every test process."""
+    return importlib.import_module("anthropic")
+
+
 @pytest.fixture
-async def served(folder):
+async def served(folder, anthropic):
     async with (
         open_gateway(folder, api_key=("key",)) as gateway,
         anthropic.AsyncAnthropic(base_url=gateway.url, api_key="key", max_retries=0) as client,
@@ -133,7 +139,7 @@ async def test_leaving_cancels(served):
         assert (await gateway.worker.cancelled()).job_id == gateway.worker.jobs[0].job_id
 
 
-async def test_errors_have_its_shape(served):
+async def test_errors_have_its_shape(served, anthropic):
     gateway, client = served
     with pytest.raises(anthropic.NotFoundError) as missing:
         await ask(client, model="claude")
@@ -155,7 +161,7 @@ async def test_errors_have_its_shape(served):
         [event async for event in await ask(client, stream=True)]
 
 
-async def test_the_synchronous_client(served):
+async def test_the_synchronous_client(served, anthropic):
     gateway, _ = served
     gateway.worker.script = lambda job: speech(gateway.model, "Rain.")
     found = []
