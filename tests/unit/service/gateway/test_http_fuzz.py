@@ -184,6 +184,10 @@ def gateway(request, model_folder):
         runner.run(opened.__aexit__(None, None, None))
 
 
+LOCKED = pytest.mark.parametrize("gateway", ["locked"], indirect=True)
+"""For what keys and hosts have no part in."""
+
+
 @st.composite
 def requests(draw):
     """A function of the routes that gives the bytes: routes are known only when the gateway is open."""
@@ -248,6 +252,7 @@ def test_every_crafted_header(gateway, method, target, body):
     assert [(line, fault) for line, fault in faults if fault] == []
 
 
+@LOCKED
 @pytest.mark.parametrize("name", QUERIES)
 def test_every_crafted_query(gateway, name):
     faults = []
@@ -265,6 +270,7 @@ def test_every_crafted_query(gateway, name):
     assert [(path, fault) for path, fault in faults if fault] == []
 
 
+@LOCKED
 def test_every_crafted_id_on_every_route(gateway):
     faults = []
     for route in gateway.routes:
@@ -290,6 +296,7 @@ PART_LINES = [
 KIND = b"Content-Type: multipart/form-data; boundary=b"
 
 
+@LOCKED
 @pytest.mark.parametrize("ending", [b"--b--\r\n", b"--b--", b"", b"--b\r\n", b"--c--\r\n", b"\r\n"])
 def test_every_crafted_form(gateway, ending):
     faults = []
@@ -301,6 +308,7 @@ def test_every_crafted_form(gateway, ending):
     assert [(line, fault) for line, fault in faults if fault] == []
 
 
+@LOCKED
 @EXAMPLES
 @given(
     st.lists(st.sampled_from([*PART_LINES, b"--b", b"--b--", b"--c", b"", b"{}"]) | st.binary(max_size=30), max_size=8)
