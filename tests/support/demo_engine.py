@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,6 +60,12 @@ WISHES = (
 Received = dict[str, tuple[list[int], list[TokenLogprob]]]
 
 
+@functools.cache
+def grammar_compiler() -> GrammarCompiler:
+    config = ModelConfig.read(DEMO)
+    return GrammarCompiler(Tokenizer.read(DEMO), config.vocab_size, config.eos_token_ids)
+
+
 class DemoEngines:
     """Engines that share one copy of the model on `ops`, its weights rounded to `quantization`."""
 
@@ -68,7 +75,10 @@ class DemoEngines:
         model = load_model(DEMO, config, ops, MAX_LEN, quantization=quantization)
         layers = model.weights.layers[:num_layers]
         self._config = replace(config, num_layers=len(layers))
-        self.model = Llama(self._config, ops, replace(model.weights, layers=layers))
+        kv_scales = model.weights.kv_scales
+        if num_layers is not None and kv_scales is not None:
+            kv_scales = kv_scales[:num_layers]
+        self.model = Llama(self._config, ops, replace(model.weights, layers=layers, kv_scales=kv_scales))
         self._format_key = kv_format(self.model, BLOCK_SIZE, MAX_LEN).key
         self.eos_token_ids = frozenset(self._config.eos_token_ids)
 
@@ -126,7 +136,7 @@ class DemoEngines:
             else Speculation(kv, self._config.vocab_size, drafter, num_ahead or MAX_DRAFTS, num_ahead=num_ahead)
         )
         adapters = self._adapters(executor, num_adapter_slots) if num_adapter_slots else None
-        grammars = Grammars(self._compiler)
+        grammars = Grammars(grammar_compiler)
         return Engine(executor, kv, limits, self.eos_token_ids, grammars, speculation=speculation, adapters=adapters)
 
     def _adapters(self, executor: ModelExecutor, num_slots: int) -> Adapters:
@@ -136,9 +146,6 @@ class DemoEngines:
             return read_adapter(Path(source.path), self._config, self.model.ops.dtype, MAX_LORA_RANK)
 
         return Adapters(read, executor.write_adapter, AdapterSlotPool(num_slots), num_slots + 1)
-
-    def _compiler(self) -> GrammarCompiler:
-        return GrammarCompiler(Tokenizer.read(DEMO), self._config.vocab_size, self._config.eos_token_ids)
 
     def executor(
         self,

@@ -83,12 +83,12 @@ def ahead():
 
 @pytest.fixture(scope="module")
 def fp8_steady():
-    return DemoEngines(RowwiseOps(), "fp8")
+    return DemoEngines(RowwiseOps(), "fp8", num_layers=TWO_LAYERS)
 
 
 @pytest.fixture(scope="module")
 def fp8_ahead():
-    return DemoEngines(RowwiseAheadOps(), "fp8")
+    return DemoEngines(RowwiseAheadOps(), "fp8", num_layers=TWO_LAYERS)
 
 
 def drawn_requests(seed: int, adapters: Sequence[AdapterSource] = ()) -> list[EngineRequest]:

@@ -26,7 +26,7 @@ from service.engine.request import BranchHistory, EngineRequest
 from service.errors import EndReason
 from tests.fakes.plain_model import PlainModel
 from tests.support.beam_reference import search
-from tests.support.demo_engine import DEMO, TWO_LAYERS, DemoEngines
+from tests.support.demo_engine import DEMO, TWO_LAYERS, DemoEngines, grammar_compiler
 from tests.support.random_schemas import random_schema
 from tests.support.received import run_steps
 from tests.support.schema_validator import is_valid
@@ -331,7 +331,7 @@ def test_without_a_compiler_the_request_ends(engines):
 def test_while_one_compiles_others_run_and_it_can_be_cancelled(engines):
     released = threading.Event()
     engine = engines.make()
-    compiler = engines._compiler()
+    compiler = grammar_compiler()
 
     def slow_compiler():
         assert released.wait(30)
@@ -357,7 +357,7 @@ def test_while_one_compiles_others_run_and_it_can_be_cancelled(engines):
 def test_grammars_that_never_compile_fail_their_own_requests_alone(engines, monkeypatch):
     monkeypatch.setattr(grammars, "MAX_COMPILE_S", 0.3)
     released = threading.Event()
-    compiler = engines._compiler()
+    compiler = grammar_compiler()
     compile_at_once = compiler.compile
 
     def compile_at_last(text):

@@ -15,7 +15,7 @@ from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import PROTECTED_STEPS, Preemption
 from service.engine.scheduling.swap_cost import COPY_SLOWDOWN, EngineLoad, Rates, SwapCostModel
 from tests.fakes.scripted_executor import ScriptedExecutor
-from tests.support.demo_engine import DEMO, DemoEngines, run_all
+from tests.support.demo_engine import DEMO, TWO_LAYERS, DemoEngines, run_all
 from tests.support.random_operations import alone
 
 SIZE = 4
@@ -249,7 +249,7 @@ def test_steps_quicker_than_decodes_alone_once_were_tell_nothing_of_prompts():
 
 @pytest.fixture(scope="module")
 def engines():
-    return DemoEngines(NumpyOps(np.dtype(np.float32)))
+    return DemoEngines(NumpyOps(np.dtype(np.float32)), num_layers=TWO_LAYERS)
 
 
 @pytest.fixture(scope="module")
