@@ -68,7 +68,6 @@ class InFlightStep:
     plan: StepPlan
     launched: Any
     launched_at_s: float
-    computes_from_s: float  # after the host's part, where steps overlap
     num_recomputed_tokens: int
 
 
@@ -180,7 +179,9 @@ class Engine:
 
         A later step may still compute a sequence whose blocks are free: their next owner writes in a still later one.
         """
-        if self._in_flight and self.speculation is not None:
+        if not self._in_flight:
+            self._collected_at_s = time.perf_counter()
+        elif self.speculation is not None:
             self._collect_steps(int(not self.speculation.needs_known_tokens(self._scheduler.running)))
         start_s = time.perf_counter()
         self._collect_transfers()
@@ -207,8 +208,7 @@ class Engine:
                     num_recomputed_tokens += min(end, sequence.num_tokens_before_preemption) - start
                 if sequence.prefix_followers:
                     self._scheduler.fork_followers(sequence)
-            computes_from_s = launched_s if self._executor.runs_ahead else start_s
-            self._in_flight.append(InFlightStep(plan, launched, start_s, computes_from_s, num_recomputed_tokens))
+            self._in_flight.append(InFlightStep(plan, launched, start_s, num_recomputed_tokens))
             self._num_steps += 1
             self._collect_steps(1)
             self._executor.sample(launched)
@@ -217,6 +217,8 @@ class Engine:
                 self._executor.transfer(plan)
             self._wait_for_work()
         self._collect_steps(1 if plan.chunks and self._executor.runs_ahead else 0)
+        if self.speculation is not None:
+            self.speculation.learn()
         self._last_step_s = time.perf_counter() - start_s
         if self._last_step_s > SLOW_STEP_S and plan.chunks and log.isEnabledFor(logging.DEBUG):
             self._log_slow_step(plan, launch_s - start_s, launched_s - launch_s)
@@ -331,9 +333,8 @@ class Engine:
             busy_s = now_s - max(step.launched_at_s, self._collected_at_s)
             self._scheduler.preemption.on_step(step.plan, busy_s, step.num_recomputed_tokens)
             if self.speculation is not None:
-                self.speculation.on_step(step.plan, now_s - max(step.computes_from_s, self._collected_at_s))
-                if self._executor.runs_ahead:
-                    self.speculation.on_planned(step.computes_from_s - step.launched_at_s)
+                has_overlapped = step.launched_at_s < self._collected_at_s or not self._executor.runs_ahead
+                self.speculation.on_step(step.plan, now_s - self._collected_at_s, has_overlapped)
                 self.speculation.on_result(step.plan, result)
             self._collected_at_s = now_s
             self._kv.commit_step(step.plan.chunks, {step.plan.samplers[index] for index in result.failed})

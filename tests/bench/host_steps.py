@@ -182,6 +182,8 @@ def make_engine(batch: int, longest: int, *, prefix_caching: bool, num_drafts: i
     weights = SimpleNamespace(lm_head=SimpleNamespace(data=None))
     model = SimpleNamespace(ops=ops, config=config, weights=weights, tune=lambda *sizes: None, forward=_forward)
     model.first_layer = lambda: model
+    model.hidden = lambda batch, kv, *states: np.zeros((batch.num_tokens, 1), np.float32)
+    model.logits = lambda hidden, rows: np.zeros((len(hidden if rows is None else rows), VOCAB_SIZE), np.float32)
     executor = ModelExecutor(model, frozenset(), max_num_seqs, max_blocks, verifies_drafts=num_drafts > 0)
     num_blocks = max_num_seqs * max_blocks
     executor.attach(np.zeros((1, 1, 1, 1, BLOCK_SIZE, 1), np.float32))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from itertools import accumulate
 
 import numpy as np
 
@@ -21,9 +22,10 @@ from service.engine.drafting.draft_model import DraftModelDrafter
 from service.engine.drafting.drafter import MAX_DRAFTS, Drafter
 from service.engine.drafting.eagle3 import Eagle3Drafter
 from service.engine.drafting.eagle3_device import DeviceEagle3Drafter
-from service.engine.drafting.lengths import DraftLengths, StepCost
+from service.engine.drafting.lengths import DraftLengths
 from service.engine.drafting.models import PlannedDraftModel
 from service.engine.drafting.ngram import NgramDrafter
+from service.engine.drafting.step_cost import StepCost
 from service.engine.drafting.suffix import SuffixDrafter
 from service.engine.execution.executor import ModelExecutor
 from service.engine.kv.kv_manager import KVManager
@@ -139,7 +141,7 @@ def measure_step_cost(model: Llama, kv: Array, max_model_len: int) -> StepCost:
         for num_rows in MEASURED_ROWS
     ]
     rounds = [[_seconds(model, kv, batch) for batch in batches] for _ in range(NUM_ROUNDS)]
-    return StepCost(MEASURED_ROWS, [min(each) for each in zip(*rounds, strict=True)])
+    return StepCost(MEASURED_ROWS, list(accumulate((min(each) for each in zip(*rounds, strict=True)), max)))
 
 
 def _seconds(model: Llama, kv: Array, batch: Batch) -> float:

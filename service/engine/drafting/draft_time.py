@@ -7,8 +7,8 @@ WEIGHT = 0.1
 """Weight of the last call in the mean."""
 MAX_EXCESS = 2.0
 """Longer calls count as this many times the mean: the machine had other work."""
-HALF_LIFE_S = 1.0
-"""Without a call the mean halves, so that drafts are tried again."""
+HALF_LIFE_S = 10.0
+"""Without a call the mean halves: it was that of another batch."""
 
 
 class DraftTime:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from service.engine.drafting.drafter import SOURCES
+from service.engine.drafting.step_cost import StepCost
 from service.engine.sequence import Sequence
 
 FIRST_RATE = 0.7
@@ -16,58 +19,31 @@ FIRST_RATE = 0.7
 DECAY = 0.9
 """Factor of a sequence's counts, each step."""
 SOURCE_DECAY = 0.995
-"""Factor of a source's counts, each step."""
+"""Factor of a source's counts, each step with drafts."""
 PRIOR_TRIALS = 4.0
 """Weight of the source's rate against a sequence's own trials."""
-STEP_WEIGHT = 0.1
-"""Weight of the last step in means of step times."""
-MAX_EXCESS = 2.0
-"""Longer steps count as this many times what was expected: the machine had other work."""
 MIN_SPEED_UP = 1.03
 """A smaller gain is within the error of the step times."""
+TRIAL_SHARE = 0.005
+"""Share of the time that may be lost to trials: of drafts where none pay, of no drafts where they pay."""
+PLAIN_STEPS = 3
+"""Steps of a trial without drafts: the first does not overlap."""
+LONGEST = (1, 2, 3, 4, 6, 8, 12)
+"""Most drafts of a sequence that are compared, where each takes the drafter's time."""
 
 
-class StepCost:
-    """Seconds of a step by rows and drafts: measured of the model at start, corrected by each step."""
+Gains = Seq[Seq[float]] | np.ndarray
 
-    def __init__(self, rows: Seq[int], seconds: Seq[float]):
-        """`seconds` of a forward pass with each number of `rows`, ascending."""
-        steady = np.maximum.accumulate(np.array(seconds, np.float64))
-        self._forward: list[float] = np.interp(np.arange(rows[-1] + 1), rows, steady).tolist()  # by rows
-        self._overhead_s = 0.0
-        self._plain_s: dict[int, float] = {}  # of steps without drafts, by rows
-        self._factor = 1.0  # of the share that drafts add
 
-    def plain_s(self, num_rows: int) -> float:
-        seen_s = self._plain_s.get(num_rows)
-        return self._forward_s(num_rows) + self._overhead_s if seen_s is None else seen_s
+class Drafting(NamedTuple):
+    """Limits of the drafts of a step."""
 
-    def drafted_s(self, num_rows: int, num_drafts: int) -> float:
-        """Return seconds of `num_rows` and this number of drafts."""
-        added = self._forward_s(num_rows + num_drafts) / self._forward_s(num_rows) - 1
-        return self.plain_s(num_rows) * (1 + self._factor * added)
+    token_s: float = 0.0  # to draft one token for all sequences
+    max_drafts: int | None = None  # in all
+    hope: float = 1.0  # exponent of the chances that a trial hopes for; 1: they are known
 
-    def on_step(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """Learn from a step of decodes, each one row and its drafts."""
-        plain_s = self.plain_s(num_rows)
-        if num_drafts:
-            added_s = self.drafted_s(num_rows, num_drafts) - plain_s
-            if added_s > 0:
-                seen = min((seconds - plain_s) / added_s, MAX_EXCESS)
-                self._factor *= max(0.5, 1 + STEP_WEIGHT * (seen - 1))
-            return
-        if num_rows in self._plain_s:
-            seconds = min(seconds, MAX_EXCESS * plain_s)
-        self._plain_s[num_rows] = plain_s + STEP_WEIGHT * (seconds - plain_s)
-        excess_s = seconds - self._forward_s(num_rows) - self._overhead_s
-        self._overhead_s = max(0.0, self._overhead_s + STEP_WEIGHT * excess_s)
 
-    def _forward_s(self, num_rows: int) -> float:
-        """Return the measured time; beyond the largest size each row adds the mean of a row."""
-        largest = len(self._forward) - 1
-        if num_rows <= largest:
-            return self._forward[num_rows]
-        return self._forward[largest] * num_rows / largest
+FREE = Drafting()
 
 
 @dataclass(slots=True)
@@ -91,8 +67,7 @@ class Counts:
 
 @dataclass(slots=True)
 class Acceptance:
-    """Acceptance of verified drafts by source and sequence. Without a draft both forget, so that drafts are tried
-    again."""
+    """Acceptance of verified drafts by source and sequence. Sequences forget: one without drafts is tried again."""
 
     _sources: dict[str, Counts] = field(default_factory=lambda: {source: Counts() for source in SOURCES})
     _sequences: WeakKeyDictionary[Sequence, Counts] = field(default_factory=WeakKeyDictionary)
@@ -100,60 +75,139 @@ class Acceptance:
     def rate(self, source: str) -> float:
         return self._sources[source].rate(FIRST_RATE)
 
-    def gains(self, source: str, sequences: Seq[Sequence], max_tokens: Seq[int]) -> list[np.ndarray]:
-        """Return for each sequence the chance float64[max_tokens] that all drafts up to each are accepted."""
+    def gains(self, source: str, sequences: Seq[Sequence], max_tokens: Seq[int]) -> np.ndarray:
+        """Return float64[S, max(max_tokens)], the chance that all drafts up to each are accepted; 0 beyond a
+        sequence's `max_tokens`."""
+        prior, counts = self.rate(source), np.array(max_tokens, np.int64)
+        rates = np.array([self._rate(prior, one) for one in sequences], np.float64)
+        numbers = np.arange(1, counts.max(initial=0) + 1)
+        gains: np.ndarray = np.where(numbers <= counts[:, None], rates[:, None] ** numbers, 0.0)
+        return gains
+
+    def on_step(self, source: str) -> None:
+        """Forget a little, before the results of a step with drafts."""
         self._sources[source].decay(SOURCE_DECAY)
-        return [
-            self._rate(source, one) ** np.arange(1, count + 1) for one, count in zip(sequences, max_tokens, strict=True)
-        ]
 
     def on_result(self, source: str, sequence: Sequence, num_accepted: int, num_drafts: int) -> None:
         num_trials = num_accepted + (num_accepted < num_drafts)
         self._sources[source].add(num_accepted, num_trials)
         self._sequences.setdefault(sequence, Counts()).add(num_accepted, num_trials)
 
-    def _rate(self, source: str, sequence: Sequence) -> float:
-        own, prior = self._sequences.get(sequence), self.rate(source)
+    def _rate(self, prior: float, sequence: Sequence) -> float:
+        own = self._sequences.get(sequence)
         if own is None:
             return prior
         own.decay(DECAY)
         return own.rate(prior)
 
 
+class _Option(NamedTuple):
+    """Numbers of drafts with the most tokens a second, expected or hoped for."""
+
+    speed_up: float  # over no drafts
+    counts: list[int]  # of each sequence
+    lost_s: float = 0.0  # against no drafts, as expected
+
+
 @dataclass(slots=True)
 class DraftLengths:
     cost: StepCost | None = None
     """None: as many as there are."""
-    lost_overlap_s: float = 0.0
-    """Host time that a step with drafts does not hide: the next one is planned once it is collected."""
+    _budget_s: float = 0.0  # for trials
+    _is_trial: bool = False  # the last choice
+    _plain_steps: int = 0  # left of a trial
+    _is_drafting: bool = False  # in the last step
 
     def may_pay(self, gain: float, num_rows: int) -> bool:
         """Return False if drafts of `gain` expected tokens cannot be worth the first one's row. Cheap."""
         if self.cost is None:
             return True
-        drafted_s = self.cost.drafted_s(num_rows, 1) + self.lost_overlap_s
-        return gain > num_rows * (MIN_SPEED_UP * drafted_s / self.cost.plain_s(num_rows) - 1)
+        hoped_s = float(self.cost.hoped_s(num_rows, np.array([1]))[0])
+        return gain > num_rows * (MIN_SPEED_UP * hoped_s / self.cost.plain_s(num_rows) - 1)
 
-    def choose(self, gains: Seq[Seq[float] | np.ndarray], num_rows: int, token_s: float = 0.0) -> list[int]:
+    def choose(self, gains: Gains, num_rows: int, drafting: Drafting = FREE) -> list[int]:
         """Return how many tokens to draft for each sequence of a step that has `num_rows` without.
 
         `gains`: of each sequence, descending, the chance that all drafts up to each are accepted. The best number of
-        them is the one with the most expected tokens a second. `token_s`: to draft one token for all sequences.
+        them is the one with the most expected tokens a second.
         """
-        counts = [len(own) for own in gains]
-        longest = max(counts, default=0)
-        if self.cost is None or longest == 0:
-            return counts
-        table = np.zeros((len(gains), longest))
-        for row, own in zip(table, gains, strict=True):
-            row[: len(own)] = own
-        order = np.argsort(-table.ravel(), kind="stable")[: sum(counts)]
-        tokens = num_rows + np.cumsum(table.ravel()[order])
-        drafting_s = np.maximum.accumulate(order % longest + 1) * token_s + self.lost_overlap_s
-        seconds = [self.cost.drafted_s(num_rows, count) for count in range(1, len(order) + 1)]
-        rates = tokens / (np.array(seconds) + drafting_s)
-        best = int(np.argmax(rates))
-        if rates[best] < MIN_SPEED_UP * num_rows / self.cost.plain_s(num_rows):
-            return [0] * len(gains)
-        chosen: list[int] = np.bincount(order[: best + 1] // longest, minlength=len(gains)).tolist()
-        return chosen
+        counts, self._is_trial = self._choose(_table(gains), num_rows, drafting)
+        return counts
+
+    def on_planned(self, num_drafts: int) -> None:
+        """Pay for a trial once the step that was chosen for is planned."""
+        if self._is_trial:
+            self._budget_s, self._is_trial = 0.0, False
+            self._plain_steps = 0 if num_drafts else PLAIN_STEPS
+
+    def on_step(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        """Learn from a step of decodes, each one row and its drafts."""
+        if self.cost is not None:
+            self.cost.on_step(num_rows, num_drafts, seconds)
+        self._budget_s += TRIAL_SHARE * seconds
+        self._plain_steps = max(0, self._plain_steps - 1)
+        self._is_drafting = num_drafts > 0
+
+    def _choose(self, table: np.ndarray, num_rows: int, drafting: Drafting) -> tuple[list[int], bool]:
+        """Return the numbers of drafts, and whether they are a trial."""
+        num_drafts, nothing = int(np.count_nonzero(table)), [0] * len(table)
+        if drafting.max_drafts is not None:
+            num_drafts = min(num_drafts, drafting.max_drafts)
+        if num_drafts <= 0 or self._plain_steps:
+            return nothing, False
+        if self.cost is None:
+            return _counts(table, _best_first(table, num_drafts)), False
+        best, hoped = self._options(self.cost, table, num_rows, num_drafts, drafting)
+        plain_s = self.cost.plain_s(num_rows)
+        if best.speed_up >= MIN_SPEED_UP:
+            lost_s = PLAIN_STEPS * plain_s * (1 - 1 / best.speed_up)
+            return (nothing, True) if self._budget_s > lost_s else (best.counts, False)
+        lost_s = max(hoped.lost_s, (MIN_SPEED_UP - 1) * plain_s)
+        if hoped.speed_up >= MIN_SPEED_UP and self._budget_s > lost_s:
+            return hoped.counts, True
+        return nothing, False
+
+    def _options(
+        self, cost: StepCost, table: np.ndarray, num_rows: int, num_drafts: int, drafting: Drafting
+    ) -> tuple[_Option, _Option]:
+        """Return the best numbers of drafts as expected, and as hoped for."""
+        numbers, plain_s = np.arange(1, num_drafts + 1), cost.plain_s(num_rows)
+        # After a plain step, drafts cost two overlaps: theirs and that of the next plain step.
+        switch_s = 0.0 if self._is_drafting else cost.excess_s(num_rows)
+        step_s = cost.drafted_s(num_rows, numbers) + switch_s, cost.hoped_s(num_rows, numbers)
+        options: tuple[list[_Option], list[_Option]] = [], []
+        for longest in [most for most in LONGEST if drafting.token_s and most < table.shape[1]] + [table.shape[1]]:
+            part = table[:, :longest]
+            order = _best_first(part, num_drafts)
+            chances = part.ravel()[order]
+            seconds = [each[: len(order)] + longest * drafting.token_s for each in step_s]
+            plain_tokens = seconds[0] * num_rows / plain_s  # in the same time
+            tokens = num_rows + np.cumsum(chances)
+            hoped = (num_rows + np.cumsum(chances**drafting.hope)) * plain_s / (num_rows * seconds[1])
+            for found, speed_ups in zip(options, (tokens / plain_tokens, hoped), strict=True):
+                best = int(np.argmax(speed_ups))
+                lost_s = float(plain_tokens[best] - tokens[best]) * plain_s / num_rows
+                found.append(_Option(float(speed_ups[best]), _counts(table, order[: best + 1], longest), lost_s))
+        expected, hoped_for = (max(found, key=attrgetter("speed_up")) for found in options)
+        return expected, hoped_for
+
+
+def _table(gains: Gains) -> np.ndarray:
+    """Return float64[S, longest], padded with 0."""
+    if isinstance(gains, np.ndarray):
+        return gains
+    table = np.zeros((len(gains), max(map(len, gains), default=0)))
+    for row, own in zip(table, gains, strict=True):
+        row[: len(own)] = own
+    return table
+
+
+def _best_first(table: np.ndarray, most: int) -> np.ndarray:
+    """Return indices of the largest chances in the flat table, at most `most`, without zeros."""
+    return np.argsort(-table.ravel(), kind="stable")[: min(most, int(np.count_nonzero(table)))]
+
+
+def _counts(table: np.ndarray, chosen: np.ndarray, longest: int | None = None) -> list[int]:
+    """Return how many of each row's first `longest` columns are in `chosen`."""
+    counts: list[int] = np.bincount(chosen // (longest or table.shape[1]), minlength=len(table)).tolist()
+    return counts

@@ -7,15 +7,15 @@ from collections.abc import Iterable
 from itertools import takewhile
 
 from service.engine.drafting.drafter import GRAMMAR, MAX_DRAFTS, Drafter
-from service.engine.drafting.lengths import Acceptance, DraftLengths
+from service.engine.drafting.lengths import Acceptance, Drafting, DraftLengths
 from service.engine.drafting.shadow import ShadowDrafts
 from service.engine.drafting.stats import DraftStats
 from service.engine.kv.kv_manager import KVManager
 from service.engine.sequence import Sequence
 from service.engine.step import Chunk, StepPlan, StepResult
 
-HOST_WEIGHT = 0.05
-"""Weight of the last step in the mean of host time."""
+HOPE = 0.5
+"""Exponent of the chances that a trial of a head or draft model hopes for: those of others are compared anyway."""
 SEQUENCES_PER_WAIT, MAX_WAIT = 8, 3
 """After a step that drafts nothing, guesses are not compared for one step per 8 sequences, at most 3. The next
 comparison covers all tokens since."""
@@ -26,7 +26,7 @@ class Speculation:
     Tokens that a grammar forces are drafts too.
 
     Guesses of a drafter without a device are compared for each sequence, drafted or not (ShadowDrafts). Drafts of one
-    that takes the device's time are tried again as the acceptance seen is forgotten.
+    that takes the device's time are tried again now and then (DraftLengths).
     """
 
     def __init__(
@@ -48,6 +48,8 @@ class Speculation:
         self._shadows = ShadowDrafts(drafter, max_drafts) if drafter is not None and is_free else None
         self._acceptance = Acceptance()
         self._drafting_s = 0.0
+        self._max_added: int | None = None  # drafts of the last step planned, at most
+        self._unlearned: list[tuple[Chunk, int]] = []  # with the number of accepted drafts
         self._steps_to_wait = 0
         self.lengths = lengths or DraftLengths()
         self.stats = DraftStats()
@@ -63,58 +65,71 @@ class Speculation:
             matcher = sequence.matcher
             if matcher is not None and len(matcher.forced_tokens()) > sequence.num_pending_tokens:
                 return True
-        if self._drafter is None:
+        if self._drafter is None or self._max_added == 0:
             return False
         if self._shadows is not None:
             return bool(self._choose_shadows(self._shadows, rooms, len(rooms)))
-        gains = self._acceptance.gains(self._drafter.source, [*rooms], [*rooms.values()])
-        return any(self.lengths.choose(gains, len(rooms), self._drafter.token_s))
+        most = [min(room, self._max_drafts) for room in rooms.values()]
+        gains = self._acceptance.gains(self._drafter.source, [*rooms], most)
+        return any(self.lengths.choose(gains, len(rooms), self._drafting(self._max_added)))
 
     def add_drafts(self, chunks: list[Chunk], max_tokens: int, extended: set[Sequence]) -> list[Chunk]:
         """Add at most `max_tokens` drafts to one-token chunks, as blocks allow; to `extended`, sequences that got
         blocks."""
-        self.stats.last_mean_length = 0.0
+        self.stats.last_mean_length, self._max_added = 0.0, max_tokens
         self.last_drafts.clear()
         rooms = {one.sequence: self._room(one.sequence) for one in chunks if not one.sequence.num_pending_tokens}
         if not any(rooms.values()):
             return chunks
         drafts: dict[Sequence, tuple[int, ...]] = {}
         self._add_forced(drafts, rooms)
+        reserved: set[Sequence] = set()
         if self._shadows is not None:
             self._add_shadows(drafts, self._shadows, rooms, len(chunks))
         elif self._drafter is not None:
-            self._add_drafted(drafts, self._drafter, rooms, len(chunks), extended)
+            reserved = self._add_drafted(drafts, self._drafter, rooms, len(chunks), extended)
         if not drafts:
             return chunks
-        drafted = []
+        drafted, num_left = [], max_tokens
         for chunk in chunks:
-            own = drafts.get(chunk.sequence, ())[:max_tokens]
-            if own and self._reserve(chunk.sequence, len(own), extended):
-                max_tokens -= len(own)
-                chunk = chunk._replace(length=1 + len(own), drafts=own)
+            sequence = chunk.sequence
+            own = drafts.get(sequence, ())[:num_left]
+            if own and (sequence in reserved or self._reserve(sequence, len(own), extended)):
+                num_left -= len(own)
+                chunk = Chunk(sequence, chunk.start, 1 + len(own), chunk.samplers, own)
             drafted.append(chunk)
-        self.stats.last_mean_length = sum(len(chunk.drafts) for chunk in drafted) / len(drafted)
+        self.stats.last_mean_length = (max_tokens - num_left) / len(drafted)
         return drafted
 
     def on_result(self, plan: StepPlan, result: StepResult) -> None:
-        """Count the accepted drafts of a collected step."""
+        """Count the accepted drafts of a collected step, for its requests; `learn` does the rest."""
         if result.indptr is None:
             return
         samplers = iter(zip(result.indptr, result.indptr[1:], strict=False))
         for chunk in plan.chunks:
             for _, (start, stop) in zip(chunk.samplers, samplers, strict=False):
                 if chunk.drafts:
-                    self._count(chunk, max(0, stop - start - 1))
+                    num_accepted, group = max(0, stop - start - 1), chunk.sequence.group
+                    group.num_draft_tokens += len(chunk.drafts)
+                    group.num_accepted_tokens += num_accepted
+                    self._unlearned.append((chunk, num_accepted))
 
-    def on_step(self, plan: StepPlan, seconds: float) -> None:
-        """Learn from a step's seconds, less those of drafting."""
-        seconds, self._drafting_s = seconds - self._drafting_s, 0.0
-        if self.lengths.cost is not None and all(chunk.length == 1 + len(chunk.drafts) for chunk in plan.chunks):
-            self.lengths.cost.on_step(len(plan.chunks), plan.num_tokens - len(plan.chunks), seconds)
+    def learn(self) -> None:
+        """Learn from the drafts counted since the last call, once the next step runs."""
+        if self._unlearned and self._drafter is not None:
+            self._acceptance.on_step(self._drafter.source)
+        for chunk, num_accepted in self._unlearned:
+            self._count(chunk, num_accepted)
+        self._unlearned.clear()
 
-    def on_planned(self, seconds: float) -> None:
-        """Learn the host's seconds that an overlapped step hides."""
-        self.lengths.lost_overlap_s += HOST_WEIGHT * (seconds - self.lengths.lost_overlap_s)
+    def on_step(self, plan: StepPlan, seconds: float, has_overlapped: bool) -> None:
+        """Learn from the seconds from the previous step's tokens to this one's, less those of drafting. A step without
+        drafts that was launched after those tokens, as the first one after drafts, is no example."""
+        num_rows, num_drafts = len(plan.chunks), sum(len(chunk.drafts) for chunk in plan.chunks)
+        if num_drafts:
+            seconds, self._drafting_s = seconds - self._drafting_s, 0.0
+        if plan.num_tokens == num_rows + num_drafts and (num_drafts or has_overlapped):
+            self.lengths.on_step(num_rows, num_drafts, seconds)
 
     def on_end(self, sequence: Sequence) -> None:
         self.last_drafts.pop(sequence, None)
@@ -129,8 +144,11 @@ class Speculation:
         self.last_drafts[chunk.sequence] = len(chunk.drafts), num_accepted
         if self._shadows is None:
             self._acceptance.on_result(source, chunk.sequence, num_accepted, len(chunk.drafts))
-        chunk.sequence.group.num_draft_tokens += len(chunk.drafts)
-        chunk.sequence.group.num_accepted_tokens += num_accepted
+
+    def _drafting(self, max_drafts: int | None) -> Drafting:
+        if self._drafter is None or self._shadows is not None:
+            return Drafting(max_drafts=max_drafts)
+        return Drafting(self._drafter.token_s, max_drafts, HOPE)
 
     def _room(self, sequence: Sequence) -> int:
         """Return the most drafts that can be accepted once its tokens are known."""
@@ -154,7 +172,9 @@ class Speculation:
     def _add_shadows(
         self, drafts: dict[Sequence, tuple[int, ...]], shadows: ShadowDrafts, rooms: dict[Sequence, int], num_rows: int
     ) -> None:
-        for sequence, own in self._choose_shadows(shadows, rooms, num_rows + sum(map(len, drafts.values()))):
+        chosen = self._choose_shadows(shadows, rooms, num_rows + sum(map(len, drafts.values())))
+        self.lengths.on_planned(len(chosen))
+        for sequence, own in chosen:
             own = self._usable(sequence, own)
             if own:
                 drafts[sequence] = own
@@ -185,7 +205,7 @@ class Speculation:
                 gains.append(shadows.gains(shadow.streak)[first - shadow.num_right :][: len(own)])
         if not found or not self.lengths.may_pay(sum(map(sum, gains)), num_rows):
             return []
-        chosen = self.lengths.choose(gains, num_rows)
+        chosen = self.lengths.choose(gains, num_rows, self._drafting(self._max_added))
         return [(sequence, own[:count]) for (sequence, own), count in zip(found, chosen, strict=True) if count]
 
     def _add_drafted(
@@ -195,19 +215,23 @@ class Speculation:
         rooms: dict[Sequence, int],
         num_rows: int,
         extended: set[Sequence],
-    ) -> None:
-        """Draft on the device, whose time is part of the choice."""
+    ) -> set[Sequence]:
+        """Draft on the device, whose time is part of the choice; return the sequences with blocks for their drafts."""
         asked = {one: min(room, self._max_drafts) for one, room in rooms.items() if room}
         asked = {one: count for one, count in asked.items() if not self._kv.awaits_copy(one)}
         gains = self._acceptance.gains(drafter.source, [*asked], [*asked.values()])
-        chosen = self.lengths.choose(gains, num_rows + sum(map(len, drafts.values())), drafter.token_s)
+        num_forced = sum(map(len, drafts.values()))
+        drafting = self._drafting(None if self._max_added is None else self._max_added - num_forced)
+        chosen = self.lengths.choose(gains, num_rows + num_forced, drafting)
+        if not any(chosen):
+            self.lengths.on_planned(0)
         kept = {
             one: count
             for one, count in zip(asked, chosen, strict=True)
             if count and self._reserve(one, count, extended)
         }
         if not kept:
-            return
+            return set()
         start_s = time.perf_counter()
         found = drafter.draft([*kept], [*kept.values()])
         self._drafting_s = time.perf_counter() - start_s
@@ -216,10 +240,16 @@ class Speculation:
             if own:
                 drafts[sequence] = own
                 sequence.draft_source = drafter.source
+        if any(found):  # else the drafter begins with this step
+            self.lengths.on_planned(sum(map(len, found)))
+        return set(kept)
 
     def _usable(self, sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
         """Cut drafts before an unknown id, a stop id, or one that the grammar forbids."""
         stop_ids = sequence.group.stop_ids
+        is_free = sequence.matcher is None and stop_ids.isdisjoint(drafts)
+        if is_free and drafts and min(drafts) >= 0 and max(drafts) < self._vocab_size:
+            return drafts
         usable = tuple(takewhile(lambda token: 0 <= token < self._vocab_size and token not in stop_ids, drafts))
         if sequence.matcher is None or not usable:
             return usable
@@ -230,10 +260,13 @@ class Speculation:
         end = sequence.num_computed_tokens + 1 + num_drafts
         ahead = min(end + self._num_ahead, sequence.max_num_tokens)
         num_available = self._kv.pool.num_available
-        ends = [each for each in (ahead, end) if self._kv.num_missing_blocks(sequence, each) <= num_available]
-        if not ends:
-            return False
-        self._kv.extend(sequence, ends[0])
-        sequence.num_exclusive_tokens = 0  # each later block is looked at again: its slots follow no other's
-        extended.add(sequence)
-        return True
+        for wanted in (ahead, end) if ahead > end else (end,):
+            num_missing = self._kv.num_missing_blocks(sequence, wanted)
+            if num_missing > num_available:
+                continue
+            if num_missing:
+                self._kv.extend(sequence, wanted)
+                extended.add(sequence)
+            sequence.num_exclusive_tokens = 0  # each later block is looked at again: its slots follow no other's
+            return True
+        return False

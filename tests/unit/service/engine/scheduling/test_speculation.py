@@ -3,7 +3,8 @@
 import pytest
 
 from model.sampling_params import SamplingParams
-from service.engine.drafting.lengths import DraftLengths, StepCost
+from service.engine.drafting.lengths import DraftLengths
+from service.engine.drafting.step_cost import StepCost
 from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
 from service.engine.request import EngineRequest
@@ -13,6 +14,10 @@ from tests.fakes.drafters import FakeDrafter
 from tests.fakes.scripted_executor import VOCAB_SIZE, ScriptedDrafter, ScriptedExecutor
 
 ROWS = StepCost([1, 101], [1.0, 16.0])
+EXPOSED = StepCost([1, 101], [1.0, 16.0])
+"""Of a host that takes longer than the device."""
+for _number in range(1, 60):
+    EXPOSED.on_step(1, _number, 100.0)
 
 
 class SilentDrafter(FakeDrafter):
@@ -32,15 +37,13 @@ class LateDrafter(ScriptedDrafter):
         return super()._draft(sequence, max_tokens)
 
 
-def engine_of(drafter, lost_s=0.0, cost=ROWS):
+def engine_of(drafter, cost=ROWS):
     executor = ScriptedExecutor(200, 4, runs_ahead=True)
     kv = KVManager(200, 4)
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=40, max_prefill_chunk=40, max_model_len=128)
-    lengths = DraftLengths(cost)
-    speculation = None if drafter is None else Speculation(kv, VOCAB_SIZE, drafter, 8, lengths)
+    speculation = None if drafter is None else Speculation(kv, VOCAB_SIZE, drafter, 8, DraftLengths(cost))
     if speculation is not None:
-        speculation.on_planned = lambda seconds: setattr(lengths, "lost_overlap_s", lost_s)
-        speculation.on_step = lambda plan, seconds: None
+        speculation.on_step = lambda plan, seconds, has_overlapped: None
     return Engine(executor, kv, limits, frozenset(), speculation=speculation), executor
 
 
@@ -74,11 +77,11 @@ def plain():
 
 
 @pytest.mark.parametrize(
-    ("drafter", "lost_s"), [(SilentDrafter(), 0.0), (ScriptedDrafter(8, 1), 0.0), (ScriptedDrafter(8, 1000), 100.0)]
+    ("drafter", "cost"), [(SilentDrafter(), ROWS), (ScriptedDrafter(8, 1), ROWS), (ScriptedDrafter(8, 1000), EXPOSED)]
 )
-def test_steps_overlap_while_drafts_do_not_pay(plain, drafter, lost_s):
+def test_steps_overlap_while_drafts_do_not_pay(plain, drafter, cost):
     """It finds nothing, it is wrong, or the lost overlap costs more than all its tokens."""
-    engine, executor = engine_of(drafter, lost_s)
+    engine, executor = engine_of(drafter, cost)
     tokens, num_overlapped = run(engine)
     assert tokens == plain[0]
     assert num_overlapped >= plain[1] - 1

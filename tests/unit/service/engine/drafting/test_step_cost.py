@@ -1,0 +1,56 @@
+import numpy as np
+import pytest
+
+from service.engine.drafting.step_cost import StepCost
+
+
+def drafted_s(cost, num_rows, *counts):
+    return cost.drafted_s(num_rows, np.array(counts)).tolist()
+
+
+def test_rows_beyond_the_largest_size_cost_its_mean():
+    cost = StepCost([1, 10], [1.0, 2.0])
+    assert drafted_s(cost, 5, 5, 15) == [2.0, 4.0]
+
+
+def test_a_larger_size_may_be_quicker():
+    assert drafted_s(StepCost([1, 2, 3], [1.0, 5.0, 2.0]), 1, 1, 2) == [5.0, 2.0]
+
+
+def test_overlapped_steps_without_drafts_are_seen():
+    cost = StepCost([1, 10], [0.1, 0.2])
+    for _ in range(200):
+        cost.on_step(1, 0, 0.6)
+    assert cost.plain_s(1) == pytest.approx(0.6)
+    assert cost.plain_s(10) == pytest.approx(0.7)
+    assert cost.plain_s(20) > cost.plain_s(10)
+
+
+def test_what_drafts_add_is_seen_and_is_in_proportion_to_rows_at_first():
+    cost = StepCost([1, 101], [1.0, 1.0])
+    for _ in range(100):
+        cost.on_step(1, 19, 1.4)
+    assert drafted_s(cost, 1, 19, 9) == pytest.approx([1.4, 1.2], rel=0.01)
+    assert cost.hoped_s(1, np.array([19])) == 1.0
+    for _ in range(30):
+        cost.on_step(1, 9, 1.3)
+        cost.on_step(1, 19, 1.4)
+    assert drafted_s(cost, 1, 9, 14, 19) == pytest.approx([1.3, 1.35, 1.4], rel=0.01)
+    assert cost.excess_s(20) == pytest.approx(0.4, rel=0.01)
+
+
+def test_the_first_steps_count_at_once():
+    cost = StepCost([1, 10], [1.0, 1.0])
+    cost.on_step(2, 0, 1.5)
+    cost.on_step(2, 4, 2.5)
+    assert cost.plain_s(2) == 1.5
+    assert drafted_s(cost, 2, 4) == pytest.approx([2.5], rel=0.1)
+
+
+def test_a_step_that_waited_for_the_processor_counts_little():
+    cost = StepCost([1, 10], [1.0, 1.1])
+    cost.on_step(1, 0, 1.0)
+    cost.on_step(1, 0, 500.0)
+    assert cost.plain_s(1) <= 1.5
+    cost.on_step(1, 9, 500.0)
+    assert drafted_s(cost, 1, 9)[0] <= 2 * (cost.plain_s(1) + 0.1)
