@@ -22,7 +22,7 @@ from model.families.llama import Llama
 from model.ops.group.arrays import divided, product_split
 from model.ops.interface import MAX_EXACT_ROWS, Array
 from model.ops.packing import Packing, TableRows
-from model.step_inputs import ForwardInputs
+from model.step_inputs import NO_PENDING_ROW, ForwardInputs
 
 ROWS_BESIDE = tuple(range(64, 513, 64))
 """Captured rows for chunks in addition to decodes. Larger steps hide their launches."""
@@ -58,7 +58,7 @@ class _Buffers:
 class StepGraphs:
     """Buffers of `max_rows` decodes and one replay per size.
 
-    The caller's `sampled` int32[max_rows] holds the tokens of the previous step.
+    The caller's `sampled` int32[max_rows or more] holds the tokens of the previous step.
     """
 
     def __init__(self, model: Llama, sampled: Array, max_rows: int, max_blocks: int, *, verifies_drafts: bool = False):
@@ -299,7 +299,7 @@ class StepGraphs:
         num_tokens, num_sequences = self._max_rows + ROWS_BESIDE[-1], self._max_rows + MAX_CHUNKS
         return [
             np.zeros(num_tokens, np.int32),
-            np.full(num_tokens, self._max_rows, np.int32),
+            np.full(num_tokens, NO_PENDING_ROW, np.int32),
             np.zeros(num_tokens, np.int32),
             np.full(num_tokens, self._num_slots, np.int64),
             np.zeros(num_sequences, np.int32),
@@ -313,7 +313,7 @@ class StepGraphs:
         padded = slice(num_tokens, self._num_tokens)
         for column, known, padding in (
             (columns.token_ids, inputs.token_ids, 0),
-            (columns.source, inputs.pending_token_row, self._max_rows),
+            (columns.source, inputs.pending_token_row, NO_PENDING_ROW),
             (columns.positions, inputs.positions, 0),
             (columns.slots, inputs.slots, self._num_slots),
         ):

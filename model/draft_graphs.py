@@ -31,9 +31,10 @@ class _Static:
 class DraftGraphs:
     """Graphs of `max_drafts` tokens for up to max(`sizes`) sequences, after steps of at most `max_rows` rows."""
 
-    def __init__(self, head: DeviceEagle3, kv: Array, sizes: Sequence[int], max_drafts: int, max_rows: int):
+    def __init__(self, head: DeviceEagle3, kv: Array, out: Array, sizes: Sequence[int], max_drafts: int, max_rows: int):
+        """`out` int32[max_drafts * max(sizes) or more] gets the drafts, of all sizes from its beginning on."""
         ops, width = head.ops, head.config.hidden_size
-        self._head, self._kv, self._sizes, self._max_drafts = head, kv, sorted(sizes), max_drafts
+        self._head, self._kv, self._sizes, self._max_drafts, self._out = head, kv, sorted(sizes), max_drafts, out
         longest = len(head.weights.rotation.cos) + max_drafts + 1
         self.max_blocks = -(-longest // int(kv.shape[4]))
         self._tables = ops.upload(np.zeros((max(sizes), self.max_blocks), np.int32))
@@ -60,17 +61,17 @@ class DraftGraphs:
         places = np.arange(len(tables), dtype=np.int32)
         self._head.ops.upload_all(hosts, self._statics[len(tables)].packed, TableRows(tables, places, self._tables))
 
-    def draft(self, sampled: Array, rows: tuple[Array, Array], size: int, num_drafts: int) -> tuple[Array, Array]:
+    def draft(self, sampled: Array, rows: tuple[Array, Array], size: int, num_drafts: int) -> Array:
         """Draft after a step of `rows`, token ids and positions, that was read to `self.rows`; `send` precedes.
 
-        Return drafts int32[num_drafts, size] and accepted drafts int32[size], valid until the next call.
+        Return int32[num_drafts, size], the beginning of `out`.
         """
         static, block_size = self._statics[size], int(self._kv.shape[4])
         batch = static.batch
         self._head.ops.plan_drafts(sampled, rows, static.runs, batch.tables, block_size, batch.plan)
         for replay in static.replays[:num_drafts]:
             replay()
-        return batch.out[:num_drafts], batch.plan.num_accepted
+        return batch.out[:num_drafts]
 
     def _captured(self, size: int) -> _Static:
         ops = self._head.ops
@@ -83,7 +84,7 @@ class DraftGraphs:
             places=ops.upload(np.zeros((self._max_drafts + 2, size), np.int32)),
             slots=ops.upload(np.full((self._max_drafts, size), -1, np.int64)),
         )
-        out = ops.upload(np.zeros((self._max_drafts, size), np.int32))
+        out = self._out[: self._max_drafts * size].reshape(self._max_drafts, size)
         batch = DraftBatch(plan, self._tables[:size], sampling_of(columns, plan), self._hidden[:size], out)
         works = [partial(self._head.draft_one, each, self._rows, batch, self._kv) for each in range(self._max_drafts)]
         replays = [ops.capture(work) for work in works]

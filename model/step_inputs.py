@@ -10,6 +10,9 @@ import numpy as np
 
 from model.ops.interface import SamplingArrays
 
+NO_PENDING_ROW = -1
+"""A token's id is known."""
+
 
 def no_blocks() -> np.ndarray:
     return np.zeros((0, 2), np.int32)

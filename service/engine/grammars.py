@@ -120,9 +120,7 @@ class MaskBuilder:
             other.result()
         return TokenMask(np.array(rows, np.int32), words)
 
-    def build_runs(
-        self, samplers: Seq[Sequence], drafts: Seq[tuple[int, ...]]
-    ) -> tuple[TokenMask | None, frozenset[int]]:
+    def build_runs(self, samplers: Seq[Sequence], drafts: Seq[Seq[int]]) -> tuple[TokenMask | None, frozenset[int]]:
         """Return the mask of each row after its `drafts`, and the rows whose matcher failed after them. Rows of a run
         are adjacent, one more draft each."""
         rows: list[int] = []

@@ -19,7 +19,7 @@ class Chunk(NamedTuple):
     start: int
     length: int
     samplers: tuple[Sequence, ...]
-    drafts: tuple[int, ...] = ()
+    drafts: Seq[int] = ()
 
     @property
     def end(self) -> int:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import random
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest.mock import patch
+
+import numpy as np
 
 from model.presets import PRESETS
 from service.bench.flag_values import whole_number
@@ -27,7 +28,6 @@ from service.config.settings import Settings
 from service.config.speculative import SpeculativeConfig
 from service.engine.build import BuiltEngine, build_engine
 from service.engine.drafting.build import step_cost
-from service.engine.drafting.drafter import EAGLE3
 from service.engine.drafting.lengths import DraftLengths, StepCost
 from service.engine.scheduling.speculation import Speculation
 from tests.bench.speculation_gpu import CONTEXTS, emitted_token, run
@@ -36,22 +36,21 @@ MAX_DRAFTS = 8
 DRAFT_VOCAB = 32_000
 
 
-class ForcedHead:
-    """A head on the device; each of its drafts is right with a chance of `rate`."""
+class ForcedGraphs:
+    """Drafts of a head, replaced on the device: each is right with a chance of `rate`."""
 
-    source, writes_cache = EAGLE3, True
-
-    def __init__(self, drafter, token_id: int, rate: float):
-        self._drafter, self._token_id, self._rate, self._rng = drafter, token_id, rate, random.Random(0)
+    def __init__(self, graphs, ops, token_id: int, rate: float):
+        self._graphs, self._ops, self._token_id, self._rate = graphs, ops, token_id, rate
+        self._rng = np.random.default_rng(0)
 
     def __getattr__(self, name: str):
-        return getattr(self._drafter, name)
+        return getattr(self._graphs, name)
 
-    def draft(self, sequences, max_tokens):
-        return [tuple(map(self._forced, own)) for own in self._drafter.draft(sequences, max_tokens)]
-
-    def _forced(self, _: int) -> int:
-        return self._token_id + (self._rng.random() > self._rate)
+    def draft(self, *how):
+        drafts = self._graphs.draft(*how)
+        forced = self._token_id + (self._rng.random(drafts.shape) > self._rate).astype(np.int32)
+        self._ops.upload_all([forced], drafts.reshape(-1).view(np.uint8))
+        return drafts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +144,10 @@ def head_config(name: str) -> dict:
 def compare(built: BuiltEngine, drafter, cost: StepCost, batch: int, rates: list[float]) -> Iterator[RunFigures]:
     token_id = emitted_token(built)
     before = measured(built, None, cost, batch)
-    drafted = {rate: measured(built, ForcedHead(drafter, token_id, rate), cost, batch) for rate in rates}
+    drafted = {}
+    for rate in rates:
+        with patch.object(drafter, "_graphs", ForcedGraphs(drafter._graphs, built.ops, token_id, rate)):
+            drafted[rate] = measured(built, drafter, cost, batch)
     after = measured(built, None, cost, batch)
     none = (before[0] + after[0]) / 2
     for rate, (tokens_per_s, step_s, num_drafted, accepted) in {None: before, **drafted}.items():

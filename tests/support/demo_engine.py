@@ -113,7 +113,7 @@ class DemoEngines:
         elif isinstance(draft, DeviceEagle3):
             executor = self._executor(max_num_seqs, block_size, poisoned, True)
             cache = allocate_with_head(self.model.ops, self._config, num_blocks + poisons, block_size)
-            drafter = DeviceEagle3Drafter(draft, cache, max_num_seqs, executor.max_captured_rows, num_ahead)
+            drafter = DeviceEagle3Drafter(draft, cache, executor.runner, max_num_seqs, num_ahead)
             executor.attach(cache, follower=drafter, num_host_blocks=num_host_blocks)
         else:
             is_head, executor = isinstance(draft, Eagle3Head), self._executor(max_num_seqs, block_size, poisoned, True)

@@ -122,8 +122,8 @@ def load_device_head(
         raise StartupError(f"--speculative-config: {error}") from None
     head = upload_eagle3(stored, model.ops, model.weights.embedding, max_model_len)
     head.tune([size for size in decode_sizes(executor.max_rows) if size.bit_count() == 1])
-    sizes = settings.max_num_seqs, executor.max_captured_rows, max_draft_tokens(wanted, draft)
-    return DeviceEagle3Drafter(head, kv, *sizes)
+    sizes = settings.max_num_seqs, max_draft_tokens(wanted, draft)
+    return DeviceEagle3Drafter(head, kv, executor.runner, *sizes)
 
 
 def step_cost(executor: ModelExecutor, max_model_len: int) -> StepCost:

@@ -24,7 +24,7 @@ class Drafter(Protocol):
     def token_s(self) -> float:
         """Seconds to draft one more token for all sequences."""
 
-    def draft(self, sequences: Seq[Sequence], max_tokens: Seq[int]) -> list[tuple[int, ...]]:
+    def draft(self, sequences: Seq[Sequence], max_tokens: Seq[int]) -> Seq[Seq[int]]:
         """Return at most `max_tokens` likely next tokens of each sequence, whose ids are all known."""
 
     def on_end(self, sequence: Sequence) -> None:

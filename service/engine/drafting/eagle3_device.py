@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,9 @@ from model.draft_graphs import DraftGraphs
 from model.families.eagle3_device import DeviceEagle3, sampling_columns
 from model.ops.interface import Array
 from service.engine.drafting.drafter import EAGLE3
+from service.engine.drafting.late_drafts import LateDrafts
 from service.engine.execution.decode_batch import BatchLayout
+from service.engine.execution.model_runner import MAX_LATE_DRAFTS, ModelRunner
 from service.engine.execution.sampling import SampleBatch, SampleCall
 from service.engine.sequence import Sequence
 from service.engine.step import Chunk
@@ -41,9 +44,16 @@ class _Run(NamedTuple):
 class _Drafted:
     """Drafts of the last step."""
 
-    runs: dict[Sequence, tuple[int, _Run]]  # with the column
-    fetch: Callable[[], list[np.ndarray]]  # int32[K, S], accepted drafts int32[S]
-    arrays: list[np.ndarray] | None = None  # fetched
+    columns: dict[Sequence, tuple[int, int]]  # and the tokens that the sequence's blocks hold
+    num_drafts: int
+    size: int  # sequences, padding included
+    fetch: Callable[[], list[np.ndarray]]  # int32[num_drafts, size]
+    tokens: list[list[int]] | None = None  # by column, fetched
+
+    def read(self, column: int, count: int) -> list[int]:
+        if self.tokens is None:
+            self.tokens = self.fetch()[0].T.tolist()
+        return self.tokens[column][:count]
 
 
 class DeviceEagle3Drafter:
@@ -52,10 +62,13 @@ class DeviceEagle3Drafter:
 
     source, writes_cache = EAGLE3, True
 
-    def __init__(self, head: DeviceEagle3, kv: Array, max_num_seqs: int, max_rows: int, max_drafts: int):
-        """`kv` [num_blocks, L + 1, 2, Hkv, B, D]; captured steps have at most `max_rows` rows."""
+    def __init__(self, head: DeviceEagle3, kv: Array, runner: ModelRunner, max_num_seqs: int, max_drafts: int):
+        """`kv` [num_blocks, L + 1, 2, Hkv, B, D]."""
         self._head, self._ops, self._kv = head, head.ops, kv
-        self._graphs = DraftGraphs(head, kv, decode_sizes(min(max_num_seqs, MAX_DRAFTED)), max_drafts, max_rows)
+        self._first_late_row = runner.first_late_row
+        sizes = decode_sizes(min(max_num_seqs, MAX_LATE_DRAFTS // max_drafts, MAX_DRAFTED))
+        out = runner.sampled[self._first_late_row :]
+        self._graphs = DraftGraphs(head, kv, out, sizes, max_drafts, runner.max_captured_rows)
         self._num_drafts, self._was_asked, self._num_sequences = max_drafts, False, 1
         self._drafted: _Drafted | None = None
 
@@ -69,10 +82,10 @@ class DeviceEagle3Drafter:
 
     def on_end(self, sequence: Sequence) -> None:
         if self._drafted is not None:
-            self._drafted.runs.pop(sequence, None)
+            self._drafted.columns.pop(sequence, None)
 
-    def draft(self, sequences: Seq[Sequence], max_tokens: Seq[int]) -> list[tuple[int, ...]]:
-        """Return what followed the last step, whose drafts the device has compared as the host has."""
+    def draft(self, sequences: Seq[Sequence], max_tokens: Seq[int]) -> list[Seq[int]]:
+        """Return what follows the last step, whose drafts the device compares as the host does. Waits for nothing."""
         self._num_drafts, self._was_asked = max(max_tokens), True
         if self._drafted is None:
             return [()] * len(sequences)
@@ -122,20 +135,20 @@ class DeviceEagle3Drafter:
             row[: len(table)] = table
         records = b"".join(run.sequence.sampling_record for run in runs)
         self._graphs.send([described, *sampling_columns(records, size)], tables)
-        fetch = self._ops.download_async(self._graphs.draft(sampled, rows, size, self._num_drafts))
-        return _Drafted({run.sequence: (column, run) for column, run in enumerate(runs)}, fetch)
+        fetch = self._ops.download_async([self._graphs.draft(sampled, rows, size, self._num_drafts)])
+        columns = {run.sequence: (column, run.num_held) for column, run in enumerate(runs)}
+        return _Drafted(columns, self._num_drafts, size, fetch)
 
-    def _drafts_of(self, drafted: _Drafted, sequence: Sequence, count: int) -> tuple[int, ...]:
-        if sequence not in drafted.runs:
+    def _drafts_of(self, drafted: _Drafted, sequence: Sequence, count: int) -> Seq[int]:
+        """If a grammar ended the run earlier than the device did, these are drafts of later tokens: wrong ones."""
+        if sequence not in drafted.columns:
             return ()
-        if drafted.arrays is None:
-            drafted.arrays = drafted.fetch()
-        drafts, num_accepted = drafted.arrays
-        column, run = drafted.runs[sequence]
-        last = run.start + int(num_accepted[column])
-        if last + 1 != sequence.num_computed_tokens:  # a grammar or NaN ended the run earlier
-            return ()
-        return tuple(drafts[: min(count, max(0, run.num_held - last)), column].tolist())
+        column, num_held = drafted.columns[sequence]
+        count = min(count, drafted.num_drafts, max(0, num_held + 1 - sequence.num_computed_tokens))
+        first = self._first_late_row + column
+        return LateDrafts(
+            range(first, first + count * drafted.size, drafted.size), partial(drafted.read, column, count)
+        )
 
 
 def _is_alone(chunk: Chunk) -> bool:

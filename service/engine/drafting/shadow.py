@@ -59,7 +59,7 @@ class ShadowDrafts:
             drafted = self._drafter.draft([one for one, _ in stale], [self._max_drafts] * len(stale))
             for pair, drafts in zip(stale, drafted, strict=True):
                 shadow = pair[1]
-                shadow.drafts, shadow.num_right = drafts, 0
+                shadow.drafts, shadow.num_right = tuple(drafts), 0
                 if drafts:
                     found.append(pair)
                 else:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from model.adapter_slots import NO_SLOT
-from model.step_inputs import ForwardInputs
+from model.step_inputs import NO_PENDING_ROW, ForwardInputs
+from service.engine.drafting.late_drafts import LateDrafts
 from service.engine.sequence import Sequence
 from service.engine.step import Chunk, StepPlan
 
@@ -73,7 +74,6 @@ class DecodeBatch:
         self.dirty_tables = np.zeros(max_rows, np.bool_)
         """Rows whose block table is outdated on the device."""
         self._block_size = block_size
-        self._no_pending_row = max_rows
         self._tables = np.zeros((max_rows, max_blocks), np.int32)
         self._token_ids = np.zeros(max_rows, np.int32)
         self._pending_token_row = np.zeros(max_rows, np.int32)
@@ -160,14 +160,14 @@ class DecodeBatch:
         if chunks:
             rows = [self._row_of[chunk.sequence] for chunk in chunks]
             self._token_ids[rows] = [chunk.sequence.token_ids[chunk.start] for chunk in chunks]
-            self._pending_token_row[rows] = self._no_pending_row
+            self._pending_token_row[rows] = NO_PENDING_ROW
 
     def _prefill_arrays(self, chunk: Chunk, sampled_rows: Mapping[Sequence, int]) -> _PrefillArrays:
         """Build arrays before rows are reassigned: the last token may be pending."""
         sequence, start, length, _, drafts = chunk
         known = sequence.token_ids[start : start + length]
         known.extend(drafts)
-        pending_token_row = np.full(length, self._no_pending_row, np.int32)
+        pending_token_row = np.full(length, NO_PENDING_ROW, np.int32)
         if len(known) < length:
             known.append(0)
             pending_token_row[-1] = sampled_rows[sequence] if sequence in sampled_rows else self._row_of[sequence]
@@ -184,10 +184,14 @@ class DecodeBatch:
         ends = np.cumsum(lengths)
         rows = slice(first, first + int(ends[-1]))
         token_ids: list[int] = []
+        pending_token_row = np.full(int(ends[-1]), NO_PENDING_ROW, np.int32)
         for sequence, start, length, _, drafts in chunks:
             row, table = first + len(token_ids), np.frombuffer(sequence.block_table, np.int32)
             self._tables[row : row + length, : len(table)] = table
             token_ids.append(sequence.token_ids[start])
+            if isinstance(drafts, LateDrafts):
+                pending_token_row[len(token_ids) : len(token_ids) + len(drafts)] = drafts.rows
+                drafts = (0,) * len(drafts)
             token_ids += drafts
         starts = np.array([chunk.start for chunk in chunks])
         positions = np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)
@@ -195,8 +199,8 @@ class DecodeBatch:
         tables = self._tables[rows]
         slots = tables[np.arange(len(tables)), blocks].astype(np.int64) * self._block_size + offsets
         self.dirty_tables[rows] = True
-        no_pending = np.full(len(tables), self._no_pending_row, np.int32)
-        return _PrefillArrays(np.array(token_ids, np.int32), no_pending, positions.astype(np.int32), slots, tables)
+        positions = positions.astype(np.int32)
+        return _PrefillArrays(np.array(token_ids, np.int32), pending_token_row, positions, slots, tables)
 
     def _inputs(
         self,

@@ -11,7 +11,6 @@ import numpy as np
 
 from model.adapter_slots import AdapterSlots
 from model.batch import StateRows
-from model.cuda_graphs import ROWS_BESIDE
 from model.families.llama import Llama
 from model.ops.host_blocks import HostBlocks
 from model.ops.interface import Array, AsyncWrite
@@ -94,10 +93,6 @@ class ModelExecutor:
     @property
     def kv(self) -> Array | None:
         return self.runner.kv
-
-    @property
-    def max_captured_rows(self) -> int:
-        return self.max_rows + ROWS_BESIDE[-1]
 
     @property
     def host(self) -> HostBlocks | None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from model.adapter_slots import AdapterSlots, BatchAdapters, group_rows
 from model.batch import Batch, StateRows
-from model.cuda_graphs import StepGraphs
+from model.cuda_graphs import ROWS_BESIDE, StepGraphs
 from model.families.llama import Llama
 from model.ops.host_blocks import HostBlocks, Transfer
 from model.ops.interface import AdapterRows, Array, AsyncWrite, Bias, Ops, Penalties, SamplingArrays, TokenMask
@@ -22,6 +22,9 @@ from model.step_inputs import ForwardInputs, LogprobRows, SampleInputs, StepInpu
 from model.weights.lora.adapter import LoraAdapter
 
 _COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "branch")
+
+MAX_LATE_DRAFTS = 1024
+"""Draft tokens that a step takes from the device: 16 of each of 64 sequences."""
 
 Fetch = Callable[[], list[np.ndarray]]
 
@@ -59,7 +62,9 @@ class ModelRunner:
         self._blocks: Array | None = None
         self._block_size = 0
         self.host: HostBlocks | None = None
-        self.sampled = model.ops.empty((max_rows,), np.dtype(np.int32))
+        num_ids = max_rows + (MAX_LATE_DRAFTS if verifies_drafts else 0)
+        self.sampled = model.ops.empty((num_ids,), np.dtype(np.int32))
+        self._max_rows = max_rows
         self._ops: Ops = model.ops
         self._logit_sizes = model.ops.linear_sizes(max_rows)
         self._swap_outs: deque[tuple[int, Transfer]] = deque()  # (num_blocks, transfer)
@@ -70,6 +75,15 @@ class ModelRunner:
         self._graphs: StepGraphs | None = None
         if model.ops.name == "cuda":
             self._graphs = StepGraphs(model, self.sampled, max_rows, max_blocks, verifies_drafts=verifies_drafts)
+
+    @property
+    def max_captured_rows(self) -> int:
+        return self._max_rows + ROWS_BESIDE[-1]
+
+    @property
+    def first_late_row(self) -> int:
+        """Row of `sampled` from which on a draft head leaves MAX_LATE_DRAFTS tokens for the next step."""
+        return self._max_rows
 
     @property
     def replays_graphs(self) -> bool:
@@ -199,7 +213,7 @@ class ModelRunner:
             raise ValueError("sample: no call has kept its parameters (send them)")
         if call.keeps_params and step.context_lens is not None:
             self._kept_params = replace(how, position=step.context_lens.view(np.uint32))
-        is_kept = call.num_rows <= len(self.sampled) and not how.adjusts_logprobs
+        is_kept = call.num_rows <= self._max_rows and not how.adjusts_logprobs
         out = self.sampled[: call.num_rows] if is_kept else None  # more rows have drafts: the next step knows its ids
         sampled = self._ops.sample(logits, how, out=out)
         arrays = [sampled.token_ids, sampled.is_nan]

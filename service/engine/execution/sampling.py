@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -27,8 +29,9 @@ class SampleBatch:
     positions: np.ndarray  # int32, of the sampled tokens
     num_own_rows: int  # first ones, in their own decode rows
     indices: np.ndarray  # int64, index in `samplers` of each of the plan's; with drafts, of its first row
-    drafts: list[tuple[int, ...]] | None = None  # with drafts: those before each row
-    next_drafts: np.ndarray | None = None  # with drafts: int64, the draft after each row; NO_DRAFT after a run's last
+    drafts: list[Seq[int]] | None = None  # with drafts: those before each row
+    next_drafts: Callable[[], np.ndarray] | None = None
+    """Function that returns int64, the draft after each row, NO_DRAFT after a run's last; it may wait."""
     unmasked: frozenset[int] = frozenset()  # rows after a draft whose matcher has failed
     needs_previous_tokens: bool = False
     has_logit_processors: bool = False  # penalties, biases or min_tokens
@@ -182,7 +185,7 @@ def _accepted(batch: SampleBatch, sampled: Seq[np.ndarray], firsts: np.ndarray) 
     token_ids, is_nan, *_ = sampled
     is_bad = is_nan.copy()
     is_bad[sorted(batch.unmasked)] = True
-    is_last = (token_ids != batch.next_drafts) | is_nan | np.append(is_bad[1:], True)
+    is_last = (token_ids != batch.next_drafts()) | is_nan | np.append(is_bad[1:], True)
     lasts = np.flatnonzero(is_last)
     lengths = lasts[np.searchsorted(lasts, firsts)] - firsts + 1
     ends = np.cumsum(lengths)
@@ -220,7 +223,7 @@ def _batch_of_chunks(layout: BatchLayout) -> SampleBatch:
         num_own_rows=0,
         indices=np.array([index_of[sampler] for sampler in layout.plan.samplers], np.int64),
         drafts=[chunk.drafts[:number] for _, chunk, number, _ in sampled] if drafted else None,
-        next_drafts=_next_drafts(chunks) if drafted else None,
+        next_drafts=partial(_next_drafts, chunks) if drafted else None,
     )
 
 

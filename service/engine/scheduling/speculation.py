@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from itertools import takewhile
 
 from service.engine.drafting.drafter import GRAMMAR, MAX_DRAFTS, Drafter
+from service.engine.drafting.late_drafts import LateDrafts
 from service.engine.drafting.lengths import Acceptance, Drafting, DraftLengths
 from service.engine.drafting.shadow import ShadowDrafts
 from service.engine.drafting.stats import DraftStats
@@ -81,7 +83,7 @@ class Speculation:
         rooms = {one.sequence: self._room(one.sequence) for one in chunks if not one.sequence.num_pending_tokens}
         if not any(rooms.values()):
             return chunks
-        drafts: dict[Sequence, tuple[int, ...]] = {}
+        drafts: dict[Sequence, Seq[int]] = {}
         self._add_forced(drafts, rooms)
         reserved: set[Sequence] = set()
         if self._shadows is not None:
@@ -160,7 +162,7 @@ class Speculation:
             return 0
         return max(0, min(MAX_DRAFTS, sequence.max_num_tokens - sequence.num_tokens - 1))
 
-    def _add_forced(self, drafts: dict[Sequence, tuple[int, ...]], rooms: dict[Sequence, int]) -> None:
+    def _add_forced(self, drafts: dict[Sequence, Seq[int]], rooms: dict[Sequence, int]) -> None:
         for sequence, room in rooms.items():
             matcher = sequence.matcher
             if matcher is not None and room:
@@ -170,7 +172,7 @@ class Speculation:
                     sequence.draft_source = GRAMMAR
 
     def _add_shadows(
-        self, drafts: dict[Sequence, tuple[int, ...]], shadows: ShadowDrafts, rooms: dict[Sequence, int], num_rows: int
+        self, drafts: dict[Sequence, Seq[int]], shadows: ShadowDrafts, rooms: dict[Sequence, int], num_rows: int
     ) -> None:
         chosen = self._choose_shadows(shadows, rooms, num_rows + sum(map(len, drafts.values())))
         self.lengths.on_planned(len(chosen))
@@ -182,7 +184,7 @@ class Speculation:
 
     def _choose_shadows(
         self, shadows: ShadowDrafts, rooms: dict[Sequence, int], num_rows: int
-    ) -> list[tuple[Sequence, tuple[int, ...]]]:
+    ) -> list[tuple[Sequence, Seq[int]]]:
         """Return the guesses that are worth their rows, if this step looks at them."""
         if self._steps_to_wait:
             self._steps_to_wait -= 1
@@ -194,7 +196,7 @@ class Speculation:
 
     def _worthwhile(
         self, shadows: ShadowDrafts, rooms: dict[Sequence, int], num_rows: int
-    ) -> list[tuple[Sequence, tuple[int, ...]]]:
+    ) -> list[tuple[Sequence, Seq[int]]]:
         """Return the guesses that are worth their rows. A sequence's first ones are of its pending tokens."""
         found, gains = [], []
         for sequence, shadow in shadows.look(one for one, room in rooms.items() if room):
@@ -210,7 +212,7 @@ class Speculation:
 
     def _add_drafted(
         self,
-        drafts: dict[Sequence, tuple[int, ...]],
+        drafts: dict[Sequence, Seq[int]],
         drafter: Drafter,
         rooms: dict[Sequence, int],
         num_rows: int,
@@ -235,6 +237,9 @@ class Speculation:
         start_s = time.perf_counter()
         found = drafter.draft([*kept], [*kept.values()])
         self._drafting_s = time.perf_counter() - start_s
+        num_late = max((len(own) for own in found if isinstance(own, LateDrafts)), default=0)
+        if num_late:
+            self._drafting_s = num_late * drafter.token_s
         for sequence, own in zip(kept, found, strict=True):
             own = self._usable(sequence, own[: kept[sequence]])
             if own:
@@ -244,8 +249,11 @@ class Speculation:
             self.lengths.on_planned(sum(map(len, found)))
         return set(kept)
 
-    def _usable(self, sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
-        """Cut drafts before an unknown id, a stop id, or one that the grammar forbids."""
+    def _usable(self, sequence: Sequence, drafts: Seq[int]) -> Seq[int]:
+        """Cut drafts before an unknown id, a stop id, or one that the grammar forbids. Late ones are the drafter's:
+        without a grammar, nothing waits for them."""
+        if isinstance(drafts, LateDrafts) and sequence.matcher is None:
+            return drafts
         stop_ids = sequence.group.stop_ids
         is_free = sequence.matcher is None and stop_ids.isdisjoint(drafts)
         if is_free and drafts and min(drafts) >= 0 and max(drafts) < self._vocab_size:

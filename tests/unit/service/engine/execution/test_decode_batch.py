@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from model.sampling_params import SamplingParams
+from model.step_inputs import NO_PENDING_ROW
+from service.engine.drafting.late_drafts import LateDrafts
 from service.engine.execution.decode_batch import DecodeBatch
 from service.engine.request import EngineRequest
 from service.engine.sequence import Sequence, SequenceGroup
@@ -88,7 +90,7 @@ def test_rows_are_what_they_would_be_if_made_anew(seed):
             if one.num_pending_tokens:
                 assert steps.last[inputs.pending_token_row[row]] is one
             else:
-                assert (inputs.pending_token_row[row], inputs.token_ids[row]) == (MAX_ROWS, one.token_ids[start])
+                assert (inputs.pending_token_row[row], inputs.token_ids[row]) == (NO_PENDING_ROW, one.token_ids[start])
         steps.last = layout.decodes
         steps.settle(plan)
 
@@ -141,7 +143,7 @@ def test_longer_chunks_stand_behind_the_rows():
     chunks = (Chunk(decoding, decoding.num_computed_tokens, 1, (decoding,)), Chunk(prompt, 3, 4, (prompt,)))
     inputs = rows.lay_out(StepPlan(chunks), {prompt: 5}).inputs
     assert inputs.token_ids[1:].tolist() == [13, 14, 15, 0]
-    assert inputs.pending_token_row[1:].tolist() == [MAX_ROWS] * 3 + [5]
+    assert inputs.pending_token_row[1:].tolist() == [NO_PENDING_ROW] * 3 + [5]
     assert inputs.positions[1:].tolist() == [3, 4, 5, 6]
     assert inputs.slots[1:].tolist() == [31, 36, 37, 38]
     assert inputs.query_start.tolist() == [1, 5]
@@ -180,6 +182,16 @@ def test_drafts_are_rows_with_the_table_of_their_sequence():
     again = rows.lay_out(StepPlan((chunks[0], Chunk(other, 5, 1, (other,)))), {}).inputs
     assert again.dirty_tables.tolist() == [False, True]  # where a draft's table was
     assert again.tables[1, :2].tolist() == [20, 21]
+
+
+def test_late_drafts_are_taken_from_the_device_unread():
+    rows = DecodeBatch(MAX_ROWS, MAX_BLOCKS, BLOCK, drafts_are_decodes=True)
+    one = sequence(0, random.Random(4))
+    one.token_ids[:], one.num_computed_tokens = array("I", range(10, 16)), 5
+    chunk = Chunk(one, 5, 3, (one,), LateDrafts(range(20, 24, 2), pytest.fail))
+    inputs = rows.lay_out(StepPlan((chunk,)), {}).inputs
+    assert inputs.token_ids.tolist() == [15, 0, 0]
+    assert inputs.pending_token_row.tolist() == [NO_PENDING_ROW, 20, 22]
 
 
 def test_drafts_beyond_the_rows_are_chunks():

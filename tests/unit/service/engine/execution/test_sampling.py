@@ -17,7 +17,7 @@ def result_of(tokens, *, nan_rows=(), unmasked=(), num_calls=1, indices=(0, 3, 4
     """Read sampled rows whose log-probability is minus their number."""
     count = len(tokens)
     batch = SampleBatch([SAMPLER] * count, [*range(count)], np.zeros(count), 0, np.array(indices))
-    batch.next_drafts, batch.unmasked = np.array(DRAFTS), frozenset(unmasked)
+    batch.next_drafts, batch.unmasked = lambda: np.array(DRAFTS), frozenset(unmasked)
     numbers = np.arange(count, dtype=np.float32)
     arrays = [
         np.array(tokens, np.int32), np.isin(np.arange(count), nan_rows), -numbers, np.zeros((count, 1), np.int32),
