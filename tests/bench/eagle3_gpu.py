@@ -162,13 +162,15 @@ def compare(built: BuiltEngine, drafter, cost: StepCost, batch: int, rates: list
         )
 
 
-def measured(built: BuiltEngine, drafter, cost: StepCost, batch: int) -> tuple[float, float, float, float]:
-    """Return `run`'s figures; without a drafter, the head reads no states."""
+def measured(
+    built: BuiltEngine, drafter, cost: StepCost | None, batch: int, max_drafts: int = MAX_DRAFTS
+) -> tuple[float, float, float, float]:
+    """Return `run`'s figures; without a drafter, the head reads no states. No cost: always `max_drafts`."""
     engine, speculation = built.engine, None
     if drafter is not None:
         lengths = DraftLengths(copy.deepcopy(cost))
-        sizes = engine._kv, built.config.vocab_size, drafter, MAX_DRAFTS, lengths
-        speculation = Speculation(*sizes, num_ahead=MAX_DRAFTS)
+        sizes = engine._kv, built.config.vocab_size, drafter, max_drafts, lengths
+        speculation = Speculation(*sizes, num_ahead=max_drafts)
 
     @contextmanager
     def drafting(*_) -> Iterator[None]:
