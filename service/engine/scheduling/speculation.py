@@ -52,6 +52,9 @@ class Speculation:
         self._drafting_s = 0.0
         self._max_added: int | None = None  # drafts of the last step planned, at most
         self._unlearned: list[tuple[Chunk, int]] = []  # with the number of accepted drafts
+        self._unlearned_steps: list[tuple[int, int, float]] = []  # rows, drafts, seconds
+        self._asked: tuple[list[Sequence], int] = [], 0  # of the last step with drafts: sequences and rows
+        self._chosen: list[int] | None = None  # for the same, while the device computes
         self._steps_to_wait = 0
         self.lengths = lengths or DraftLengths()
         self.stats = DraftStats()
@@ -72,8 +75,7 @@ class Speculation:
         if self._shadows is not None:
             return bool(self._choose_shadows(self._shadows, rooms, len(rooms)))
         most = [min(room, self._max_drafts) for room in rooms.values()]
-        gains = self._acceptance.gains(self._drafter.source, [*rooms], most)
-        return any(self.lengths.choose(gains, len(rooms), self._drafting(self._max_added)))
+        return any(self._choose_drafted([*rooms], most, len(rooms)))
 
     def add_drafts(self, chunks: list[Chunk], max_tokens: int, extended: set[Sequence]) -> list[Chunk]:
         """Add at most `max_tokens` drafts to one-token chunks, as blocks allow; to `extended`, sequences that got
@@ -117,12 +119,19 @@ class Speculation:
                     self._unlearned.append((chunk, num_accepted))
 
     def learn(self) -> None:
-        """Learn from the drafts counted since the last call, once the next step runs."""
+        """Learn from the steps collected since the last call, and choose for the next, while a step runs."""
+        for step in self._unlearned_steps:
+            self.lengths.on_step(*step)
         if self._unlearned and self._drafter is not None:
             self._acceptance.on_step(self._drafter.source)
         for chunk, num_accepted in self._unlearned:
             self._count(chunk, num_accepted)
         self._unlearned.clear()
+        self._unlearned_steps.clear()
+        self._chosen = None
+        if self.stats.last_mean_length and self._asked[0]:
+            sequences, num_rows = self._asked
+            self._chosen = self._choose_drafted(sequences, [self._max_drafts] * len(sequences), num_rows)
 
     def on_step(self, plan: StepPlan, seconds: float, has_overlapped: bool) -> None:
         """Learn from the seconds from the previous step's tokens to this one's, less those of drafting. A step without
@@ -131,10 +140,11 @@ class Speculation:
         if num_drafts:
             seconds, self._drafting_s = seconds - self._drafting_s, 0.0
         if plan.num_tokens == num_rows + num_drafts and (num_drafts or has_overlapped):
-            self.lengths.on_step(num_rows, num_drafts, seconds)
+            self._unlearned_steps.append((num_rows, num_drafts, seconds))
 
     def on_end(self, sequence: Sequence) -> None:
         self.last_drafts.pop(sequence, None)
+        self._asked = [], 0
         if self._drafter is not None:
             self._drafter.on_end(sequence)
         if self._shadows is not None:
@@ -147,10 +157,12 @@ class Speculation:
         if self._shadows is None:
             self._acceptance.on_result(source, chunk.sequence, num_accepted, len(chunk.drafts))
 
-    def _drafting(self, max_drafts: int | None) -> Drafting:
-        if self._drafter is None or self._shadows is not None:
-            return Drafting(max_drafts=max_drafts)
-        return Drafting(self._drafter.token_s, max_drafts, HOPE)
+    def _choose_drafted(self, sequences: list[Sequence], most: list[int], num_rows: int) -> list[int]:
+        """Choose how many tokens the drafter's device drafts for each sequence, at most `most`."""
+        if self._drafter is None:
+            return [0] * len(sequences)
+        gains = self._acceptance.gains(self._drafter.source, sequences, most)
+        return self.lengths.choose(gains, num_rows, Drafting(self._drafter.token_s, self._max_added, HOPE))
 
     def _room(self, sequence: Sequence) -> int:
         """Return the most drafts that can be accepted once its tokens are known."""
@@ -207,7 +219,7 @@ class Speculation:
                 gains.append(shadows.gains(shadow.streak)[first - shadow.num_right :][: len(own)])
         if not found or not self.lengths.may_pay(sum(map(sum, gains)), num_rows):
             return []
-        chosen = self.lengths.choose(gains, num_rows, self._drafting(self._max_added))
+        chosen = self.lengths.choose(gains, num_rows, Drafting(max_drafts=self._max_added))
         return [(sequence, own[:count]) for (sequence, own), count in zip(found, chosen, strict=True) if count]
 
     def _add_drafted(
@@ -221,16 +233,17 @@ class Speculation:
         """Draft on the device, whose time is part of the choice; return the sequences with blocks for their drafts."""
         asked = {one: min(room, self._max_drafts) for one, room in rooms.items() if room}
         asked = {one: count for one, count in asked.items() if not self._kv.awaits_copy(one)}
-        gains = self._acceptance.gains(drafter.source, [*asked], [*asked.values()])
-        num_forced = sum(map(len, drafts.values()))
-        drafting = self._drafting(None if self._max_added is None else self._max_added - num_forced)
-        chosen = self.lengths.choose(gains, num_rows + num_forced, drafting)
+        sequences, num_rows = [*asked], num_rows + sum(map(len, drafts.values()))
+        chosen = self._chosen if self._asked == (sequences, num_rows) else None
+        if chosen is None:
+            chosen = self._choose_drafted(sequences, [*asked.values()], num_rows)
+        self._asked, self._chosen = (sequences, num_rows), None
         if not any(chosen):
             self.lengths.on_planned(0)
         kept = {
             one: count
-            for one, count in zip(asked, chosen, strict=True)
-            if count and self._reserve(one, count, extended)
+            for (one, most), wanted in zip(asked.items(), chosen, strict=True)
+            if (count := min(most, wanted)) and self._reserve(one, count, extended)
         }
         if not kept:
             return set()
