@@ -20,5 +20,6 @@ struct alignas(32) KvSplit {
 
 // A sequence of a group; MEMBERS for each group follow the slots.
 struct alignas(16) PrefixGroupMember {
-    int sequence, count, first_row, unused;
+    int sequence, count, first_row;
+    int end;  // of its tokens, in plan_exact_rows.cu
 };

@@ -348,8 +348,7 @@ class Ops(Device, Protocol):
         """Give each decode row and each row of `linear` the bits of a batch of one, for at most MAX_EXACT_ROWS rows.
 
         Decodes split keys as for one row, products sum in one row's order. Exceptions: products of float32, products
-        whose one row cuBLASLt computes, more than 16 rows of quantised weights, experts, adapters, and decodes whose
-        splits exceed the plan's slots.
+        whose one row cuBLASLt computes, more than 16 rows of quantised weights, experts and adapters.
         """
 
     def paged_decode_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:

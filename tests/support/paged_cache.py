@@ -106,3 +106,9 @@ def large_cache(ops, num_blocks: int, num_layers: int, heads: Heads):
         (kv.data + i * block.nbytes).copy_from_device_async(block.data, block.nbytes, ops.stream)
     ops.synchronize()
     return kv
+
+
+def drafted_rows(drafted: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Sequence and context of each row; `drafted` has each sequence's first context and number of rows."""
+    rows = [(number, first + at) for number, (first, count) in enumerate(drafted) for at in range(count)]
+    return [number for number, _ in rows], [length for _, length in rows]

@@ -69,7 +69,9 @@ class _Split(NamedTuple):
     num_ctas: int  # of a split
     target_splits: int  # that fill the device; 0: none may be cut
     num_slots: int
+    num_stripes: int  # slots that are computed at once; a block takes every num_stripes-th
     num_groups: int
+    num_members: int  # of all groups, in the plan
     num_rows: int  # of the workspace; 0 if nothing is cut
 
 
@@ -79,9 +81,10 @@ def plan_decode_attention(device: KernelLauncher, num_heads: int, batch: Attenti
     split = split_decode(device, num_heads, batch)
     tiles = _decode_tiles(device.dtype_code, kv, num_heads // kv.shape[3])
     kernel, threads = ("plan_exact_rows", _WARP_SIZE) if batch.exact else ("plan_decode", _PLAN_THREADS)
-    num_member_rows = math.ceil(split.num_groups * tiles["MEMBERS"] * _MEMBER_INTS / _SPLIT_INTS)
+    num_member_rows = math.ceil(split.num_members * _MEMBER_INTS / _SPLIT_INTS)
     plan = device.temporary((split.num_slots + num_member_rows, _SPLIT_INTS), np.int32)
-    sizes = (split.num_slots, split.target_splits, split.num_groups, tables.shape[1], batch.window)
+    groups_or_stripes = split.num_stripes if batch.exact else split.num_groups
+    sizes = (split.num_slots, split.target_splits, groups_or_stripes, tables.shape[1], batch.window)
     device.launch(
         kernel,
         (1,),
@@ -111,10 +114,11 @@ def decode_attention(device: KernelLauncher, q: Array, batch: AttentionBatch, ou
     partial_stats = device.temporary((num_partials, 2), np.float32)
     tiles = _decode_tiles(device.dtype_code, kv, num_heads // num_kv_heads)
     sizes = map(np.int32, (num_sequences, num_blocks, num_layers, batch.layer, tables.shape[1]))
+    args = (out, q, kv, tables, plan, partial_sums, partial_stats, *sizes, _scale_log2(batch.scale), batch.kv_scales)
     device.launch(
-        "paged_decode",
-        (split.num_ctas, split.num_slots),
-        (out, q, kv, tables, plan, partial_sums, partial_stats, *sizes, _scale_log2(batch.scale), batch.kv_scales),
+        "paged_decode_exact" if batch.exact else "paged_decode",
+        (split.num_ctas, split.num_stripes),
+        (*args, np.int32(split.num_slots)) if batch.exact else args,
         threads=32 * tiles["WARPS"],
         shared_bytes=tiles["SHARED_BYTES"],
         overlaps=True,
@@ -289,21 +293,29 @@ def split_decode(device: KernelLauncher, num_heads: int, batch: AttentionBatch) 
     target_splits = max(1, _DECODE_CTAS_PER_SM * device.num_sms // num_ctas) if is_cut else 0
     num_tokens = max_blocks * block_size
     most_splits = math.ceil(min(num_tokens, window + _DECODE_TILE_TOKENS) / _MIN_SPLIT_TOKENS)
-    num_times = math.ceil(num_sequences / _MAX_MEMBERS) + 1 if batch.exact else 2
-    num_slots = min(num_sequences + num_times * target_splits, num_sequences * most_splits)
-    if num_slots == num_sequences:
-        return _Split(num_ctas, 0, num_slots, 0, 0)
-    members = _decode_tiles(device.dtype_code, kv, group)["MEMBERS"]
     if batch.exact:
-        num_groups = num_sequences // 2 if members > 1 else 0
-        num_rows = num_sequences * min(target_splits, most_splits)
-        return _Split(num_ctas, target_splits, num_slots, num_groups, num_rows)
+        most_splits = max(1, min(target_splits, most_splits))
+        num_slots = num_sequences * most_splits
+        num_rows = num_slots if most_splits > 1 else 0
+        num_stripes = min(num_slots, _num_stripes(device, num_ctas, is_e4m3(kv)))
+        return _Split(num_ctas, target_splits, num_slots, num_stripes, 0, num_sequences, num_rows)
+    num_slots = min(num_sequences + 2 * target_splits, num_sequences * most_splits)
+    if num_slots == num_sequences:
+        return _Split(num_ctas, 0, num_slots, num_slots, 0, 0, 0)
+    members = _decode_tiles(device.dtype_code, kv, group)["MEMBERS"]
     may_share = members > 1 and target_splits > 1 and _MIN_COMMON_TOKENS < num_tokens <= window
     if not may_share or not 1 < num_sequences <= _PLAN_THREADS:
-        return _Split(num_ctas, target_splits, num_slots, 0, num_slots)
+        return _Split(num_ctas, target_splits, num_slots, num_slots, 0, 0, num_slots)
     num_groups = num_sequences // 8 + min(num_sequences // 2, 8)
     num_rows = num_slots + min(members * (num_groups + target_splits), num_sequences * target_splits)
-    return _Split(num_ctas, target_splits, num_slots + num_groups, num_groups, num_rows)
+    num_slots += num_groups
+    return _Split(num_ctas, target_splits, num_slots, num_slots, num_groups, num_groups * members, num_rows)
+
+
+def _num_stripes(device: KernelLauncher, num_ctas: int, is_fp8: bool) -> int:
+    """Return how many slots of `num_ctas` blocks run at once."""
+    ctas_per_sm = _FP8_CTAS_PER_SM if is_fp8 else _DECODE_CTAS_PER_SM
+    return max(1, ctas_per_sm * device.num_sms // num_ctas)
 
 
 def _shared_row_bytes(row_bytes: int) -> int:

@@ -28,6 +28,7 @@ class RecordingOps:
         self.kernels = SimpleNamespace(get=self._get)
         self.temporaries = []
         self.build, self.grid, self.block, self.shared_bytes, self.cluster = None, None, None, None, None
+        self.args = ()
 
     def temporary(self, shape, dtype):
         self.temporaries.append(shape)
@@ -39,7 +40,7 @@ class RecordingOps:
 
     def launch(self, name, grid, args, *, threads, shared_bytes=0, overlaps=False, cluster=1, **defines):
         self.cluster = cluster
-        waits = ("paged_decode", "paged_prefill_sm90", "paged_prefill_short_sm90")
+        waits = ("paged_decode", "paged_decode_exact", "paged_prefill_sm90", "paged_prefill_short_sm90")
         assert overlaps == (name in waits), "only these wait for the kernel ahead"
         defines["QUIRE_DTYPE"] = self.dtype_code
         self.kernels.get(name, shared_bytes=shared_bytes, **defines)(grid, (threads,), args, shared_bytes, self.stream)
@@ -50,7 +51,7 @@ class RecordingOps:
         def launch(grid, block, args, shared_mem, stream):
             assert shared_mem == shared_bytes
             assert not any(type(argument) in (int, float) for argument in args), "a plain number has no C width"
-            self.grid, self.block, self.shared_bytes = grid, block, shared_mem
+            self.grid, self.block, self.shared_bytes, self.args = grid, block, shared_mem, args
 
         return launch
 
@@ -167,32 +168,26 @@ def test_a_plan_that_is_given_is_not_made_again():
 
 
 def exact_plan(num_rows, heads=(32, 8), max_blocks=2048):
-    """Slots, rows of groups' members, partial results."""
+    """Slots, rows of the members, partial results, stripes."""
     ops, kv = RecordingOps(BF16), np.empty((1, 1, 2, heads[1], 16, 128), np.float32)
     q = np.empty((num_rows, heads[0], 128), np.float32)
     tables, lens = np.empty((num_rows, max_blocks), np.int32), np.empty(num_rows, np.int32)
     batch = AttentionBatch(kv, 0, tables, lens, 0.1, exact=True)
     plan = plan_decode_attention(ops, heads[0], batch)
     assert ops.build[0] == "plan_exact_rows"
+    num_slots = int(ops.args[4])
     decode_attention(ops, q, replace(batch, plan=plan), q)
-    return ops.grid[1], len(plan) - ops.grid[1], ops.temporaries[1][0] // heads[0]
+    assert ops.build[0] == "paged_decode_exact"
+    assert int(ops.args[-1]) == num_slots
+    return num_slots, len(plan) - num_slots, ops.temporaries[1][0] // heads[0], ops.grid[1]
 
 
-def test_rows_of_one_sequence_share_most_splits_of_a_batch_of_one():
-    """One sequence's splits, those that its rows do not share, and a second set where its rows begin another size."""
-    assert exact_plan(1) == (1 + 2 * 33, 0, 33)
-    assert exact_plan(8) == (8 + 2 * 33, 4 * 8 // 2, 8 * 33)
-    assert exact_plan(24) == (24 + 4 * 33, 12 * 8 // 2, 24 * 33)
-    assert exact_plan(8, max_blocks=32) == (8 * 4, 4 * 8 // 2, 8 * 4)
-    assert exact_plan(8, max_blocks=8) == (8, 0, 0)  # nothing to split
-
-
-def test_a_plan_of_rows_alone_is_the_usual_decode():
-    builds = [decoded(num_sequences=8).build]
-    ops, q = RecordingOps(BF16), np.empty((8, 32, 128), np.float32)
-    kv, tables = np.empty((1, 1, 2, 8, 16, 128), np.float32), np.empty((8, 2048), np.int32)
-    decode_attention(ops, q, AttentionBatch(kv, 0, tables, np.empty(8, np.int32), 0.1, exact=True), q)
-    assert [ops.build] == builds
+def test_exact_rows_have_slots_for_all_their_splits_on_blocks_that_run_at_once():
+    assert exact_plan(2) == (2 * 33, 1, 2 * 33, 33)
+    assert exact_plan(24) == (24 * 33, 12, 24 * 33, 33)
+    assert exact_plan(8, max_blocks=32) == (8 * 4, 4, 8 * 4, 32)
+    assert exact_plan(8, max_blocks=8) == (8, 4, 0, 8)  # nothing to split
+    assert exact_plan(3, heads=(4, 1)) == (3 * 256, 2, 3 * 256, 264)
 
 
 def test_parts_are_not_shorter_than_they_are_worth():

@@ -1,0 +1,90 @@
+"""Attention of few decode rows: each gets the bits of a batch of one, and costs little more."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from model.ops.interface import NO_WINDOW, AttentionBatch
+from tests.support.kernel_checks import normal, seconds_of
+from tests.support.paged_cache import (
+    LAYER,
+    Heads,
+    PagedCache,
+    captured,
+    drafted_rows,
+    large_cache,
+    paged_cache,
+    poisoned,
+)
+
+pytestmark = pytest.mark.gpu
+
+CASES = [
+    (Heads("bfloat16", 128, 4, 2, 16), NO_WINDOW),
+    (Heads("bfloat16", 128, 8, 1, 8), NO_WINDOW),
+    (Heads("bfloat16", 128, 20, 1, 16), 300),
+    (Heads("bfloat16", 64, 1, 2, 16), NO_WINDOW),
+    (Heads("bfloat16", 256, 2, 1, 32), NO_WINDOW),
+    (Heads("float16", 96, 3, 2, 16), NO_WINDOW),
+    (Heads("float32", 64, 4, 2, 16), NO_WINDOW),
+    (Heads("bfloat16", 128, 4, 2, 16, in_fp8=True), NO_WINDOW),
+    (Heads("bfloat16", 256, 16, 1, 16, in_fp8=True), 500),
+]
+
+
+@pytest.mark.parametrize(("heads", "window"), CASES, ids=str)
+@pytest.mark.parametrize("drafted", [[(1500, 5)], [(130, 9), (2300, 3), (0, 1)], [(4219, 17)]], ids=str)
+def test_each_row_has_the_bits_of_a_batch_of_one(open_ops, rng, heads, window, drafted):
+    ops, (owners, lengths) = open_ops(heads.dtype, heads.kv_dtype), drafted_rows(drafted)
+    longest = [max(1, first + count - 1) for first, count in drafted]
+    cache = paged_cache(rng, heads, longest, [0] * len(drafted))
+    q = normal(rng, (len(lengths), heads.num_heads, heads.head_dim), heads.dtype, scale=2.0)
+    tables, lens = cache.block_tables[owners], np.array(lengths, np.int32)
+    together = decoded(ops, q, cache, tables, lens, window, exact=True)
+    again = decoded(ops, q, cache, tables, lens, window, exact=True)
+    np.testing.assert_array_equal(together.view(np.uint8), again.view(np.uint8))
+    for row in range(len(lengths)):
+        one = slice(row, row + 1)
+        alone = decoded(ops, q[one], cache, tables[one], lens[one], window, exact=False)
+        np.testing.assert_array_equal(together[one].view(np.uint8), alone.view(np.uint8))
+
+
+def decoded(
+    ops, q: np.ndarray, cache: PagedCache, tables: np.ndarray, lens: np.ndarray, window: int, *, exact: bool
+) -> np.ndarray:
+    out = poisoned(ops, q)
+    with ops.scratch():
+        scales = None if cache.kv_scales is None else ops.upload(cache.kv_scales)
+        arrays = ops.upload(np.ascontiguousarray(tables)), ops.upload(lens)
+        batch = AttentionBatch(ops.upload(cache.kv), LAYER, *arrays, 0.1, window, kv_scales=scales)
+        queries = ops.upload(np.ascontiguousarray(q))
+        if exact:
+            with ops.exact_rows():
+                ops.paged_decode_attention(queries, batch, out)
+        else:
+            ops.paged_decode_attention(queries, batch, out)
+        return ops.download(out)
+
+
+@pytest.mark.parametrize("length", [512, 4000, 16000])
+def test_speed(open_ops, rng, length):
+    """Drafts of one sequence cost little more than its token."""
+    ops, heads = open_ops("bfloat16"), Heads("bfloat16", 128, 4, 8, 16)
+    kv = large_cache(ops, 1024, 1, heads)
+    for num_rows in (1, 5, 9, 17):
+        q = normal(rng, (num_rows, heads.num_heads, heads.head_dim), "bfloat16")
+        tables = np.arange(1024, dtype=np.int32)[None].repeat(num_rows, axis=0)
+        arrays = ops.upload(tables), ops.upload(np.arange(length, length + num_rows, dtype=np.int32) - num_rows)
+        batch = AttentionBatch(kv, 0, *arrays, 0.1, exact=num_rows > 1)
+        queries, out = ops.upload(q), ops.empty(q.shape, ops.dtype)
+
+        def launch(queries=queries, batch=batch, out=out, exact=num_rows > 1):
+            if not exact:
+                ops.paged_decode_attention(queries, batch, out)
+                return
+            with ops.exact_rows():
+                ops.paged_decode_attention(queries, batch, out)
+
+        seconds = seconds_of(ops, [captured(ops, [launch] * 16)]) / 16
+        print(f"paged_decode with its plan, {num_rows} rows of a context of {length}: {1e6 * seconds:.1f} us")
