@@ -1,7 +1,7 @@
 // The loop of the GEMV kernels: persistent blocks whose warps split K and read weights through rings in shared memory.
 //
-// A build defines WARPS, ROW_TILES, COL_TILES, SPAN and STAGES as for gemv.cu. The warps' sums are added in their order:
-// results are deterministic.
+// A build defines WARPS, ROW_TILES, COL_TILES, SPAN and STAGES, and may define STEP and X_AHEAD, as for gemv.cu. The
+// warps' sums are added in their order: results are deterministic, and depend on WARPS and SPAN alone.
 #pragma once
 
 #include "common/mma.cuh"
@@ -13,6 +13,13 @@
 using Out = float;
 #else
 using Out = T;
+#endif
+
+#ifndef STEP
+#define STEP SPAN
+#endif
+#ifndef X_AHEAD
+#define X_AHEAD 0
 #endif
 
 constexpr int MMA_COLS = 8;  // of an mma's B, which are rows of x
@@ -28,13 +35,14 @@ __device__ __forceinline__ uint4 load_shared(const char* from) { return *reinter
 template <typename W, typename X>
 struct Gemv {
     static constexpr int SIZE = 16 / sizeof(W);
-    static constexpr int VECS = SPAN / SIZE;            // of a weight row in a stage
+    static constexpr int VECS = STEP / SIZE;            // of a weight row in a stage
     static constexpr int CHUNK = 4 * SIZE;              // elements of K: a vector for each of the four lanes of a row
-    static constexpr int CHUNKS = SPAN / CHUNK;
+    static constexpr int CHUNKS = STEP / CHUNK;
     static constexpr int X_VECS = SIZE * sizeof(X) / 16;  // of x for one of weights
-    static constexpr int STAGE_BYTES = TILE_ROWS * SPAN * sizeof(W);
+    static constexpr int STAGE_BYTES = TILE_ROWS * STEP * sizeof(W);
     static constexpr int COPIES = TILE_ROWS * VECS / WARP_SIZE;  // of a lane for one stage
     static constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
+    static_assert(SPAN % STEP == 0, "steps fill a span");
     static_assert(VECS % 8 == 0 && WARP_SIZE % VECS == 0, "a row of a stage fills whole lines of 128 bytes");
 
     // A warp's position in the weights: its spans of K in one tile, then in the next.
@@ -43,13 +51,16 @@ struct Gemv {
         int k;     // first element of K
 
         __device__ __forceinline__ void advance(int warp, int k_size) {
-            k += WARPS * SPAN;
-            if (k - warp * SPAN >= k_size) {
+            const bool ends_span = STEP == SPAN || (k + STEP) % SPAN == 0;
+            k += ends_span ? (WARPS - 1) * SPAN + STEP : STEP;
+            if (ends_span && k - warp * SPAN >= k_size) {
                 k = warp * SPAN;
                 tile += gridDim.x * TILE_ROWS;
             }
         }
     };
+
+    using XVecs = uint4[CHUNKS][COL_TILES][X_VECS];  // of a lane for a step
 
     // The byte offset of a weight vector in its stage. Odd rows swap the halves of each 128 bytes, so that eight lanes
     // that read together (two rows, four vectors each) touch all banks.
@@ -99,25 +110,41 @@ struct Gemv {
         for (int j = 0; j < COL_TILES; j++)
             x_rows[j] = x + static_cast<i64>(min(j * MMA_COLS + g, num_rows - 1)) * k_size + t * SIZE;
         GemvSums sum = {};
-        int stage = 0, parity = 0;
-        while (at.tile < n_size) {
-            uint4 by[CHUNKS][COL_TILES][X_VECS];
+        const auto load_x = [&](XVecs& to, int first) {
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++) {
-                const int k = at.k + c * CHUNK;
+                const int k = first + c * CHUNK;
 #pragma unroll
                 for (int j = 0; j < COL_TILES; j++) {
 #pragma unroll
                     for (int v = 0; v < X_VECS; v++)
-                        by[c][j][v] =
+                        to[c][j][v] =
                             k + t * SIZE < k_size ? reinterpret_cast<const uint4*>(x_rows[j] + k)[v] : uint4{};
                 }
             }
-            product.begin_span(at.tile, at.k);
+        };
+#if X_AHEAD
+        XVecs next_by;
+        load_x(next_by, at.k);
+#endif
+        int stage = 0, parity = 0;
+        while (at.tile < n_size) {
+            XVecs by;
+#if X_AHEAD
+            memcpy(by, next_by, sizeof(XVecs));
+#else
+            load_x(by, at.k);
+#endif
+            if (STEP == SPAN || at.k % SPAN == 0) product.begin_span(at.tile, at.k);
             wait_for_copies<STAGES - 2>();
             __syncwarp();  // the stage has landed, and all lanes have read the previous one
             start_copies(ring_address + (stage + STAGES - 1) % STAGES * STAGE_BYTES, weight, ahead, n_size, k_size);
             ahead.advance(warp, k_size);
+#if X_AHEAD
+            Position next = at;
+            next.advance(warp, k_size);
+            load_x(next_by, next.k);
+#endif
             const char* held = ring + stage * STAGE_BYTES;
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++) {
@@ -133,7 +160,7 @@ struct Gemv {
                     for (int j = 0; j < COL_TILES; j++) product.multiply(sum, i, j, low, high, columns[j]);
                 }
             }
-            product.end_span(sum);
+            if (STEP == SPAN || at.k % SPAN == SPAN - STEP) product.end_span(sum);
             stage = (stage + 1) % STAGES;
             const int tile = at.tile;
             at.advance(warp, k_size);

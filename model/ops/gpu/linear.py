@@ -99,8 +99,8 @@ class Linear:
         is_aligned = (x.data.ptr | weight.data.ptr | out.data.ptr) % BEST_ALIGNMENT_BYTES == 0
         if one_row.kind != GEMV or not is_aligned:
             return False
-        build = exact_gemv_build(one_row.choice, len(x))
-        if build is None or build.shared_bytes > self._device.max_shared_bytes:
+        build = exact_gemv_build(one_row.choice, len(x), self._device.max_shared_bytes)
+        if build is None:
             return False
         self._launch_gemv(build, x, weight, bias, out)
         return True

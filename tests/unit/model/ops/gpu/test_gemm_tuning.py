@@ -60,11 +60,21 @@ def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, caplog):
 def test_more_rows_are_summed_in_the_order_of_one_row():
     for index, one in enumerate(GEMV_BUILDS):
         for num_rows in range(1, 25):
-            build = exact_gemv_build(index, num_rows)
+            build = exact_gemv_build(index, num_rows, 227 << 10)
             assert num_rows <= build.max_rows <= max(one.max_rows, num_rows + 7)
             assert (build.warps, build.span) == (one.warps, one.span)
-        assert exact_gemv_build(index, 25) is None
-    assert exact_gemv_build(0, 24).shared_bytes <= 227 << 10
+            assert build.shared_bytes <= 227 << 10
+        assert exact_gemv_build(index, 25, 227 << 10) is None
+    assert exact_gemv_build(0, 4, 227 << 10) == GEMV_BUILDS[0]
+
+
+def test_exact_rows_without_room_for_wide_tiles_take_those_of_one_row():
+    narrow = GEMV_BUILDS[0]._replace(col_tiles=2)
+    assert exact_gemv_build(0, 16, narrow.shared_bytes) == narrow
+    assert exact_gemv_build(0, 16, narrow.shared_bytes - 1) is None
+    wide = exact_gemv_build(0, 16, 227 << 10)
+    assert wide.row_tiles == 2
+    assert wide.defines["STEP"] == 64
 
 
 def test_the_kernel_for_few_rows_takes_few_rows_in_16_bits():

@@ -115,7 +115,9 @@ def attention_builds(dtype_code: int, architecture: str, kv_dtype: type) -> list
     ints = np.zeros(97, np.int32)
     tables = np.zeros((96, 64), np.int32)
     decode_attention(ops, q[:96], AttentionBatch(kv, 0, tables, ints[:96], 0.1), q[:96])
-    plan_decode_attention(ops, 32, AttentionBatch(kv, 0, tables[:8], ints[:8], exact=True))
+    exact = AttentionBatch(kv, 0, tables[:8], ints[:8], 0.1, exact=True)
+    plan_decode_attention(ops, 32, exact)
+    decode_attention(ops, q[:8], exact, q[:8])
     for num_tokens, longest in ((96, 1), (96, 96), (2048, 96)):
         rows = q[:num_tokens]
         prefill_attention(ops, rows, AttentionBatch(kv, 0, tables, ints[:96], 0.1, NO_WINDOW, ints, longest), rows)
@@ -124,9 +126,10 @@ def attention_builds(dtype_code: int, architecture: str, kv_dtype: type) -> list
 
 def gemv_builds(dtype_code: int) -> list[dict[str, int]]:
     """All of them, in each type of result; there is none for float32."""
+    exact = [exact_gemv_build(index, MAX_EXACT_ROWS, H200[1]) for index in range(len(GEMV_BUILDS))]
     return [
         {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": out_float, **build.defines}
-        for build in (*GEMV_BUILDS, *(exact_gemv_build(index, MAX_EXACT_ROWS) for index in range(len(GEMV_BUILDS))))
+        for build in (*GEMV_BUILDS, exact_gemv_build(0, 8, H200[1]), *exact)
         for out_float in (0, 1)
         if dtype_code != DTYPE_CODES["float32"]
     ]
