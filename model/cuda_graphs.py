@@ -33,6 +33,9 @@ ROWS_BESIDE_FEW = (16, 48, *ROWS_BESIDE)
 ROWS_ALONE = (32, 48, 64, 128)
 """Captured sizes of chunks without decodes: one launch less a layer."""
 
+DRAFTED_ROWS = (*range(2, 10), 12, 16, 17, MAX_EXACT_ROWS)
+"""Captured rows of decodes with drafts: a sequence with up to 8 or with 16 drafts has no padding."""
+
 MAX_CHUNKS = 32
 
 NUM_TIMED = 3
@@ -81,7 +84,10 @@ class StepGraphs:
         self._decodes_only = decode_sizes(max_rows)
         self._decodes_beside_chunks = _decodes_beside_chunks(max_rows)
         self._adapters: StaticAdapterRows | None = None
-        self._drafted = [size for size in self._decodes_only if 1 < size <= MAX_EXACT_ROWS] if verifies_drafts else []
+        most_drafted = min(max_rows, MAX_EXACT_ROWS) if verifies_drafts else 0
+        self._drafted = sorted({size for size in (*DRAFTED_ROWS, most_drafted) if 1 < size <= most_drafted})
+        larger = [size for size in self._decodes_only if size == 1 or size > most_drafted]
+        self._decodes_with_drafts = sorted([*self._drafted, *larger])
         self._drafted_replays: dict[int, Callable[[], None]] = {}
         self._drafted_adapter_replays: dict[int, Callable[[], None]] = {}
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
@@ -146,24 +152,24 @@ class StepGraphs:
             hosts = [self._host, *self._adapters.host_rows(inputs.adapter_slots)]
             replays, drafted = self._adapter_replays, self._drafted_adapter_replays
         self._model.ops.upload_all(hosts, self._packed, self._changed_tables(inputs, size[0]))
-        replay = replays[size]
-        if inputs.num_draft_rows and size[1] == 0:
-            replay = drafted.get(size[0], replay)
-        replay()
+        has_drafts = inputs.num_draft_rows and size[1] == 0
+        replay = drafted.get(size[0]) if has_drafts else None
+        (replay or replays[size])()
         return self._logits[: len(inputs.logit_rows)]
 
     def decode_seconds(self) -> list[float]:
         """Time decodes of 1, 2 ... rows on padding, as steps with drafts run them."""
         ops, marks = self._model.ops, {}
-        for rows in self._decodes_only:
-            replay = self._drafted_replays.get(rows, self._replays[rows, 0])
+        sizes = self._decodes_with_drafts
+        for rows in sizes:
+            replay = self._drafted_replays.get(rows) or self._replays[rows, 0]
             replay()  # measure after work
             begin = ops.record_event()
             for _ in range(NUM_TIMED):
                 replay()
             marks[rows] = begin, ops.record_event()
         seconds = {rows: ops.elapsed_s(*pair) / NUM_TIMED for rows, pair in marks.items()}
-        return [seconds[_at_least(self._decodes_only, rows)] for rows in range(1, self._max_rows + 1)]
+        return [seconds[_at_least(sizes, rows)] for rows in range(1, self._max_rows + 1)]
 
     def state_rows(self) -> StateRows | None:
         """Return the last step's rows, in static memory; None without `state_layers`."""
@@ -248,7 +254,8 @@ class StepGraphs:
     def _size_of(self, inputs: ForwardInputs) -> tuple[int, int] | None:
         num_decodes, num_chunks, num_logits = inputs.num_decodes, len(inputs.chunk_lens), len(inputs.logit_rows)
         if num_chunks == 0 and num_logits == num_decodes:
-            return _at_least(self._decodes_only, num_decodes), 0
+            sizes = self._decodes_with_drafts if inputs.num_draft_rows else self._decodes_only
+            return _at_least(sizes, num_decodes), 0
         if num_decodes == 0 and max(num_chunks, num_logits) <= MAX_CHUNKS and len(inputs.token_ids) <= ROWS_ALONE[-1]:
             return 0, _at_least(ROWS_ALONE, len(inputs.token_ids))
         decodes = _at_least(self._decodes_beside_chunks, num_decodes)

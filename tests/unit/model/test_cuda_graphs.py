@@ -145,11 +145,13 @@ def test_few_rows_with_drafts_have_captures_of_their_own(model, kv, monkeypatch)
     plain = replace(step(model, [(9, 1), (10, 1), (11, 1)]), tables=np.zeros((3, 4), np.int32))
     for inputs in (plain, replace(plain, num_draft_rows=2), replace(plain, num_draft_rows=3)):
         exact.forward(inputs)
-    assert planned[-3:] == [(4, False), (4, True), (4, True)]
+    assert planned[-3:] == [(4, False), (3, True), (3, True)]
     assert exact._drafted[-1] == MAX_EXACT_ROWS
     seconds = exact.decode_seconds()
     assert len(seconds) == num_rows
-    assert seconds[2] == seconds[3]  # one size
+    assert seconds[9] == seconds[11]  # one size
+    assert StepGraphs(first, np.arange(11, dtype=np.int32), 11, 4, verifies_drafts=True)._drafted == [*range(2, 10), 11]
+    assert StepGraphs(first, np.arange(1, dtype=np.int32), 1, 4, verifies_drafts=True)._drafted == []
 
 
 def test_what_fits_no_size_is_left_to_the_caller(model, graphs):
