@@ -6,6 +6,8 @@
 //   roofline: T (k + 1) H elements moved; 0.8 of copy bandwidth from T k H of 16 MB on
 #include "common/types.cuh"
 
+constexpr int AT_ONCE = 8;  // loads of a thread in flight
+
 extern "C" __global__ void __launch_bounds__(256)
     combine_experts(const T* x, const int* places, const float* weights, T* out, int num_used, int width) {
     start_next_kernel();
@@ -17,12 +19,21 @@ extern "C" __global__ void __launch_bounds__(256)
     if (width % SIZE == 0 && is_aligned_16(x) && is_aligned_16(out)) {
         for (int i = threadIdx.x * SIZE; i < width; i += blockDim.x * SIZE) {
             float sum[SIZE] = {};
-            for (int j = 0; j < num_used; j++) {
-                if (from[j] < 0) continue;
-                const Vec<T> vec = load_vec(x + static_cast<i64>(from[j]) * width + i);
-                const float weight = by[j];
+            for (int first = 0; first < num_used; first += AT_ONCE) {
+                Vec<T> vecs[AT_ONCE];
+                int places[AT_ONCE];
 #pragma unroll
-                for (int n = 0; n < SIZE; n++) sum[n] = fmaf(weight, to_float(vec.at[n]), sum[n]);
+                for (int j = 0; j < AT_ONCE; j++) places[j] = first + j < num_used ? from[first + j] : -1;
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; j++)
+                    if (places[j] >= 0) vecs[j] = load_vec(x + static_cast<i64>(places[j]) * width + i);
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; j++) {
+                    if (places[j] < 0) continue;
+                    const float weight = by[first + j];
+#pragma unroll
+                    for (int n = 0; n < SIZE; n++) sum[n] = fmaf(weight, to_float(vecs[j].at[n]), sum[n]);
+                }
             }
             Vec<T> total;
 #pragma unroll

@@ -25,7 +25,7 @@ struct ExpertItems {
         int before = 0;
         for (int first = 0; first < num_experts; first += blockDim.x) {
             const int e = first + threadIdx.x;
-            const int count = e < num_experts ? offsets[e + 1] - offsets[e] : 0;
+            const int count = e < num_experts ? __ldcg(offsets + e + 1) - __ldcg(offsets + e) : 0;
             int total;
             const int end = before + block_scan((count + CHUNK_ROWS - 1) / CHUNK_ROWS, &total);
             if (e < num_experts) ends[e] = end;
@@ -48,8 +48,8 @@ struct ExpertItems {
                 low = middle + 1;
         }
         item.expert = low;
-        item.first_pair = offsets[low] + (chunk - (low > 0 ? ends[low - 1] : 0)) * CHUNK_ROWS;
-        item.num_pairs = min(CHUNK_ROWS, offsets[low + 1] - item.first_pair);
+        item.first_pair = __ldcg(offsets + low) + (chunk - (low > 0 ? ends[low - 1] : 0)) * CHUNK_ROWS;
+        item.num_pairs = min(CHUNK_ROWS, __ldcg(offsets + low + 1) - item.first_pair);
         item.tile_row = index % num_tiles * ITEM_TILE_ROWS;
         return item;
     }

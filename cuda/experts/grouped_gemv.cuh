@@ -3,7 +3,12 @@
 #pragma once
 
 #include "experts/expert_items.cuh"
+#include "layer/gated.cuh"
 #include "linear/gemv.cuh"
+
+#if GATED && ROW_TILES != 1
+#error "a gated tile has eight rows of gates and eight of ups"
+#endif
 
 template <typename W, typename X>
 struct ExpertGemv {
@@ -26,7 +31,20 @@ struct ExpertGemv {
     static __device__ __forceinline__ void start_copies(u32 stage, const W* weight, const Position& at, int n_size,
                                                         int k_size) {
         const W* of_expert = weight + static_cast<i64>(at.item.expert) * n_size * k_size;
+#if GATED
+        const int lane = threadIdx.x % WARP_SIZE, first = lane / One::VECS, vec = lane % One::VECS;
+        const int k = at.k + vec * One::SIZE;
+#pragma unroll
+        for (int n = 0; n < One::COPIES; n++) {
+            const int row = first + n * (WARP_SIZE / One::VECS), own = at.item.tile_row / 2 + row % 8;
+            const bool wanted = k < k_size && own < n_size / 2 && at.item.tile_row < n_size;
+            const W* from = of_expert + static_cast<i64>(row < 8 ? own : n_size / 2 + own) * k_size + k;
+            copy_async_16(stage + One::shared_offset(row, vec), wanted ? from : weight, wanted);
+        }
+        commit_copies();
+#else
         One::start_copies(stage, of_expert, typename One::Position{at.item.tile_row, at.k}, n_size, k_size);
+#endif
     }
 
     // x [T, K] with `rows` int32 [P], or [P, K] with null. A product begins an item (begin_item) and otherwise is as for
@@ -41,8 +59,9 @@ struct ExpertGemv {
         const char* ring = shared + warp * STAGES * One::STAGE_BYTES;
         const u32 ring_address = shared_address(ring);
 
-        start_next_kernel();
-        wait_for_previous_kernel();  // which may have made `offsets`
+        if (!GATED) start_next_kernel();
+        if (!KNOWN) wait_for_previous_kernel();  // which may have made `offsets`
+        if (GATED) start_next_kernel();  // it may read `offsets` before its wait
         const Items items(offsets, reinterpret_cast<int*>(partials + 2 * PARTIAL_FLOATS), num_experts, n_size);
         Position ahead = {items.at(blockIdx.x), warp * SPAN};
         Position at = ahead;
@@ -51,6 +70,7 @@ struct ExpertGemv {
             start_copies(ring_address + stage * One::STAGE_BYTES, weight, ahead, n_size, k_size);
             ahead.advance(items, warp, k_size);
         }
+        if (KNOWN) wait_for_previous_kernel();
 
         const X* x_rows[COL_TILES];
         GemvSums sum = {};
@@ -116,6 +136,23 @@ struct ExpertGemv {
                 }
             }
             __syncthreads();
+#if GATED
+            for (int task = threadIdx.x; task < item.num_pairs * 8; task += blockDim.x) {
+                const int m = task / 8, n = item.tile_row / 2 + task % 8;
+                if (n >= n_size / 2) continue;
+                float gate = 0.0f, up = 0.0f;
+#pragma unroll
+                for (int w = 0; w < WARPS; w++) {
+                    const float* of_warp = partial + (w * MAX_ROWS + m) * TILE_ROWS + task % 8;
+                    gate += of_warp[0];
+                    up += of_warp[8];
+                }
+                const int pair = item.first_pair + m, row = rows == nullptr ? pair : rows[pair];
+                gate = product.finish(gate, row, n);
+                up = product.finish(up, row, n_size / 2 + n);
+                out[static_cast<i64>(pair) * (n_size / 2) + n] = gated(from_float<T>(gate), from_float<T>(up));
+            }
+#else
             for (int task = threadIdx.x; task < item.num_pairs * TILE_ROWS; task += blockDim.x) {
                 const int pair = item.first_pair + task / TILE_ROWS, n = item.tile_row + task % TILE_ROWS;
                 if (n >= n_size) continue;
@@ -125,6 +162,7 @@ struct ExpertGemv {
                 const int row = rows == nullptr ? pair : rows[pair];
                 out[static_cast<i64>(pair) * n_size + n] = from_float<Out>(product.finish(total, row, n));
             }
+#endif
         }
     }
 };

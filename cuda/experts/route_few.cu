@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(WARP_SIZE * MAX_ROWS)
     __shared__ int ids[MAX_PAIRS];
     start_next_kernel();
     wait_for_previous_kernel();
-    const int row = threadIdx.x / WARP_SIZE, num_pairs = num_rows * num_used, pair = threadIdx.x;
+    const int row = threadIdx.x / WARP_SIZE;
     if (row < num_rows) {
         int* to_ids = ids + row * num_used;
         float* to_weights = weights + row * num_used;
@@ -28,17 +28,5 @@ extern "C" __global__ void __launch_bounds__(WARP_SIZE * MAX_ROWS)
                       renormalise);
     }
     __syncthreads();
-    if (pair < num_pairs) {
-        const int id = ids[pair];
-        int place = 0;  // pairs sorted before this one
-        for (int other = 0; other < num_pairs; other++)
-            place += ids[other] >= 0 && (ids[other] < id || (ids[other] == id && other < pair));
-        places[pair] = id < 0 ? -1 : place;
-        if (id >= 0) rows[place] = pair / num_used;
-    }
-    for (int e = threadIdx.x; e <= num_experts; e += blockDim.x) {
-        int before = 0;
-        for (int other = 0; other < num_pairs; other++) before += ids[other] >= 0 && ids[other] < e;
-        offsets[e] = before;
-    }
+    group_few(ids, rows, places, offsets, num_rows * num_used, num_experts, num_used);
 }

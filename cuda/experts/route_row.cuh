@@ -1,26 +1,19 @@
 // The routing of a row of logits by one warp, for route_experts and route_few.
 #pragma once
 
-#include "common/types.cuh"
-
-// A number for (logit, id) that is larger for a better expert, never 0; NaN is below all others.
-__device__ __forceinline__ u64 rank_of(float logit, int id) {
-    const u32 bits = __float_as_uint(logit + 0.0f);  // both zeros tie
-    const u32 ordered = isnan(logit) ? 0u : bits >> 31 ? ~bits : bits | 0x80000000u;
-    return static_cast<u64>(ordered) << 32 | ~static_cast<u32>(id);
-}
+#include "experts/rank_of.cuh"
 
 // Writes the row's best experts to `to_ids` and their weights; every lane of the warp calls. `from` is a row of logits.
 __device__ __forceinline__ void route_row(const float* from, int* to_ids, float* to_weights, int num_experts, int num_used,
                                           int renormalise) {
     const int lane = threadIdx.x % WARP_SIZE;
     float own[PER_LANE], largest = -positive_infinity();
-    u64 ranks[PER_LANE];
+    u32 ranks[PER_LANE];
 #pragma unroll
     for (int n = 0; n < PER_LANE; n++) {
         const int id = n * WARP_SIZE + lane;
         own[n] = id < num_experts ? from[id] : -positive_infinity();
-        ranks[n] = id < num_experts ? rank_of(own[n], id) : 0;
+        ranks[n] = id < num_experts ? rank_of(own[n]) : 0;
         largest = fmaxf(largest, own[n]);
     }
     largest = warp_max(largest);
@@ -31,16 +24,20 @@ __device__ __forceinline__ void route_row(const float* from, int* to_ids, float*
     total = warp_sum(total);
 
     float sum = 0.0f;
+#pragma unroll 1
     for (int j = 0; j < num_used; j++) {
-        u64 best = 0;
+        u32 best = 0, id = num_experts;
 #pragma unroll
-        for (int n = 0; n < PER_LANE; n++) best = ranks[n] > best ? ranks[n] : best;
-        best = warp_max(best);
-        const int id = static_cast<int>(~static_cast<u32>(best));
+        for (int n = 0; n < PER_LANE; n++) best = max(best, ranks[n]);
+        best = __reduce_max_sync(FULL_WARP, best);
+#pragma unroll
+        for (int n = PER_LANE - 1; n >= 0; n--)
+            if (ranks[n] == best) id = n * WARP_SIZE + lane;
+        id = __reduce_min_sync(FULL_WARP, id);
         float chosen = 0.0f;
 #pragma unroll
         for (int n = 0; n < PER_LANE; n++) {
-            if (ranks[n] != best) continue;
+            if (id != n * WARP_SIZE + lane) continue;
             ranks[n] = 0;
             chosen = own[n];
         }
@@ -53,6 +50,7 @@ __device__ __forceinline__ void route_row(const float* from, int* to_ids, float*
     }
     if (!renormalise) return;
     __syncwarp();
+#pragma unroll 1
     for (int j = lane; j < num_used; j += WARP_SIZE) to_weights[j] /= sum;
 }
 
@@ -61,5 +59,28 @@ __device__ __forceinline__ void route_padding(int* to_ids, float* to_weights, in
     for (int j = threadIdx.x % WARP_SIZE; j < num_used; j += WARP_SIZE) {
         to_ids[j] = -1;
         to_weights[j] = 0.0f;
+    }
+}
+
+// Sorts the pairs of few rows, `ids` in shared memory, by expert, as group_by_expert; every thread of the block calls, and
+// there are as many as pairs.
+__device__ __forceinline__ void group_few(const int* ids, int* rows, int* places, int* offsets, int num_pairs,
+                                          int num_experts, int num_used) {
+    const int pair = threadIdx.x;
+    if (pair < num_pairs) {
+        const int id = ids[pair];
+        int place = 0;  // pairs sorted before this one
+#pragma unroll 4
+        for (int other = 0; other < num_pairs; other++)
+            place += ids[other] >= 0 && (ids[other] < id || (ids[other] == id && other < pair));
+        places[pair] = id < 0 ? -1 : place;
+        if (id >= 0) rows[place] = pair / num_used;
+    }
+#pragma unroll 1
+    for (int e = threadIdx.x; e <= num_experts; e += blockDim.x) {
+        int before = 0;
+#pragma unroll 4
+        for (int other = 0; other < num_pairs; other++) before += ids[other] >= 0 && ids[other] < e;
+        offsets[e] = before;
     }
 }

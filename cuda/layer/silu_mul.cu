@@ -4,12 +4,7 @@
 //   grid (T, ceil(I / (256 vectors))), block (256); without 16-byte alignment a thread takes its elements one by one
 //   reference: NumpyOps.silu_mul
 //   roofline: 3 T I elements moved; 0.85 of copy bandwidth from T = 512 on
-#include "common/types.cuh"
-
-__device__ __forceinline__ T gated(T gate, T up) {
-    const float x = to_float(gate);
-    return from_float<T>(x / (1.0f + expf(-x)) * to_float(up));
-}
+#include "layer/gated.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) silu_mul(const T* gate_up, T* out, int width) {
     start_next_kernel();

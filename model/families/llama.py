@@ -12,9 +12,9 @@ import numpy as np
 
 from model.batch import Batch
 from model.config import ModelConfig
-from model.families.experts import Experts, experts_mlp
+from model.families.experts import experts_mlp
 from model.ops.interface import Array, AttentionBatch, Fp8Rows, HeadRotation, Ops
-from model.ops.weight import Weight, WeightFormat
+from model.ops.weight import ExpertWeights, Weight, WeightFormat
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,13 @@ class Llama:
         outputs = self._norm_outputs(normed, residual.shape)
         norms_after = [(layer.attention_norm, self._takes_fp8(layer.qkv)) for layer in layers[1:]]
         norms_after.append((self.weights.final_norm, False))
-        for index, (layer, (norm, is_fp8)) in enumerate(zip(layers, norms_after, strict=True)):
+        for index, (norm, is_fp8) in enumerate(norms_after):
             if states is not None and index in state_layers:
                 ops.place_columns(residual, states, state_layers.index(index) * self.config.hidden_size)
             with ops.scratch():
                 attended = self._attention(index, normed, batch, kv, plans)
-                mlp_input = self._add_norm(attended, residual, layer.mlp_norm, self._mlp_takes_fp8(layer))
-                normed = self._add_norm(self._mlp(index, mlp_input, batch, kv), residual, norm, is_fp8, outputs[is_fp8])
+                mlp = self._normed_mlp(index, attended, residual, batch, kv)
+                normed = self._add_norm(mlp, residual, norm, is_fp8, outputs[is_fp8])
         return normed
 
     def _hidden_norm_after(self, residual: Array, batch: Batch, kv: Array, plans: Mapping[int, Array | None]) -> Array:
@@ -137,7 +137,7 @@ class Llama:
             with ops.scratch():
                 attended = self._attention(index, self._input(residual, layer.qkv), batch, kv, plans)
                 ops.add_rms_norm(ops.rms_norm(attended, layer.attention_norm, eps), residual, final_norm, eps, normed)
-                mlp = self._mlp(index, self._input(residual, layer.gate_up), batch, kv)
+                mlp = self._mlp(index, self._input(residual, layer.gate_up), batch)
                 ops.add_rms_norm(ops.rms_norm(mlp, layer.mlp_norm, eps), residual, final_norm, eps, normed)
         return normed
 
@@ -211,12 +211,18 @@ class Llama:
         ops.rope_kv_write(qkv, rotation, *target)  # overwrites the scaled keys
         return q
 
-    def _mlp(self, index: int, x: Array | Fp8Rows, batch: Batch, kv: Array) -> Array:
-        """x [T, H] -> [T, H]: SwiGLU, dense or of experts."""
-        ops, layer = self.ops, self.weights.layers[index]
+    def _normed_mlp(self, index: int, x: Array, residual: Array, batch: Batch, kv: Array) -> Array:
+        """Add x [T, H] to residual; return [T, H]: SwiGLU of its norm, dense or of experts."""
+        ops, layer, eps = self.ops, self.weights.layers[index], self.config.residual_eps
         if layer.router is not None and self.config.experts is not None:
-            experts = Experts(layer.router, layer.gate_up, layer.down)
-            return experts_mlp(ops, self.config.experts, experts, x, batch.slots, kv.shape[0] * kv.shape[4])
+            experts = ExpertWeights(layer.router, layer.gate_up, layer.down)
+            slots = batch.slots, kv.shape[0] * kv.shape[4]
+            return experts_mlp(ops, self.config.experts, experts, (x, residual), (layer.mlp_norm, eps), slots)
+        return self._mlp(index, self._add_norm(x, residual, layer.mlp_norm, self._takes_fp8(layer.gate_up)), batch)
+
+    def _mlp(self, index: int, x: Array | Fp8Rows, batch: Batch) -> Array:
+        """x [T, H] -> [T, H]: SwiGLU."""
+        ops, layer = self.ops, self.weights.layers[index]
         gate_up = self._product(index, "gate_up", x, batch)
         activation = ops.silu_mul_quantised if self._takes_fp8(layer.down) else ops.silu_mul
         return self._product(index, "down", activation(gate_up), batch)
@@ -228,10 +234,6 @@ class Llama:
         if batch.adapters is not None:
             batch.adapters.add(index, name, x, out)
         return out
-
-    def _mlp_takes_fp8(self, layer: Layer) -> bool:
-        """Return whether the MLP's input is rounded; experts round it themselves, after the router."""
-        return layer.router is None and self._takes_fp8(layer.gate_up)
 
     def _takes_fp8(self, weight: Weight) -> bool:
         return weight.format is WeightFormat.FP8 and weight.quantised_input and self.ops.has_fp8

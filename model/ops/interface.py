@@ -25,7 +25,7 @@ import numpy as np
 from model.ops.host_blocks import HostBlocks
 from model.ops.packing import TableRows
 from model.ops.weight import Array as Array
-from model.ops.weight import Weight, WeightFormat
+from model.ops.weight import ExpertWeights, Weight, WeightFormat
 
 NO_WINDOW = 1 << 30
 """Window of a layer that attends to all preceding tokens."""
@@ -122,6 +122,16 @@ class ExpertGroups:
     rows: Array  # int32[P], each sorted pair's row
     places: Array  # int32[T, k], where the pairs of a row are sorted to; -1 for padding
     offsets: Array  # int32[E + 1]: expert e has the sorted pairs offsets[e]:offsets[e + 1]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The choice of experts, as arguments of `Ops.route_experts`."""
+
+    num_used: int
+    renormalise: bool
+    slots: Array | None = None  # int64[T]
+    num_slots: int = 0
 
 
 @dataclass(frozen=True)
@@ -420,6 +430,15 @@ class Ops(Device, Protocol):
 
         Added in float32, from j = 0 on, so that a row's sum does not depend on other rows. Padding gives zeros.
         """
+
+    def add_norm_experts(
+        self, x: Array, residual: Array, weight: Array, eps: float, experts: ExpertWeights, routing: Routing
+    ) -> Array:
+        """residual [T, H] += x in place -> [T, H]: the experts that its norm is routed to; zeros for padding."""
+
+    def gated_experts(self, x: Array, gate_up: Weight, down: Weight, groups: ExpertGroups, weights: Array) -> Array:
+        """x [T, H], gate_up [E, 2 I, H], down [E, H, I] -> [T, H]: `experts_linear`, `silu_mul`, `experts_linear` of
+        sorted pairs, `combine_experts`."""
 
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
         """Set kv[targets[i]] = kv[sources[i]]; int32[N] each. No target is a source or repeats. Ids outside the pool

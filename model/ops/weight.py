@@ -65,3 +65,12 @@ class Weight:
             zero_point=part(self.zero_point),
             input_order=part(self.input_order),
         )
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Weights of one layer of experts."""
+
+    router: Weight  # [E, H], never quantised
+    gate_up: Weight  # [E, 2 I, H]
+    down: Weight  # [E, H, I]

@@ -71,17 +71,20 @@ def op_names(events: Sequence[KernelEvent], products: Sequence[str]) -> list[str
     A product is a kernel not of ours, or our own. Further launches of cuBLASLt (reductions, memsets) and pieces of many
     rows belong to the previous one.
     """
-    names, num_products, product, previous, expert_product = [], 0, "", "", ""
+    names, num_products, product, previous, expert_product, is_gated = [], 0, "", "", "", False
     for event in events:
         kind = "part of a product" if event.name == previous and _kind(previous) == "product" else _kind(event.name)
         previous = event.name
         if kind == "product":
             product = products[num_products % len(products)]
             num_products += 1
+        if kind == "experts_row":
+            num_products += 1  # the router's product is in it
         if kind in ("group_by_expert", "route_few"):
             expert_product = "gate_up"
-        elif kind.startswith("silu_mul"):
+        elif kind.startswith("silu_mul") or is_gated:
             expert_product = "down"
+        is_gated = expert_product == "gate_up" and event.name == "experts_gemv"  # unless silu_mul follows
         if kind in ("product", "part of a product"):
             names.append(f"linear {product}")
         else:

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
+from model.ops.experts import gated_experts
 from model.ops.weight import WeightFormat
 from tests.support.expert_checks import (
     REFERENCE,
+    gated_stacks,
     product_of_pairs,
     random_stack,
     routed_ids,
@@ -24,6 +26,9 @@ SHAPES = [
     (3, 60, 4, 48, 4144),
 ]
 """T, E, k, N, K: experts without rows, with more rows than a chunk, and ends of tiles and of K in the middle."""
+
+LAYERS = [(1, 8, 2, 96, 512), (2, 128, 8, 768, 256), (2, 60, 9, 48, 264), (5, 5, 5, 136, 1000), (16, 8, 2, 40, 64)]
+"""T, E, k, I, H."""
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -52,6 +57,23 @@ def test_a_row_gives_the_same_bits_with_any_others(open_ops, rng):
             groups = ops.group_by_expert(ops.upload(ids[row : row + 1]), experts)
             alone = ops.download(ops.experts_linear(ops.upload(x[row : row + 1]), stack, groups))
             np.testing.assert_array_equal(alone[ops.download(groups.places)[0]], together[row])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("shape", LAYERS)
+@pytest.mark.parametrize("has_padding", [False, True])
+def test_gated_products_have_the_bits_of_one_operation_after_another(open_ops, rng, dtype, shape, has_padding):
+    (rows, experts, used, inner, hidden), ops = shape, open_ops(dtype)
+    ids = routed_ids(rng, rows, experts, used)
+    if has_padding:
+        ids[rows // 2 :] = -1
+    groups = upload_groups(ops, REFERENCE.group_by_expert(ids, experts))
+    stacks = gated_stacks(ops, rng, experts, inner, hidden)
+    x, weights = ops.upload(normal(rng, (rows, hidden), dtype)), ops.upload(rng.random((rows, used), np.float32))
+    with ops.scratch():
+        found = ops.download(ops.gated_experts(x, *stacks, groups, weights))
+        expected = ops.download(gated_experts(ops, x, stacks, groups, weights))
+    np.testing.assert_array_equal(found.view(np.uint16), expected.view(np.uint16))
 
 
 @pytest.mark.parametrize("rows", [1, 16])

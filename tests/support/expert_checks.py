@@ -68,3 +68,10 @@ def product_of_pairs(x, weight: Weight, groups: ExpertGroups, *, is_sorted: bool
     rows = x if isinstance(x, Fp8Rows) else x.astype(np.float32)
     stack = weight if weight.format is not WeightFormat.DENSE else Weight(weight.data.astype(np.float32))
     return REFERENCE.experts_linear(rows, stack, groups, is_sorted=is_sorted)
+
+
+def gated_stacks(ops, rng: np.random.Generator, num_experts: int, inner: int, hidden: int) -> tuple[Weight, Weight]:
+    """Return gate_up [E, 2 I, H] and down [E, H, I] on the device."""
+    sizes = (2 * inner, hidden), (hidden, inner)
+    gate_up, down = (random_stack(rng, (num_experts, *each), WeightFormat.DENSE, ops.dtype) for each in sizes)
+    return upload_stack(ops, gate_up), upload_stack(ops, down)

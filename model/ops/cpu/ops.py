@@ -16,6 +16,7 @@ from model.ops.cpu.device import NumpyDevice
 from model.ops.cpu.experts import combine_experts, group_by_expert, route_experts
 from model.ops.cpu.host_blocks import NumpyTransfer
 from model.ops.cpu.quantised import linear_quantised
+from model.ops.experts import add_norm_experts, gated_experts
 from model.ops.fp8 import narrow, quantise, widen
 from model.ops.interface import (
     AdapterMatrix,
@@ -27,11 +28,12 @@ from model.ops.interface import (
     ExpertGroups,
     Fp8Rows,
     HeadRotation,
+    Routing,
     Sampled,
     SamplingArrays,
     TokenCandidates,
 )
-from model.ops.weight import Weight, WeightFormat
+from model.ops.weight import ExpertWeights, Weight, WeightFormat
 
 DECODE_GROUP = 16
 """Sequences per decode attention: hides NumPy's call overhead, pads little, fits the cache."""
@@ -268,6 +270,14 @@ class NumpyOps(NumpyDevice):
 
     def combine_experts(self, x: Array, groups: ExpertGroups, weights: Array) -> Array:
         return combine_experts(x, groups, weights).astype(self.dtype, copy=False)
+
+    def add_norm_experts(
+        self, x: Array, residual: Array, weight: Array, eps: float, experts: ExpertWeights, routing: Routing
+    ) -> Array:
+        return add_norm_experts(self, (x, residual), (weight, eps), experts, routing)
+
+    def gated_experts(self, x: Array, gate_up: Weight, down: Weight, groups: ExpertGroups, weights: Array) -> Array:
+        return gated_experts(self, x, (gate_up, down), groups, weights)
 
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
         known = (sources >= 0) & (sources < len(kv)) & (targets >= 0) & (targets < len(kv))

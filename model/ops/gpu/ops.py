@@ -12,11 +12,13 @@ from functools import partial
 import numpy as np
 
 from model.ops.cpu.quantised import dequantise
+from model.ops.experts import add_norm_experts, gated_experts
 from model.ops.gpu import drafts
 from model.ops.gpu.adapters import launches as lora
 from model.ops.gpu.adapters.writes import AsyncWriter, CudaWrite
 from model.ops.gpu.attention import decode_attention, kv_build, plan_decode_attention, prefill_attention
 from model.ops.gpu.device import DTYPE_CODES, THREADS, CudaDevice, expect
+from model.ops.gpu.experts.fused import can_gate, can_take_row, experts_of_row, gate_and_sum
 from model.ops.gpu.experts.launches import combine_experts, group_by_expert, route_experts, route_to_groups
 from model.ops.gpu.experts.products import dequantised_stack, experts_linear, pack_stack
 from model.ops.gpu.fp8 import Fp8Linear, as_weight, expect_fp8, quantised_by
@@ -37,10 +39,11 @@ from model.ops.interface import (
     ExpertGroups,
     Fp8Rows,
     HeadRotation,
+    Routing,
     Sampled,
     SamplingArrays,
 )
-from model.ops.weight import Weight, WeightFormat
+from model.ops.weight import ExpertWeights, Weight, WeightFormat
 
 _VEC_BYTES = 16
 _FIND_BLOCKS_PER_SM = 8
@@ -66,6 +69,7 @@ class CudaOps(CudaDevice):
         self._linear_int4 = int4.Int4Linear(self, self._linear)
         self._writer: AsyncWriter | None = None  # until adapters need it
         self._is_exact = False
+        self._arrived = self.upload(np.zeros(1, np.uint32))  # at the barriers of experts_row
 
     def exact_rows(self) -> AbstractContextManager[None]:
         return self._exact_rows()
@@ -369,6 +373,19 @@ class CudaOps(CudaDevice):
         if self._writer is None:
             self._writer = AsyncWriter(self.stream)
         return self._writer.start(values)
+
+    def add_norm_experts(
+        self, x: Array, residual: Array, weight: Array, eps: float, experts: ExpertWeights, routing: Routing
+    ) -> Array:
+        sums, norm = (x, residual), (weight, eps)
+        if can_take_row(self, x, experts, routing):
+            return experts_of_row(self, sums, norm, experts, routing, self._arrived)
+        return add_norm_experts(self, sums, norm, experts, routing)
+
+    def gated_experts(self, x: Array, gate_up: Weight, down: Weight, groups: ExpertGroups, weights: Array) -> Array:
+        if can_gate(self, gate_up, down, groups):
+            return gate_and_sum(self, x, (gate_up, down), groups, weights)
+        return gated_experts(self, x, (gate_up, down), groups, weights)
 
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
         expect("kv", kv, self.kv_dtype, *kv.shape)

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from model.ops.collectives import Collectives
+from model.ops.experts import add_norm_experts
 from model.ops.group.arrays import GroupArray, PartialSums, SplitArray, divided, joined, on_rank, product_split
 from model.ops.group.device import GroupDevice
 from model.ops.interface import (
@@ -23,10 +24,11 @@ from model.ops.interface import (
     Fp8Rows,
     HeadRotation,
     PartOps,
+    Routing,
     Sampled,
     SamplingArrays,
 )
-from model.ops.weight import Weight
+from model.ops.weight import ExpertWeights, Weight
 
 
 class GroupOps(GroupDevice):
@@ -203,6 +205,17 @@ class GroupOps(GroupDevice):
         own = GroupArray(x.parts)
         rows = self._each(lambda ops, *arrays: ops.combine_experts(*arrays), own, groups, weights)
         return replace(x, parts=rows.parts)
+
+    def add_norm_experts(
+        self, x: Array, residual: Array, weight: Array, eps: float, experts: ExpertWeights, routing: Routing
+    ) -> Array:
+        return add_norm_experts(self, (x, residual), (weight, eps), experts, routing)
+
+    def gated_experts(self, x: Array, gate_up: Weight, down: Weight, groups: ExpertGroups, weights: Array) -> Array:
+        """Return `PartialSums` for stacks divided by columns."""
+        arrays = self._inputs(x, gate_up), gate_up, down, groups, weights
+        out = self._each(lambda ops, *own: ops.gated_experts(*own), *arrays)
+        return PartialSums(out.parts) if _is_by_columns(down) else out
 
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
         self._each(lambda ops, *arrays: ops.copy_blocks(*arrays), kv, sources, targets)

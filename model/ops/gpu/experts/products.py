@@ -49,6 +49,7 @@ class _Call:
     is_sorted: bool
     out: Array  # [P, N]
     mean_pairs: float  # of an expert
+    knows_groups: bool = False  # the previous launch has waited for `groups`
 
     @property
     def num_rows(self) -> int:
@@ -72,18 +73,21 @@ class _Call:
 
 
 def experts_linear(
-    device: KernelLauncher, x: Array | Fp8Rows, weight: Weight, groups: ExpertGroups, is_sorted: bool
+    device: KernelLauncher,
+    x: Array | Fp8Rows,
+    weight: Weight,
+    groups: ExpertGroups,
+    is_sorted: bool,
+    knows_groups: bool = False,
 ) -> Array:
-    """`Ops.experts_linear`."""
+    """`Ops.experts_linear`. `knows_groups`: the previous launch is a gated product, which starts the next kernel only
+    once `groups` are there."""
     num_pairs = len(groups.rows)
-    _expect_operands(device, x, weight, groups, num_pairs if is_sorted else len(groups.places))
+    expect_operands(device, x, weight, groups, num_pairs if is_sorted else len(groups.places))
     out = device.temporary((num_pairs, weight.shape[0]), device.dtype)
     if num_pairs == 0:
         return out
-    data = x.data if isinstance(x, Fp8Rows) else x
-    if (data.data.ptr | weight.data.data.ptr | out.data.ptr) % _ALIGNMENT:
-        raise ValueError("experts_linear: x or weight is not aligned to 16 bytes")
-    call = _Call(device, x, weight, groups, is_sorted, out, num_pairs / len(weight.data))
+    call = _Call(device, x, weight, groups, is_sorted, out, num_pairs / len(weight.data), knows_groups)
     if device.arch != "90a" or not takes_sm90(call.num_rows, call.mean_pairs) or not _multiply_many(call):
         _multiply_few(call)
     return out
@@ -113,14 +117,18 @@ def dequantised_stack(weight: Weight, dtype: np.dtype) -> np.ndarray:
     return values
 
 
-def _expect_operands(
+def expect_operands(
     device: KernelLauncher, x: Array | Fp8Rows, weight: Weight, groups: ExpertGroups, num_rows: int
 ) -> None:
+    """Raise ValueError for what no kernel takes."""
     (n, k), num_experts, num_pairs = weight.shape, len(weight.data), len(groups.rows)
     if device.dtype == _FLOAT32 or k % (16 if weight.format in _BYTE_FORMATS else 8) or num_experts > MAX_EXPERTS:
         problem = f"[{num_experts}, {n}, {k}] in {device.dtype.name}"
         raise ValueError(f"experts_linear: {problem} is not supported (16-bit types, K a multiple of 16)")
     _expect_weight(device, weight)
+    data = x.data if isinstance(x, Fp8Rows) else x
+    if (data.data.ptr | weight.data.data.ptr) % _ALIGNMENT:
+        raise ValueError("experts_linear: x or weight is not aligned to 16 bytes")
     expect("offsets", groups.offsets, _INT32, num_experts + 1)
     expect("rows", groups.rows, _INT32, num_pairs)
     if not isinstance(x, Fp8Rows):
@@ -182,6 +190,8 @@ def _launch_gemv(call: _Call) -> None:
         shared_bytes=build.shared_bytes + 4 * len(call.weight.data),
         overlaps=True,
         OUT_FLOAT=0,
+        GATED=0,
+        KNOWN=int(call.knows_groups),
         **build.defines,
     )
 
@@ -201,6 +211,8 @@ def _launch_gemv_w8(call: _Call) -> None:
         X_FP8=int(isinstance(call.x, Fp8Rows)),
         WEIGHT_INT8=int(weight.format is WeightFormat.INT8),
         BLOCK_SCALES=int(_has_blocks(weight)),
+        GATED=0,
+        KNOWN=0,
         **build.defines,
     )
 

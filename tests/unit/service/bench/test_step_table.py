@@ -87,6 +87,24 @@ def test_products_of_experts_are_told_from_those_of_layers():
     assert names[-2:] == ["linear lm_head", "sample_tokens"]
 
 
+def test_gated_products_of_experts_need_no_silu():
+    config = PRESETS["qwen3-30b-a3b"]
+    layer = ["gemv", "paged_decode", "gemv", "add_rms_norm", "gemv", "route_few", *["experts_gemv"] * 2, "add_rms_norm"]
+    events = [event(name, 6 * i, 6 * i + 5) for i, name in enumerate([*layer * config.num_layers, "gemv"])]
+    names = op_names(events, products_of(config))
+    before = ["linear qkv", "paged_decode", "linear output", "add_rms_norm", "linear router", "route_few"]
+    layer = [*before, "experts gate_up", "experts down", "add_rms_norm"]
+    assert names == layer * config.num_layers + ["linear lm_head"]
+
+
+def test_the_router_of_one_row_is_in_the_kernel_of_its_experts():
+    config = PRESETS["qwen3-30b-a3b"]
+    layer = ["gemv", "paged_decode", "gemv", "experts_row", "add_rms_norm"]
+    events = [event(name, 6 * i, 6 * i + 5) for i, name in enumerate([*layer * config.num_layers, "gemv"])]
+    layer = ["linear qkv", "paged_decode", "linear output", "experts_row", "add_rms_norm"]
+    assert op_names(events, products_of(config)) == layer * config.num_layers + ["linear lm_head"]
+
+
 def test_experts_in_use_are_read_once():
     config = PRESETS["qwen3-30b-a3b"]
     assert config.experts is not None

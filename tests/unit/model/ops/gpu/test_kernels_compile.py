@@ -196,10 +196,14 @@ def expert_builds(name: str, dtype_code: int, architecture: str) -> list[dict[st
     if name == "experts_gemv_w4a16":
         few = zip(sizes, LAYOUTS, strict=True)
         return [{"QUIRE_DTYPE": dtype_code, **experts.gemv_w4_build(*size).defines(layout)} for size, layout in few]
+    if name == "experts_row":
+        return [{"QUIRE_DTYPE": dtype_code, "STAGES": 2}] if architecture == "90a" else []
     if name == "experts_gemv":
-        return [{**common, **experts.gemv_build(*size).defines} for size in sizes]
+        kinds = ({"GATED": 1, "KNOWN": 0}, {"GATED": 0, "KNOWN": 0}, {"GATED": 0, "KNOWN": 1})
+        few = zip(kinds, (*sizes, sizes[0]), strict=True)
+        return [{**common, **kind, **experts.gemv_build(*size).defines} for kind, size in few]
     asked = zip(W8_KINDS, (*sizes, sizes[0]), strict=True)
-    return [{**common, **kind, **experts.gemv_w8_build(*size).defines} for kind, size in asked]
+    return [{**common, "GATED": 0, "KNOWN": 0, **kind, **experts.gemv_w8_build(*size).defines} for kind, size in asked]
 
 
 def gemv_w4_builds(dtype_code: int) -> list[dict[str, int]]:

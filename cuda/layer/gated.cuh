@@ -1,0 +1,9 @@
+// The activation of an MLP, for silu_mul and the products that end in it.
+#pragma once
+
+#include "common/types.cuh"
+
+__device__ __forceinline__ T gated(T gate, T up) {
+    const float x = to_float(gate);
+    return from_float<T>(x / (1.0f + expf(-x)) * to_float(up));
+}
