@@ -57,7 +57,8 @@ class Kernels:
         if function is None:
             function = self._module(name, defines).get_function(name)
             limit = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            if shared_bytes > driver.funcGetAttribute(limit, function.ptr):  # 48 KiB, or those of an earlier `get`
+            # 48 KiB, or those of an earlier `get`
+            if shared_bytes and shared_bytes > driver.funcGetAttribute(limit, function.ptr):
                 driver.funcSetAttribute(function.ptr, limit, shared_bytes)
             self._functions[key] = function
         return function
