@@ -91,6 +91,13 @@ __device__ __forceinline__ u64 policy_of_read_once() {
     return policy;
 }
 
+// The L2 policy of other data.
+__device__ __forceinline__ u64 policy_of_read_again() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 __device__ __forceinline__ void copy_box(u32 to_shared, const TensorMap& map, int x, int y, u32 barrier, u64 policy) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
@@ -98,6 +105,23 @@ __device__ __forceinline__ void copy_box(u32 to_shared, const TensorMap& map, in
         :
         : "r"(to_shared), "l"(&map), "r"(x), "r"(y), "r"(barrier), "l"(policy)
         : "memory");
+}
+
+// Copies bytes that lie together, read once.
+__device__ __forceinline__ void copy_bytes(u32 to_shared, const void* from, int num_bytes, u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+        :
+        : "r"(to_shared), "l"(from), "r"(num_bytes), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
+// The same, read again.
+__device__ __forceinline__ void copy_bytes(u32 to_shared, const void* from, int num_bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :
+                 : "r"(to_shared), "l"(from), "r"(num_bytes), "r"(barrier)
+                 : "memory");
 }
 
 // Prefetches a tensor map.

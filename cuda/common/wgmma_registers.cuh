@@ -128,9 +128,13 @@ __device__ __forceinline__ void multiply_add(float (&d)[128], const u32 (&a)[4],
 using Fragments = u32[4][4];  // of a warp's 16 rows and 64 columns
 
 // Keeps registers from being used for anything else up to here.
+__device__ __forceinline__ void hold(const u32 (&a)[4]) {
+    asm volatile("" : : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));
+}
+
 __device__ __forceinline__ void hold(const Fragments& a) {
 #pragma unroll
-    for (int s = 0; s < 4; ++s) asm volatile("" : : "r"(a[s][0]), "r"(a[s][1]), "r"(a[s][2]), "r"(a[s][3]));
+    for (int s = 0; s < 4; ++s) hold(a[s]);
 }
 
 // Starts products with 64 columns of b, in shared memory.

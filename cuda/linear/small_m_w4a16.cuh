@@ -57,43 +57,33 @@ struct Shared {
     __device__ __forceinline__ u32 parity(u32 iteration) const { return iteration / STAGES % 2; }
 };
 
-// A block's share of the work: its split of K for one tile, then for the next. An iteration fills one stage.
+// A block's share of the work: its split of K for one tile, then for the next. An iteration fills one stage. Tiles of the
+// same weights follow each other, so that they are in flight at once.
 struct BlockWork {
-    int split, first_tile, num_tiles, first_span, num_spans, num_blocks;
+    int split, first_tile, num_tiles, first_span, num_spans, num_blocks, col_tiles;
 
-    __device__ __forceinline__ BlockWork(int n_size, int k_size) {
+    __device__ __forceinline__ BlockWork(int n_size, int k_size, int num_rows = COLS) {
         const int spans = k_size / SPAN, step = gridDim.x / SPLIT;
         num_blocks = n_size / BLOCK_ROWS;
+        col_tiles = (num_rows + COLS - 1) / COLS;
         split = blockIdx.x % SPLIT;
         first_tile = blockIdx.x / SPLIT;
-        num_tiles = ((num_blocks + BLOCKS - 1) / BLOCKS - first_tile + step - 1) / step;
+        num_tiles = ((num_blocks + BLOCKS - 1) / BLOCKS * col_tiles - first_tile + step - 1) / step;
         first_span = spans * split / SPLIT;
         num_spans = spans * (split + 1) / SPLIT - first_span;
     }
-    __device__ __forceinline__ u32 num_iterations() const { return num_tiles * num_spans; }
-    __device__ __forceinline__ int span(u32 iteration) const { return first_span + iteration % num_spans; }
-    // Sixteens of weight rows.
-    __device__ __forceinline__ int first_block(int tile) const {
-        return (first_tile + tile * (gridDim.x / SPLIT)) * BLOCKS;
-    }
 };
 
-// Copies bytes that lie together, read once.
-__device__ __forceinline__ void copy_bytes(u32 to_shared, const void* from, int num_bytes, u32 barrier, u64 policy) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-        :
-        : "r"(to_shared), "l"(from), "r"(num_bytes), "r"(barrier), "l"(policy)
-        : "memory");
-}
+// A tile of the block's: where its weight rows begin, in sixteens, and its rows of x.
+struct TilePlace {
+    int first_block, first_col;
 
-// The same, read again by other blocks.
-__device__ __forceinline__ void copy_bytes(u32 to_shared, const void* from, int num_bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 :
-                 : "r"(to_shared), "l"(from), "r"(num_bytes), "r"(barrier)
-                 : "memory");
-}
+    __device__ __forceinline__ TilePlace(const BlockWork& work, int tile) {
+        const int at = work.first_tile + tile * (gridDim.x / SPLIT), row_tile = at / work.col_tiles;
+        first_block = row_tile * BLOCKS;
+        first_col = (at - row_tile * work.col_tiles) * COLS;
+    }
+};
 
 __device__ __forceinline__ u32 load_word(u32 address) {
     u32 word;
@@ -126,50 +116,59 @@ __device__ __forceinline__ void pair_scales(u32& near, u32& far, u32 both) {
 
 using Sums = float[COLS / 2];
 
-// Unpacks a warp's 16 rows x 64 columns, half `half` of a stage.
-__device__ __forceinline__ void unpack_half(Fragments& a, const Shared& shared, u32 iteration, int half) {
-    const int lane = threadIdx.x % WARP_SIZE, g = lane / 4;
-    const int block = min(static_cast<int>(threadIdx.x) / WARP_SIZE, BLOCKS - 1);
-    u32 words[4];
-    load_words(words, shared.weights(iteration) + block * SPAN_BYTES + half * TILE_BYTES + lane * 16);
+// The scales and zero points of a group of a warp's 16 rows.
+struct GroupParameters {
+    u32 near, far;
     Zeros zeros;
-    u32 near = 0, far = 0;
-#pragma unroll
-    for (int s = 0; s < 4; ++s) {
-        if (s == 0 || s % GROUP_STEPS == 0) {
-            const int group = (half * 4 + s) / GROUP_STEPS * BLOCKS + block;
-            pair_scales(near, far, load_word(shared.scales(iteration) + group * BLOCK_ROWS * 2 + g * 4));
-            if (ZEROS) zeros = Zeros(load_half_word(shared.zeros(iteration) + group * BLOCK_ROWS + g * 2));
-        }
-        unpack(a[s], words[s], zeros);
-        a[s][0] = multiply_pair(a[s][0], near);
-        a[s][1] = multiply_pair(a[s][1], far);
-        a[s][2] = multiply_pair(a[s][2], near);
-        a[s][3] = multiply_pair(a[s][3], far);
-    }
-}
 
-// The sums of one tile over this block's split of K, which starts at `iteration`. While the tensor cores multiply one
-// half of a stage, the threads unpack the next.
+    __device__ __forceinline__ GroupParameters(const Shared& shared, u32 iteration, int block, int group) {
+        const int row = (group * BLOCKS + block) * BLOCK_ROWS, g = threadIdx.x % WARP_SIZE / 4;
+        pair_scales(near, far, load_word(shared.scales(iteration) + row * 2 + g * 4));
+        if (ZEROS) zeros = Zeros(load_half_word(shared.zeros(iteration) + row + g * 2));
+    }
+    __device__ __forceinline__ void unpack_scaled(u32 (&a)[4], u32 word) const {
+        unpack(a, word, zeros);
+        a[0] = multiply_pair(a[0], near);
+        a[1] = multiply_pair(a[1], far);
+        a[2] = multiply_pair(a[2], near);
+        a[3] = multiply_pair(a[3], far);
+    }
+};
+
+// The sums of one tile over this block's split of K, which starts at `iteration`. A warp unpacks 16 columns while the tensor
+// cores multiply those before: issued in a row, products of all warpgroups would wait for each other, then all unpack.
 __device__ __forceinline__ void sum_tile(Sums& sum, const Shared& shared, const BlockWork& work, u32 iteration) {
     const bool arrives = threadIdx.x % WARP_SIZE == 0;
-    Fragments even, odd = {};
+    const int block = min(static_cast<int>(threadIdx.x) / WARP_SIZE, BLOCKS - 1);
+    Fragments a = {};  // of the latest four steps
 #pragma unroll
     for (int i = 0; i < COLS / 2; ++i) sum[i] = 0.0f;
     for (int n = 0; n < work.num_spans; ++n, ++iteration) {
         wait_for(shared.full(iteration), shared.parity(iteration));
-        unpack_half(even, shared, iteration, 0);
-        start_products(sum, even, shared.x(iteration));
-        wait_for_products<1>(sum);
-        hold(odd);
-        if (n > 0 && arrives) arrive(shared.empty(iteration - 1));
-        unpack_half(odd, shared, iteration, 1);
-        start_products(sum, odd, shared.x(iteration) + BOX_BYTES);
-        wait_for_products<1>(sum);
-        hold(even);
+        u32 words[2][4];
+        const u32 from = shared.weights(iteration) + block * SPAN_BYTES + threadIdx.x % WARP_SIZE * 16;
+        load_words(words[0], from);
+        load_words(words[1], from + TILE_BYTES);
+        const u64 x = operand(shared.x(iteration), 0);
+        const u32 x_low = static_cast<u32>(x);
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            const GroupParameters parameters(shared, iteration, block, group);
+#pragma unroll
+            for (int step = group * GROUP_STEPS; step < (group + 1) * GROUP_STEPS; ++step) {
+                parameters.unpack_scaled(a[step % 4], words[step / 4][step % 4]);
+                begin_products();
+                const u32 low = x_low + (step / 4 * BOX_BYTES + step % 4 * 32) / 16;
+                multiply_add(sum, a[step % 4], (x & ~0xffffffffull) | low);
+                commit_products();
+                wait_for_products<2>(sum);
+                hold(a[(step + 2) % 4]);
+                if (step == 1 && n > 0 && arrives) arrive(shared.empty(iteration - 1));
+            }
+        }
     }
     wait_for_products<0>(sum);
-    hold(odd);
+    hold(a);
     if (work.num_spans > 0 && arrives) arrive(shared.empty(iteration - 1));
 }
 

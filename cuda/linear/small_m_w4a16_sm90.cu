@@ -1,10 +1,10 @@
-// small_m_w4a16_sm90: out[m] = x[m] @ weight.T + bias with 4-bit weights on Hopper (sm_90a), for up to 256 rows. Up to 64
-// the time is nearly that of reading the weights once, beyond that of the products.
+// small_m_w4a16_sm90: out[m] = x[m] @ weight.T + bias with 4-bit weights on Hopper (sm_90a), for up to 2,048 rows. Up
+// to 64 rows the time is that of unpacking, from 256 on of the products.
 //
 //   x [M, K] as a 2-D tensor map with boxes of 64 elements x COLS rows and the 128-byte swizzle; tiles, scale and zero
-//   (or null) as in int4.cuh; bias [N] or null, out [M, N]; M <= COLS; group_spans are the spans of 128 columns in a group
+//   (or null) as in int4.cuh; bias [N] or null, out [M, N]; group_spans are the spans of 128 columns in a group
 //   (1 with GROUPS > 1)
-//   A build defines BLOCKS (weight rows of a tile, in sixteens, at most 16), COLS (rows of x: 32, 64, 96, 128, 192,
+//   A build defines BLOCKS (weight rows of a tile, in sixteens, at most 16), COLS (rows of x in a tile: 32, 64, 96, 128, 192,
 //   256), STAGES (of the ring in shared memory), AHEAD (stages whose weights do not wait for the previous kernel), SPLIT
 //   (1, 2 or 4: the blocks of a cluster that split K of a tile), SHARED_BYTES, OUT_FLOAT: out has the build's type (0)
 //   or float32 (1), and those of int4.cuh.
@@ -19,22 +19,27 @@
 
 // A stage of the ring, and the span of a tile that it holds.
 struct PipelineState {
+    const BlockWork& work;
+    TilePlace place;
     u32 stage = 0, parity = 0;
-    int tile = 0, span = 0;
+    int tile = 0, span;
 
-    __device__ __forceinline__ void advance(const BlockWork& work) {
+    __device__ __forceinline__ PipelineState(const BlockWork& work)
+        : work(work), place(work, 0), span(work.first_span) {}
+    __device__ __forceinline__ bool is_done() const { return tile >= work.num_tiles; }
+    __device__ __forceinline__ void advance() {
         if (++stage == STAGES) {
             stage = 0;
             parity ^= 1;
         }
-        if (++span == work.num_spans) {
-            span = 0;
-            ++tile;
+        if (++span == work.first_span + work.num_spans) {
+            span = work.first_span;
+            place = TilePlace(work, ++tile);
         }
     }
 };
 
-// The thread that fetches. It is elected, so that no loops surround the copies: its instructions bound the time of narrow
+// The thread that fetches. It is elected, so that no loops surround its copies: its instructions bound the time of narrow
 // tiles.
 struct Producer {
     const Shared& shared;
@@ -47,15 +52,16 @@ struct Producer {
     u64 policy;
 
     __device__ __forceinline__ void fetch_weights(const PipelineState& state) const {
-        const int first = work.first_block(state.tile), span = work.first_span + state.span;
-        const int blocks = min(BLOCKS, work.num_blocks - first);
+        const int first = state.place.first_block, blocks = min(BLOCKS, work.num_blocks - first);
         const u32 barrier = shared.full(state.stage);
         arrive_expecting(barrier, X_BYTES + blocks * (SPAN_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES)));
-        const i64 piece = static_cast<i64>(span) * work.num_blocks + first;
+        const i64 piece = static_cast<i64>(state.span) * work.num_blocks + first;
         copy_bytes(shared.weights(state.stage), tiles + piece * SPAN_BYTES, blocks * SPAN_BYTES, barrier, policy);
 #pragma unroll
         for (int i = 0; i < GROUPS; ++i) {
-            const int group = GROUPS > 1 ? span * GROUPS + i : group_spans == 1 ? span : span / group_spans;
+            const int group = GROUPS > 1         ? state.span * GROUPS + i
+                              : group_spans == 1 ? state.span
+                                                 : state.span / group_spans;
             const i64 from = (static_cast<i64>(group) * work.num_blocks + first) * BLOCK_ROWS;
             copy_bytes(shared.scales(state.stage) + i * BLOCKS * SCALE_BYTES, scale + from, blocks * SCALE_BYTES, barrier,
                        policy);
@@ -65,27 +71,26 @@ struct Producer {
         }
     }
     __device__ __forceinline__ void fetch_x(const PipelineState& state) const {
-        const int k = (work.first_span + state.span) * SPAN;
         const u32 to = shared.x(state.stage), barrier = shared.full(state.stage);
-        copy_box(to, x_map, k, 0, barrier);
-        copy_box(to + BOX_BYTES, x_map, k + SPAN / 2, 0, barrier);
+        copy_box(to, x_map, state.span * SPAN, state.place.first_col, barrier);
+        copy_box(to + BOX_BYTES, x_map, state.span * SPAN + SPAN / 2, state.place.first_col, barrier);
     }
     __device__ __forceinline__ void fetch_ahead() const {
-        PipelineState state;
+        PipelineState state(work);
 #pragma unroll 1
-        for (int i = 0; i < AHEAD && state.tile < work.num_tiles; ++i) {
+        for (int i = 0; i < AHEAD && !state.is_done(); ++i) {
             fetch_weights(state);
-            state.advance(work);
+            state.advance();
         }
     }
     __device__ __forceinline__ void fetch_all() const {
-        PipelineState state;
+        PipelineState state(work);
 #pragma unroll 1
-        for (int i = 0; state.tile < work.num_tiles; ++i) {
+        for (int i = 0; !state.is_done(); ++i) {
             wait_for(shared.empty(state.stage), state.parity ^ 1);
             if (i >= AHEAD) fetch_weights(state);
             fetch_x(state);
-            state.advance(work);
+            state.advance();
         }
     }
 };
@@ -147,8 +152,9 @@ small_m_w4a16_sm90(const __grid_constant__ TensorMap x_map, const u8* tiles, con
                     const T* bias, Out* out, int num_rows, int n_size, int k_size, int group_spans) {
     extern __shared__ unsigned char memory[];
     const Shared shared{(shared_address(memory) + 1023) / 1024 * 1024};
-    const BlockWork work(n_size, k_size);
-    const Producer producer{shared, work, x_map, tiles, scale, zero, group_spans, policy_of_read_once()};
+    const BlockWork work(n_size, k_size, num_rows);
+    const u64 policy = work.col_tiles == 1 ? policy_of_read_once() : policy_of_read_again();
+    const Producer producer{shared, work, x_map, tiles, scale, zero, group_spans, policy};
 
     const bool is_producer = __shfl_sync(FULL_WARP, threadIdx.x / WARP_SIZE, 0) == CONSUMERS / WARP_SIZE;
 
@@ -176,7 +182,9 @@ small_m_w4a16_sm90(const __grid_constant__ TensorMap x_map, const u8* tiles, con
         for (int tile = 0; tile < work.num_tiles; ++tile) {
             Sums sum;
             sum_tile(sum, shared, work, tile * work.num_spans);
-            const OutputTile output(out, bias, work.first_block(tile), num_rows, n_size);
+            const TilePlace place(work, tile);
+            const OutputTile output(out + static_cast<i64>(place.first_col) * n_size, bias, place.first_block,
+                                    num_rows - place.first_col, n_size);
             if (SPLIT > 1) {
                 sync_cluster();
                 store_own(sum, output, shared, work.split);

@@ -1,4 +1,4 @@
-"""The kernel for up to 256 rows and 4-bit weights on Hopper; the reference is float64."""
+"""The Hopper kernel for up to 2,048 rows and 4-bit weights; the reference is float64."""
 
 import numpy as np
 import pytest
@@ -18,6 +18,8 @@ SHAPES = [
     (33, 17008, 640),
     (256, 6144, 4096),
     (65, 40000, 256),
+    (300, 1040, 640),
+    (1000, 336, 1152),
 ]
 """M, N, K: whole tiles and rounds of them; ends of tiles, and parts of K that differ by a span."""
 
@@ -59,7 +61,7 @@ def test_product(open_hopper_ops, launch, rng, dtype, kind, shape):
         np.testing.assert_array_equal(ops.download(again).view(np.uint16), rounded.view(np.uint16))
 
 
-@pytest.mark.parametrize("m", [17, 64, 65, 127, 255])
+@pytest.mark.parametrize("m", [17, 64, 65, 127, 255, 300])
 def test_rows_past_the_last_are_neither_read_nor_written(open_hopper_ops, launch, rng, m):
     n, k, ops = 1040, 640, open_hopper_ops("bfloat16")
     x, weight = normal(rng, (m + 9, k), "bfloat16"), random_int4(rng, (n, k), 128)
@@ -75,10 +77,10 @@ def test_rows_past_the_last_are_neither_read_nor_written(open_hopper_ops, launch
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 1152), (20000, 640)])
 def test_a_row_does_not_depend_on_the_rows_beside_it(open_hopper_ops, launch, rng, n, k):
     ops = open_hopper_ops("bfloat16")
-    x = normal(rng, (256, k), "bfloat16")
+    x = normal(rng, (600, k), "bfloat16")
     weight = ops.prepare_weight(upload_int4(ops, random_int4(rng, (n, k), 128)))
     found = []
-    for m in (1, 17, 40, 64, 100, 128, 160, 256):
+    for m in (1, 17, 40, 64, 100, 128, 160, 256, 400, 600):
         with ops.scratch():
             out = ops.temporary((m, n), ops.dtype)
             launch(ops, ops.upload(x[:m]), weight, None, out)

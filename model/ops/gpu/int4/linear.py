@@ -11,7 +11,6 @@ import numpy as np
 
 from model.ops.gpu.device import THREADS, expect
 from model.ops.gpu.int4.builds import (
-    MAX_SMALL_M_ROWS,
     GemvW4Build,
     Int4Layout,
     SmallMW4Build,
@@ -29,15 +28,16 @@ MAX_GEMV_ROWS = 8
 """Rows of x up to which gemv_w4a16 beats small_m_w4a16_sm90. H200, weights [4096, 4096]: 6.5 us to 9.1 for 8 rows, 11.4
 to 9.0 for 16."""
 
-MAX_FUSED_ROWS = 1024
-"""Rows of x up to which unpacking in registers beats a 16-bit product. H200, a layer of Llama-3.1-8B: 367 us to 440 for
-512 rows, equal for 2,048."""
+MAX_FUSED_ROWS = 2048
+"""Rows of x up to which unpacking in registers beats a 16-bit product. H200, a layer of Llama-3.1-8B: 325 us to 440 for
+512 rows, twice 611 to 1,432 for 2,048."""
 
 _FLOAT32 = np.dtype(np.float32)
 _UINT8 = np.dtype(np.uint8)
 _INT32 = np.dtype(np.int32)
 _UNPACK_WARPS = 8  # WARPS of unpack_int4.cu
 _ALIGNMENT = 16
+_COLS_STEP = 32  # of builds' rows of x
 _TILE_COLUMNS = 64
 
 
@@ -71,13 +71,13 @@ class Int4Linear:
             x = self._gather_columns(x, weight.input_order)
         is_fast = ops.dtype != _FLOAT32 and (x.data.ptr | out.data.ptr) % _ALIGNMENT == 0
         gemv = self.gemv_build(m, weight) if is_fast else None
-        small_m = self.small_m_build(min(m, MAX_SMALL_M_ROWS), weight) if is_fast and ops.arch == "90a" else None
+        is_fused = is_fast and ops.arch == "90a" and m <= MAX_FUSED_ROWS
+        small_m = self.small_m_build(m, weight) if is_fused else None
         if gemv is not None and (exact or small_m is None or m <= min(gemv.x_rows, MAX_GEMV_ROWS)):
             for rows in _pieces(m, gemv.x_rows):
                 self.launch_gemv(gemv, x[rows], weight, bias, out[rows])
-        elif small_m is not None and m <= MAX_FUSED_ROWS:
-            for rows in _pieces(m, MAX_SMALL_M_ROWS):
-                self.launch_small_m(small_m, x[rows], weight, bias, out[rows])
+        elif small_m is not None:
+            self.launch_small_m(small_m, x, weight, bias, out)
         else:
             self._dense(x, self.unpack(weight), bias, out)
 
@@ -115,8 +115,8 @@ class Int4Linear:
         return gemv_w4_build(m, *weight.shape, layout_of(weight), ops.num_sms, ops.max_shared_bytes)
 
     def small_m_build(self, m: int, weight: Weight) -> SmallMW4Build | None:
-        ops = self._ops
-        return small_m_w4_build(m, *weight.shape, layout_of(weight), ops.num_sms, ops.max_shared_bytes)
+        ops, rows = self._ops, math.ceil(m / _COLS_STEP) * _COLS_STEP
+        return small_m_w4_build(rows, *weight.shape, layout_of(weight), ops.num_sms, ops.max_shared_bytes)
 
     def launch_gemv(
         self,
@@ -143,7 +143,7 @@ class Int4Linear:
         x_map = ops.tensor_maps.get(x, x.shape[::-1], (_TILE_COLUMNS, build.cols))
         ops.launch(
             "small_m_w4a16_sm90",
-            (build.num_blocks(weight.shape[0], ops.num_sms),),
+            (build.num_blocks(len(x), weight.shape[0], ops.num_sms),),
             (x_map, weight.data, weight.scale, weight.zero_point, bias, out, *_sizes(out, weight)),
             threads=build.threads,
             shared_bytes=build.shared_bytes,

@@ -12,15 +12,28 @@ LAYOUTS = [Int4Layout(1, False, True), Int4Layout(4, True, False)]
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_every_number_of_rows_fits_in_shared_memory_and_in_one_split(n, k, layout):
-    builds = [small_m_w4_build(m, n, k, layout, *H200) for m in range(1, 257)]
-    assert all(build.cols >= m for m, build in enumerate(builds, 1))
+    builds = [small_m_w4_build(m, n, k, layout, *H200) for m in (1, 17, 64, 65, 200, 256, 300, 512, 1024)]
     assert all(build.shared_bytes <= H200[1] for build in builds)
     assert len({build.split for build in builds}) == 1
 
 
-def test_there_is_no_build_for_more_rows_or_too_little_memory():
-    assert small_m_w4_build(257, 4096, 4096, LAYOUTS[0], *H200) is None
-    assert small_m_w4_build(256, 4096, 4096, LAYOUTS[0], 132, 99 << 10) is None
+@pytest.mark.parametrize(("m", "n", "k"), [(64, 4096, 14336), (512, 6144, 4096), (512, 28672, 4096), (300, 48, 128)])
+def test_a_grid_is_whole_clusters_of_a_tile_or_fits_the_sms(m, n, k):
+    build = small_m_w4_build(m, n, k, LAYOUTS[0], *H200)
+    tiles = -(-n // (16 * build.blocks)) * -(-m // build.cols)
+    blocks = build.num_blocks(m, n, H200[0])
+    assert blocks == build.split * tiles if build.split > 1 else blocks <= min(tiles, H200[0])
+
+
+def test_rows_take_the_tiles_that_were_measured_quickest():
+    found = {m: small_m_w4_build(m, 6144, 4096, LAYOUTS[0], *H200) for m in (32, 64, 256, 512)}
+    assert {m: (build.blocks, build.cols) for m, build in found.items()} == {
+        32: (8, 32), 64: (8, 64), 256: (12, 128), 512: (12, 128),
+    }  # fmt: skip
+
+
+def test_there_is_no_build_for_too_little_memory():
+    assert small_m_w4_build(256, 4096, 4096, LAYOUTS[0], 132, 32 << 10) is None
 
 
 def test_few_rows_are_multiplied_at_once_or_in_a_few_launches():
