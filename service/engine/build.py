@@ -30,7 +30,7 @@ from service.engine.drafting.build import (
 )
 from service.engine.drafting.drafter import Drafter
 from service.engine.drafting.eagle3 import Eagle3Drafter
-from service.engine.drafting.models import PlannedDraftModel, plan_draft_model
+from service.engine.drafting.models import LONGEST_STEP, PlannedDraftModel, plan_draft_model
 from service.engine.engine import Engine
 from service.engine.execution.executor import ModelExecutor
 from service.engine.grammars import Grammars
@@ -46,7 +46,7 @@ from service.observability.logs import fields
 
 log = logging.getLogger("quire.engine")
 
-DEFAULT_BATCHED_TOKENS = {"cuda": 8192, "numpy": 512}
+DEFAULT_BATCHED_TOKENS = {"cuda": LONGEST_STEP, "numpy": 512}
 DEFAULT_SWAP_GIB = {"cuda": 4, "numpy": 0}
 SWAP_MEMORY_DIVISOR = 8
 """Limit without --swap-space: 1/8 of the host's memory."""

@@ -18,6 +18,8 @@ from service.config.settings import Settings
 from service.config.speculative import SpeculativeConfig
 from service.errors import StartupError
 
+LONGEST_STEP = 8192
+"""Tokens of a GPU's step without --max-num-batched-tokens."""
 EAGLE3_FOLDER = "eagle3"
 """Folder of a head that comes with a model."""
 
@@ -26,7 +28,7 @@ EAGLE3_FOLDER = "eagle3"
 class PlannedDraftModel:
     folder: Path
     config: Eagle3Config | ModelConfig
-    num_bytes: int  # of the weights
+    num_bytes: int  # of the weights, and on a GPU of the states of the longest step
 
     def block_shape(self, block_size: int) -> tuple[int, ...]:
         """Return [L, 2 (keys, values), Hkv, B, D]."""
@@ -89,4 +91,8 @@ def _eagle3(settings: Settings, wanted: SpeculativeConfig, target: ModelConfig, 
             check_on_device(config, target)
     except ModelError as error:
         raise StartupError(f"--speculative-config: {error}") from None
-    return PlannedDraftModel(folder, config, config.num_bytes(ops.dtype if ops.name == "cuda" else FLOAT32))
+    if ops.name != "cuda":
+        return PlannedDraftModel(folder, config, config.num_bytes(FLOAT32))
+    row_bytes = len(config.state_layers) * config.hidden_size * ops.dtype.itemsize
+    states_bytes = (settings.max_num_batched_tokens or LONGEST_STEP) * row_bytes
+    return PlannedDraftModel(folder, config, config.num_bytes(ops.dtype) + states_bytes)

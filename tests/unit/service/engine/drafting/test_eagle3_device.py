@@ -28,6 +28,7 @@ PARAMS = (
     {"temperature": 0.0, "frequency_penalty": 2.0, "ignore_eos": True},
     {"temperature": 0.8, "seed": 3, "grammar": regex_grammar("[a-z ]{5,30}")},
     {"temperature": 0.8, "seed": 4, "n": 2, "best_of": 2},
+    {"temperature": 0.8, "seed": 5, "stop_token_ids": tuple(range(300, 600)), "min_tokens": 4},
     {"temperature": 0.0, "max_tokens": 1},
 )
 
