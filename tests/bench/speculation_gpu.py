@@ -3,8 +3,8 @@
     python -m tests.bench.speculation_gpu [--parts tokens,steps,runs] [--batch 1,16,64,256] [--out FILE]
 
 Weights are random. For the times the head is zero: greedy sampling emits one token for ever, so that a drafter can be
-right at any rate, and sampling at temperature 1 emits text in which n-grams find nothing. `head` drafts with the
-products of an EAGLE-3 head, `free` costs the device nothing.
+right at any rate, and sampling at temperature 1 emits text in which n-grams find nothing. `free` drafts cost the device
+nothing; tests/bench/eagle3_gpu.py measures a head's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from unittest.mock import patch
 
 import numpy as np
 
-from model.ops.weight import Weight
 from model.sampling_params import SamplingParams
 from model.step_inputs import ForwardInputs, StepInputs
 from service.bench.flag_values import whole_number
@@ -30,8 +29,7 @@ from service.config.settings import Settings
 from service.config.speculative import SpeculativeConfig
 from service.engine.build import BuiltEngine, build_engine
 from service.engine.drafting.build import step_cost
-from service.engine.drafting.draft_time import DraftTime
-from service.engine.drafting.drafter import EAGLE3, NGRAM
+from service.engine.drafting.drafter import NGRAM
 from service.engine.drafting.lengths import DraftLengths, StepCost
 from service.engine.drafting.ngram import NgramDrafter
 from service.engine.request import EngineRequest
@@ -64,40 +62,6 @@ class ForcedDrafter:
 
     def on_end(self, sequence) -> None:
         """Keep nothing."""
-
-
-class HeadDrafter(ForcedDrafter):
-    """The same, after the products of an EAGLE-3 head; its attention and norms, a few launches, are left out."""
-
-    source, writes_cache = EAGLE3, True
-
-    def __init__(self, model, token_id: int, rate: float):
-        super().__init__(token_id, rate)
-        ops, config, layer = model.ops, model.config, model.weights.layers[0]
-        hidden, dtype = config.hidden_size, model.ops.dtype
-        self._ops, self._time = ops, DraftTime()
-        self._combine = Weight(ops.empty((hidden, 3 * hidden), dtype))
-        self._products = [
-            Weight(ops.empty((layer.qkv.shape[0], 2 * hidden), dtype)), layer.output, layer.gate_up, layer.down,
-            Weight(ops.empty((DRAFT_VOCAB, hidden), dtype)),
-        ]  # fmt: skip
-
-    @property
-    def token_s(self) -> float:
-        return self._time.token_s
-
-    def draft(self, sequences, max_tokens):
-        start_s = time.perf_counter()
-        ops, dtype = self._ops, self._ops.dtype
-        with ops.scratch():
-            ops.linear(ops.temporary((len(sequences), self._combine.shape[1]), dtype), self._combine)
-            for step in range(max(max_tokens)):
-                num_rows = sum(count > step for count in max_tokens)
-                for weight in self._products:
-                    ops.linear(ops.temporary((num_rows, weight.shape[1]), dtype), weight)
-        ops.synchronize()
-        self._time.add((time.perf_counter() - start_s) / max(max_tokens))
-        return super().draft(sequences, max_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,13 +236,11 @@ def step_seconds(built: BuiltEngine, context: int, num_drafts: int) -> float:
 
 
 def compare(built: BuiltEngine, cost: StepCost, batch: int) -> Iterator[RunFigures]:
-    model = built.executor.model
     token_id = emitted_token(built)
     before = run(built, cost, batch, None)
     drafted = {}
     for rate in RATES:
         drafted[f"free {rate}"] = run(built, cost, batch, ForcedDrafter(token_id, rate))
-        drafted[f"head {rate}"] = run(built, cost, batch, HeadDrafter(model, token_id, rate))
     after = run(built, cost, batch, None)
     none = (before[0] + after[0]) / 2
     yield _figures(batch, "none", before, none)
