@@ -89,14 +89,15 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--ranks", type=int, default=2)
     given = parser.parse_args()
-    if given.device == "cuda" and given.ranks == 2:
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0,1,0,1")
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    if given.device == "cuda" and len(names) == given.ranks:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names * 2)
     engine = [
         f"--device={given.device}",
         "--dtype=float32",
         "-dp=2",
         f"-tp={given.ranks}",
-        "--gpu-memory-utilization=0.3",
+        "--swap-space=0",
     ]
     with tempfile.TemporaryDirectory() as folder:
         served = Served(Path(folder), *engine, "--no-enable-prefix-caching", "--max-num-seqs=64")
