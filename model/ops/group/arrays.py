@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -177,27 +178,42 @@ def whole_nbytes(array: Array) -> int:
     return math.prod(whole_shape(array)) * int(array.dtype.itemsize)
 
 
+_PLAIN = frozenset((type(None), bool, int, float, str))
+"""Types without parts, tried first: every operation of every rank asks."""
+
+
 def on_rank(value: Any, rank: int) -> Any:
     """Return a rank's own arrays, also inside of dataclasses and tuples. Raises TypeError for partial sums."""
-    if isinstance(value, PartialSums):
-        raise TypeError("partial sums are taken by rms_norm and add_rms_norm alone")
-    if isinstance(value, GroupArray):
+    kind: Any = type(value)
+    if kind in _PLAIN:
+        return value
+    if issubclass(kind, GroupArray):
+        if kind is PartialSums:
+            raise TypeError("partial sums are taken by rms_norm and add_rms_norm alone")
         return value.parts[rank]
-    if isinstance(value, list | tuple):
+    if issubclass(kind, list | tuple):
         own = [on_rank(each, rank) for each in value]
-        return own if isinstance(value, list) else type(value)(*own) if hasattr(value, "_fields") else tuple(own)
-    if is_dataclass(value) and not isinstance(value, type):
-        changes = {each.name: on_rank(getattr(value, each.name), rank) for each in fields(value)}
-        return replace(value, **changes)
-    return value
+        return own if issubclass(kind, list) else kind(*own) if hasattr(kind, "_fields") else tuple(own)
+    changes = {}
+    for name in _field_names(kind):
+        before = getattr(value, name)
+        after = on_rank(before, rank)
+        if after is not before:
+            changes[name] = after
+    return replace(value, **changes) if changes else value
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else ()
 
 
 def joined(values: Sequence[Any]) -> Any:
     """Return the ranks' results as one: arrays, or dataclasses and tuples of them."""
     first = values[0]
+    kind: Any = type(first)
     if isinstance(first, list | tuple):
         return tuple(joined(each) for each in zip(*values, strict=True))
-    if is_dataclass(first) and not isinstance(first, type):
-        changes = {each.name: joined([getattr(value, each.name) for value in values]) for each in fields(first)}
-        return replace(first, **changes)
+    if names := _field_names(kind):
+        return replace(first, **{name: joined([getattr(value, name) for value in values]) for name in names})
     return GroupArray(tuple(values)) if hasattr(first, "dtype") else first
