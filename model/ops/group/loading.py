@@ -78,7 +78,9 @@ def load_group(
     for number, rank in in_turn(ranks):
         if padded := [array.parts[number] for array in targets if _has_padding(array, number)]:
             rank.load_parallel(padded, _zero)
-    pieces = list(_pieces_of(targets))
+    pieces = [
+        piece for index, array in enumerate(targets) for piece in _interleaved(list(_pieces_of(index, array)), ranks)
+    ]
     load_pieces(pieces, partial(_load, targets, read, open_writer), MAX_THREADS * min(len(ranks), MAX_BUSES))
 
 
@@ -115,17 +117,22 @@ def rows_of(array: GroupArray, rank: int, piece: Piece) -> Iterator[Rows]:
             yield Rows(first - begin, into, last - first, max(1, size // row), row, own_row)
 
 
-def _pieces_of(targets: Sequence[GroupArray]) -> Iterator[Piece]:
+def _interleaved(pieces: Sequence[Piece], ranks: Sequence[PartOps]) -> Iterator[Piece]:
+    """Yield one of each rank's rows after the other, so that all buses are busy."""
+    each = -(-len(pieces) // len(ranks))
+    return (piece for begin in range(each) for piece in pieces[begin::each])
+
+
+def _pieces_of(index: int, array: GroupArray) -> Iterator[Piece]:
     """Yield pieces of whole rows of the divided axis, or of one row if it exceeds PIECE_BYTES."""
-    for index, array in enumerate(targets):
-        shape = whole_shape(array)
-        size, most = math.prod(shape), max(1, PIECE_BYTES // array.dtype.itemsize)
-        row = math.prod(shape[array.split.axis :]) if isinstance(array, SplitArray) else size
-        border = row if row > most else most // max(1, row) * row  # a multiple of it is in no piece's middle
-        for begin in range(0, size, max(1, border)):
-            end = min(begin + border, size)
-            for start in range(begin, end, most):
-                yield Piece(index, start, min(start + most, end))
+    shape = whole_shape(array)
+    size, most = math.prod(shape), max(1, PIECE_BYTES // array.dtype.itemsize)
+    row = math.prod(shape[array.split.axis :]) if isinstance(array, SplitArray) else size
+    border = row if row > most else most // max(1, row) * row  # a multiple of it is in no piece's middle
+    for begin in range(0, size, max(1, border)):
+        end = min(begin + border, size)
+        for start in range(begin, end, most):
+            yield Piece(index, start, min(start + most, end))
 
 
 def _has_padding(array: GroupArray, rank: int) -> bool:
