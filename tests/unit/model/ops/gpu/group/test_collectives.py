@@ -73,6 +73,13 @@ def test_norms_are_fused(log, path: SumPath, grid: tuple[int, ...]):
     assert all(how["PUSH"] == (path is SumPath.PUSH) for *_, how in launches(log))
 
 
+@pytest.mark.parametrize(("rows", "blocks"), [(64, 64), (264, 132), (265, 264), (8192, 264)])
+def test_two_blocks_share_an_sm_once_each_has_rows(log, rows: int, blocks: int):
+    parts = arrays(2, (rows, 8))
+    CudaCollectives(ranks_of(log)).sum_add_rms_norm(SumPath.PULL, parts, parts, parts, 1e-5, parts)
+    assert [grid for _, _, grid, _ in launches(log)] == [(blocks,)] * 2
+
+
 def test_nccl_moves_shares_that_each_rank_sums(log):
     sums = CudaCollectives(ranks_of(log), Mover(log))
     log.clear()
