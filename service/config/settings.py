@@ -157,7 +157,7 @@ class Settings:
         verbs=_ENGINE_VERBS,
     )
     enable_lora: bool = _switch(
-        False, "serve LoRA adapters, on a CPU; requests name one in `model`", verbs=(SERVE, GATEWAY, WORKER, CHECK)
+        False, "serve LoRA adapters; requests name one in `model`", verbs=(SERVE, GATEWAY, WORKER, CHECK)
     )
     lora_modules: LoraModules = _setting(
         LoraModules(),
