@@ -20,6 +20,9 @@ DECAY = 0.9
 """Factor of a sequence's counts, each step."""
 SOURCE_DECAY = 0.995
 """Factor of a source's counts, each step with drafts."""
+FADE = 0.98
+"""The same, each step without drafts, down to MIN_TRIALS: those of a trial then count as much."""
+MIN_TRIALS = 16.0
 PRIOR_TRIALS = 4.0
 """Weight of the source's rate against a sequence's own trials."""
 MIN_SPEED_UP = 1.03
@@ -84,9 +87,13 @@ class Acceptance:
         gains: np.ndarray = np.where(numbers <= counts[:, None], rates[:, None] ** numbers, 0.0)
         return gains
 
-    def on_step(self, source: str) -> None:
-        """Forget a little, before the results of a step with drafts."""
-        self._sources[source].decay(SOURCE_DECAY)
+    def on_step(self, source: str, num_drafts: int) -> None:
+        """Forget a little of a source, before the results of a step."""
+        counts = self._sources[source]
+        if num_drafts:
+            counts.decay(SOURCE_DECAY)
+        elif counts.trials > MIN_TRIALS:
+            counts.decay(FADE)
 
     def on_result(self, source: str, sequence: Sequence, num_accepted: int, num_drafts: int) -> None:
         num_trials = num_accepted + (num_accepted < num_drafts)

@@ -12,6 +12,8 @@ MAX_EXCESS = 2.0
 """Longer steps count as this many times what was expected: the machine had other work."""
 EXCESS_DECAY = 0.97
 """Factor of the steps with drafts that `_Excess` was fitted to, each step."""
+FADE = 0.98
+"""The same, each step without drafts, down to the weight of one: a trial then counts as much."""
 ORIGIN_WEIGHT = 0.1
 """Weight, in steps, of no excess without rows: one size seen says that it is in proportion to rows."""
 
@@ -51,6 +53,7 @@ class StepCost:
             seconds = min(seconds, MAX_EXCESS * float(self.drafted_s(num_rows, drafts)[0]))
             self._excess.add(num_rows + num_drafts, seconds - float(self.hoped_s(num_rows, drafts)[0]))
             return
+        self._excess.fade()
         count = self._plain[num_rows][1] if num_rows in self._plain else 0
         if count:
             seconds = min(seconds, MAX_EXCESS * plain_s)
@@ -80,6 +83,10 @@ class _Excess:
         slope = (weight * xy - x * y) / spread if spread > 0 else 0.0
         line: np.ndarray = np.maximum(0.0, (y - slope * x) / weight + slope * num_rows)
         return line
+
+    def fade(self) -> None:
+        if self._sums[0] > 1:
+            self._sums *= FADE
 
     def add(self, num_rows: int, seconds: float) -> None:
         self._sums *= EXCESS_DECAY

@@ -120,10 +120,10 @@ class Speculation:
 
     def learn(self) -> None:
         """Learn from the steps collected since the last call, and choose for the next, while a step runs."""
-        for step in self._unlearned_steps:
-            self.lengths.on_step(*step)
-        if self._unlearned and self._drafter is not None:
-            self._acceptance.on_step(self._drafter.source)
+        for num_rows, num_drafts, seconds in self._unlearned_steps:
+            self.lengths.on_step(num_rows, num_drafts, seconds)
+            if self._drafter is not None:
+                self._acceptance.on_step(self._drafter.source, num_drafts)
         for chunk, num_accepted in self._unlearned:
             self._count(chunk, num_accepted)
         self._unlearned.clear()

@@ -147,6 +147,9 @@ def test_few_rows_with_drafts_have_captures_of_their_own(model, kv, monkeypatch)
         exact.forward(inputs)
     assert planned[-3:] == [(4, False), (3, True), (3, True)]
     assert exact._drafted[-1] == MAX_EXACT_ROWS
+    many = replace(step(model, [(9, 1)] * (MAX_EXACT_ROWS + 8)), tables=np.zeros((MAX_EXACT_ROWS + 8, 4), np.int32))
+    assert exact.forward(replace(many, num_draft_rows=MAX_EXACT_ROWS + 8)) is not None
+    assert planned[-1] == (MAX_EXACT_ROWS + 8, False)  # rows of an ordinary captured step
     seconds = exact.decode_seconds()
     assert len(seconds) == num_rows
     assert seconds[9] == seconds[11]  # one size

@@ -72,6 +72,19 @@ def test_a_gain_within_the_error_of_step_times_is_left():
     assert DraftLengths(FLAT).choose([[0.05]], 1) == [1]
 
 
+def test_after_steps_without_drafts_a_trial_changes_the_rate():
+    seen = Acceptance()
+    for _ in range(100):
+        seen.on_step(NGRAM, 8)
+        seen.on_result(NGRAM, Names(), 0, 8)
+    assert seen.rate(NGRAM) < 0.05
+    for _ in range(500):
+        seen.on_step(NGRAM, 0)
+    assert seen.rate(NGRAM) < 0.2
+    seen.on_result(NGRAM, Names(), 16, 16)
+    assert seen.rate(NGRAM) > 0.5
+
+
 def test_an_ended_sequence_is_forgotten():
     seen = Acceptance()
     seen.on_result(NGRAM, Names(), 1, 2)
@@ -140,8 +153,7 @@ def simulated_rate(batch, rate, token_ms=0.0, *, num_drafts=None, num_steps=600,
         step_ms, drafting_ms = device.step_ms(counts)
         total_ms += step_ms + drafting_ms
         num_tokens += batch
-        if any(counts):
-            seen.on_step(EAGLE3)
+        seen.on_step(EAGLE3, sum(counts))
         for sequence, count in zip(sequences, counts, strict=True):
             if count:
                 num_accepted = device.num_accepted(count)

@@ -54,3 +54,15 @@ def test_a_step_that_waited_for_the_processor_counts_little():
     assert cost.plain_s(1) <= 1.5
     cost.on_step(1, 9, 500.0)
     assert drafted_s(cost, 1, 9)[0] <= 2 * (cost.plain_s(1) + 0.1)
+
+
+@pytest.mark.parametrize(("num_plain", "expected_s"), [(0, 1.396), (300, 1.31)])
+def test_after_steps_without_drafts_one_with_them_counts_more(num_plain, expected_s):
+    cost = StepCost([1, 101], [1.0, 1.0])
+    for _ in range(100):
+        cost.on_step(1, 9, 1.4)
+    for _ in range(num_plain):
+        cost.on_step(1, 0, 1.0)
+    assert drafted_s(cost, 1, 9) == pytest.approx([1.4], rel=0.01)
+    cost.on_step(1, 9, 1.2)
+    assert drafted_s(cost, 1, 9) == pytest.approx([expected_s], abs=0.02)
