@@ -14,6 +14,7 @@ import numpy as np
 
 from model.config import ModelConfig
 from model.config_fields import Fields
+from model.dtypes import all_finite
 from model.errors import ModelError
 from model.json_files import read_json_object
 from model.rope import rope_tables
@@ -24,6 +25,7 @@ LAYER = "layers.0."
 MAX_CONFIG_BYTES = 1 << 20
 MAX_SIZE = 1 << 20
 MAX_DRAFTS = 16
+FLOATS = ("float32", "float16", "bfloat16")
 RANDOM_TILE = 1_000_003
 """Random numbers that dummy weights repeat."""
 NOT_BUILT = ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias")
@@ -196,7 +198,7 @@ class Eagle3Head:
 
 @dataclass(frozen=True)
 class Eagle3Tensors:
-    """A head as stored, in float32 by `Eagle3Config.shapes`."""
+    """A head by `Eagle3Config.shapes`, in the types of its file."""
 
     config: Eagle3Config
     weights: dict[str, np.ndarray]
@@ -207,8 +209,9 @@ class Eagle3Tensors:
 def load_eagle3(folder: Path, target: ModelConfig, embedding: np.ndarray, max_model_len: int) -> Eagle3Head:
     """Read the head of a model with this `embedding` [V, H]. Raises ModelError with one line."""
     stored = read_eagle3(folder, target)
-    own = embedding if stored.embedding is None else stored.embedding
-    return Eagle3Head(stored.config, stored.weights, stored.token_ids, own, max_model_len)
+    own = embedding if stored.embedding is None else stored.embedding.astype(np.float32)
+    weights = {name: values.astype(np.float32, copy=False) for name, values in stored.weights.items()}
+    return Eagle3Head(stored.config, weights, stored.token_ids, own, max_model_len)
 
 
 def read_eagle3(folder: Path, target: ModelConfig) -> Eagle3Tensors:
@@ -230,12 +233,13 @@ def read_eagle3(folder: Path, target: ModelConfig) -> Eagle3Tensors:
     )
 
 
-def dummy_eagle3(folder: Path, target: ModelConfig) -> Eagle3Tensors:
-    """Return random weights of the config's shapes, for measuring; every norm is 1."""
+def dummy_eagle3(folder: Path, target: ModelConfig, dtype: np.dtype) -> Eagle3Tensors:
+    """Return random weights of the config's shapes in `dtype`, for measuring; every norm is 1."""
     config = Eagle3Config.read(folder, target)
     tile = np.random.default_rng(1).standard_normal(RANDOM_TILE, np.float32) * np.float32(config.hidden_size**-0.5)
+    tile = tile.astype(dtype)
     weights = {
-        name: np.ones(shape, np.float32) if len(shape) == 1 else np.resize(tile, shape)
+        name: np.ones(shape, dtype) if len(shape) == 1 else np.resize(tile, shape)
         for name, shape in config.shapes().items()
     }
     token_ids = np.arange(config.draft_vocab_size) * (target.vocab_size // config.draft_vocab_size)
@@ -247,8 +251,10 @@ def _read(stored: dict[str, StoredTensor], name: str, shape: tuple[int, ...], pa
         raise ModelError(f"{path}: {name} is missing (an EAGLE-3 head of the speculators library)")
     if stored[name].shape != shape:
         raise stored[name].error(f"its shape is {stored[name].shape} (this model and config need {shape})")
-    values = stored[name].values().astype(np.float32)
-    if not np.isfinite(values).all():
+    if stored[name].dtype.name not in FLOATS:
+        raise stored[name].error(f"{stored[name].dtype} is not supported ({', '.join(FLOATS)})")
+    values = stored[name].values()
+    if not all_finite(values):
         raise stored[name].error("not all values are finite")
     return values
 

@@ -165,13 +165,16 @@ def upload_eagle3(tensors: Eagle3Tensors, ops: DraftOps, embedding: Array, max_m
     attention, mlp = f"{LAYER}self_attn.", f"{LAYER}mlp."
 
     def upload(*names: str) -> Array:
-        return ops.upload(np.concatenate([stored[f"{name}.weight"] for name in names]).astype(ops.dtype))
+        parts = [stored[f"{name}.weight"].astype(ops.dtype, copy=False) for name in names]
+        return ops.upload(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
     columns = np.full(len(embedding), -1, np.int32)
     columns[tensors.token_ids] = np.arange(len(tensors.token_ids))
     cos, sin = map(ops.upload, rope_tables(config.rope, config.head_dim, max_model_len))
     weights = Eagle3Weights(
-        embedding=embedding if tensors.embedding is None else ops.upload(tensors.embedding.astype(ops.dtype)),
+        embedding=embedding
+        if tensors.embedding is None
+        else ops.upload(tensors.embedding.astype(ops.dtype, copy=False)),
         fc=Weight(upload("fc")),
         input_norms=(upload(f"{LAYER}input_layernorm"), upload(f"{LAYER}hidden_norm")),
         qkv=Weight(upload(*(f"{attention}{name}_proj" for name in "qkv"))),

@@ -115,12 +115,13 @@ def load_device_head(
     model, wanted = executor.model, settings.speculative_config
     if wanted is None or not isinstance(model.ops, DraftOps):
         raise StartupError(f"--speculative-config: eagle3 does not run on {model.ops.device_name}")
-    read = dummy_eagle3 if settings.load_format == "dummy" else read_eagle3
+    is_dummy, ops = settings.load_format == "dummy", model.ops
     try:
-        stored = read(draft.folder, model.config)
+        given = draft.folder, model.config
+        stored = dummy_eagle3(*given, ops.dtype) if is_dummy else read_eagle3(*given)
     except ModelError as error:
         raise StartupError(f"--speculative-config: {error}") from None
-    head = upload_eagle3(stored, model.ops, model.weights.embedding, max_model_len)
+    head = upload_eagle3(stored, ops, model.weights.embedding, max_model_len)
     head.tune([size for size in decode_sizes(executor.max_rows) if size.bit_count() == 1])
     sizes = settings.max_num_seqs, max_draft_tokens(wanted, draft)
     return DeviceEagle3Drafter(head, kv, executor.runner, *sizes)

@@ -134,6 +134,7 @@ def test_a_wrong_config_is_refused_in_one_line(tmp_path, changes, refusal):
         ("fc.weight", None, "fc.weight is missing"),
         ("fc.weight", np.zeros((256, 256), np.float32), r"its shape is \(256, 256\)"),
         ("lm_head.weight", np.full((50, 256), np.nan, np.float32), "not all values are finite"),
+        ("norm.weight", np.zeros(256, np.int64), "int64 is not supported .float32, float16, bfloat16."),
         ("layers.1.mlp.up_proj.weight", np.zeros((24, 256), np.float32), "layers.1.mlp.up_proj.weight is not a tensor"),
         ("d2t", None, "d2t is not a list of 50 integers"),
         ("d2t", np.zeros(50, np.float32), "d2t is not a list of 50 integers"),

@@ -59,7 +59,7 @@ def test_a_head_of_other_keys_is_refused_by_name():
 
 
 def test_dummy_weights_have_the_configs_shapes():
-    stored = dummy_eagle3(DEMO / "eagle3", TARGET)
+    stored = dummy_eagle3(DEMO / "eagle3", TARGET, FLOAT32)
     assert {name: one.shape for name, one in stored.weights.items()} == stored.config.shapes()
     assert len(set(stored.token_ids.tolist())) == stored.config.draft_vocab_size
     assert stored.token_ids.max() < TARGET.vocab_size
