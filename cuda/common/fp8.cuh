@@ -62,15 +62,17 @@ __device__ __forceinline__ void for_each_vec(Vec<T> (&row)[HELD_VECS], int width
     }
 }
 
-// Writes a row that the block's threads hold.
-__device__ __forceinline__ void quantise_held(Vec<T> (&row)[HELD_VECS], int width, u8* out, float* scale) {
+// Writes the block's part of a row, which its threads hold; row_max(own) is the maximum over the whole row.
+template <typename RowMax>
+__device__ __forceinline__ void quantise_held(Vec<T> (&row)[HELD_VECS], int width, u8* out, float* scale,
+                                              RowMax row_max) {
     constexpr int SIZE = Vec<T>::SIZE;
     u32 largest = 0;
     for_each_vec(row, width, [&](Vec<T>& vec, int) {
 #pragma unroll
         for (int j = 0; j < SIZE; j++) largest = max(largest, magnitude(to_float(vec.at[j])));
     });
-    const float by = scale_of(block_max(largest, 0u)), inverse = 1.0f / by;
+    const float by = scale_of(row_max(largest)), inverse = 1.0f / by;
     for_each_vec(row, width, [&](Vec<T>& vec, int i) {
         struct alignas(SIZE) { u16 at[SIZE / 2]; } pairs;
 #pragma unroll
@@ -79,6 +81,10 @@ __device__ __forceinline__ void quantise_held(Vec<T> (&row)[HELD_VECS], int widt
         *reinterpret_cast<decltype(pairs)*>(out + i) = pairs;
     });
     if (threadIdx.x == 0) *scale = by;
+}
+
+__device__ __forceinline__ void quantise_held(Vec<T> (&row)[HELD_VECS], int width, u8* out, float* scale) {
+    quantise_held(row, width, out, scale, [](u32 own) { return block_max(own, 0u); });
 }
 
 // Writes a row of any width: element(i) is called twice.

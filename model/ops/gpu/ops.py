@@ -21,7 +21,7 @@ from model.ops.gpu.device import DTYPE_CODES, THREADS, CudaDevice, expect
 from model.ops.gpu.experts.fused import can_gate, can_take_row, experts_of_row, gate_and_sum
 from model.ops.gpu.experts.launches import combine_experts, group_by_expert, route_experts, route_to_groups
 from model.ops.gpu.experts.products import dequantised_stack, experts_linear, pack_stack
-from model.ops.gpu.fp8 import Fp8Linear, as_weight, expect_fp8, quantised_by
+from model.ops.gpu.fp8 import Fp8Linear, as_weight, expect_fp8, quantised_by, silu_mul_quantised
 from model.ops.gpu.int4 import linear as int4
 from model.ops.gpu.linear import Linear
 from model.ops.gpu.norm import add_rms_norm, normalise_qk, rms_norm
@@ -324,7 +324,7 @@ class CudaOps(CudaDevice):
     def silu_mul_quantised(self, gate_up: Array) -> Fp8Rows:
         rows, width = len(gate_up), gate_up.shape[1] // 2
         expect("gate_up", gate_up, self.dtype, rows, 2 * width)
-        return quantised_by(self, "silu_mul_quantised", (gate_up,), rows, width)
+        return silu_mul_quantised(self, gate_up)
 
     def route_experts(
         self, logits: Array, num_used: int, renormalise: bool, slots: Array | None = None, num_slots: int = 0

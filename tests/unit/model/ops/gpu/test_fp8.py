@@ -54,3 +54,23 @@ def test_what_the_kernels_cannot_take_is_widened(odd, m):
 
 def test_misaligned_rows_are_widened_to_aligned_ones():
     assert launched_for(1, address=ADDRESS + 8) == ["dequantise_rows", "gemv_w8"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "device", "kernel"),
+    [
+        (1, 14336, {}, "silu_mul_quantised_sm90"),
+        (8, 8192, {}, "silu_mul_quantised_sm90"),
+        (9, 14336, {}, "silu_mul_quantised"),
+        (1, 4096, {}, "silu_mul_quantised"),
+        (1, 14340, {}, "silu_mul_quantised"),
+        (1, 14336, {"arch": "120"}, "silu_mul_quantised"),
+        (1, 14336, {"dtype": np.float32}, "silu_mul_quantised"),
+    ],
+)
+def test_blocks_share_few_wide_rows_on_hopper(monkeypatch, rows, width, device, kernel):
+    ops = FakeLauncher(**device)
+    monkeypatch.setattr(cuda_fp8, "expect_fp8", lambda *_: None)
+    monkeypatch.setattr(cuda_fp8, "expect", lambda *_: None)
+    cuda_fp8.silu_mul_quantised(ops, FakeArray((rows, 2 * width), ops.dtype))
+    assert ops.launched == [kernel]

@@ -72,6 +72,8 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
         return small_m_fp8_builds(dtype_code, architecture)
     if name == "small_m_w8a16_sm90":
         return small_m_w8a16_builds(dtype_code, architecture)
+    if name == "silu_mul_quantised_sm90" and (dtype_code, architecture) != (DTYPE_CODES["bfloat16"], "90a"):
+        return []
     if name.startswith("experts_"):
         return expert_builds(name, dtype_code, architecture)
     if name == "gemv_w4a16":

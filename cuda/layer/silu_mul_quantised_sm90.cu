@@ -1,0 +1,53 @@
+// silu_mul_quantised_sm90: silu_mul_quantised of a few wide rows on Hopper, eight blocks a row. One block alone takes
+// longer for its exponentials than for its bytes.
+//
+//   gate_up [T, 2 I], out e4m3 [T, I], scale float32 [T]
+//   grid (8 T) in clusters of 8, which exchange their maxima; block (a multiple of 32 up to 1024)
+//   reference: NumpyOps.silu_mul_quantised; equal in every bit to the kernel silu_mul_quantised
+//   needs: gate_up and out aligned to 16 bytes, I / 8 whole 16-byte vectors, at most HELD_VECS a thread
+//   roofline: bound by latency: 2.4 us a launch within a step at T = 1, I = 14336
+#include "common/fp8.cuh"
+#include "common/wgmma.cuh"
+
+constexpr int CLUSTER = 8;
+
+__device__ __forceinline__ T gated(T gate, T up) {
+    const float x = to_float(gate);
+    return from_float<T>(x / (1.0f + expf(-x)) * to_float(up));
+}
+
+// The maximum over the blocks of the cluster, each of which has called arrive_at_cluster.
+__device__ __forceinline__ u32 cluster_max(u32 largest) {
+    __shared__ u32 of_blocks[CLUSTER];
+    largest = block_max(largest, 0u);
+    wait_for_cluster();  // the other blocks' shared memory exists
+    if (threadIdx.x < CLUSTER) {
+        const u32 there = address_in(threadIdx.x, shared_address(of_blocks + blockIdx.x % CLUSTER));
+        asm volatile("st.shared::cluster.u32 [%0], %1;" : : "r"(there), "r"(largest) : "memory");
+    }
+    asm volatile("barrier.cluster.arrive.release.aligned;" : : : "memory");
+    wait_for_cluster();
+#pragma unroll
+    for (int n = 0; n < CLUSTER; n++) largest = max(largest, of_blocks[n]);
+    return largest;
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+    silu_mul_quantised_sm90(const T* gate_up, u8* out, float* scale, int width) {
+    start_next_kernel();
+    arrive_at_cluster();
+    wait_for_previous_kernel();
+    const int row = blockIdx.x / CLUSTER, part = blockIdx.x % CLUSTER, size = width / CLUSTER;
+    const T* gate = gate_up + 2 * static_cast<i64>(row) * width;
+    const T* up = gate + width;
+    u8* to = out + static_cast<i64>(row) * width;
+    scale += row;
+    const int first = part * size;
+    Vec<T> held[HELD_VECS];
+    for_each_vec(held, size, [=](Vec<T>& vec, int i) {
+        const Vec<T> a = load_vec(gate + first + i), b = load_vec(up + first + i);
+#pragma unroll
+        for (int j = 0; j < Vec<T>::SIZE; j++) vec.at[j] = gated(a.at[j], b.at[j]);
+    });
+    quantise_held(held, size, to + first, scale, cluster_max);
+}
