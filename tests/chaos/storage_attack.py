@@ -34,6 +34,7 @@ from tests.support.served import Served, descendants_of
 
 MAX_GATEWAY_MIB, MAX_CHAT_P99_S = 600.0, 1.5
 DRAIN_S, EXIT_S = 5.0, 5.0
+CHAT_PAUSE_S = 0.25
 MAX_ADDRESS_SPACE = 4 << 30
 ATTACKER, OTHER = "attacker-key", "other-key"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -351,7 +352,7 @@ def _chat(url: str, model: str, stop: Event, received: SimpleQueue) -> None:
             with urlopen(Request(url + CHAT, body, headers), timeout=60) as response:
                 response.read()
             waits.append(time.monotonic() - began_at_s)
-            time.sleep(0.05)
+            time.sleep(CHAT_PAUSE_S)
     except OSError as error:
         answer = error.read() if isinstance(error, HTTPError) else b""
         received.put(f"a chat failed after {len(waits)}: {error} {answer}")

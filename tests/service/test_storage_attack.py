@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("case", "scale", "max_mib"),
     [
-        ("batch_of_minimal_lines", 0.3, 200),
+        ("batch_of_minimal_lines", 0.2, 170),
         ("batch_of_long_lines", 0.2, 250),
         ("parallel_uploads", 0.4, 200),
         ("parallel_bodies", 0.5, 380),
