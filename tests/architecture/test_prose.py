@@ -7,6 +7,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -38,6 +39,7 @@ def comments(module: Source) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string.lstrip("#")
 
 
+@cache
 def prose(module: Source) -> list[tuple[int, str]]:
     return [*docstrings(module), *comments(module)]
 

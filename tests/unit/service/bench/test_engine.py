@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from service.bench import preemption_modes
 from service.cli.main import main
 
 QUICK = ("--device", "cpu", "--max-model-len", "512", "--num-gpu-blocks", "128", "--max-num-seqs", "4")
@@ -103,7 +104,8 @@ def test_every_preemption_mode_runs_in_the_same_small_pool(tmp_path):
     assert all(sorted(row["rounds"])[1] == row["output_tokens_per_s"] for row in record["modes"])
 
 
-def test_a_slower_bus_carries_each_block_so_many_times(tmp_path):
+def test_a_slower_bus_carries_each_block_so_many_times(tmp_path, monkeypatch):
+    monkeypatch.setattr(preemption_modes, "ROUNDS", 1)
     flags = ("--preemption", 4, "--pool-share", 0.9, "--swap-space", 0.01, "--max-model-len", 64, "--slower-bus", 50)
     record = bench(tmp_path, *flags)
     assert (record["bus_times_slower"], record["max_model_len"]) == (50, 64)

@@ -271,7 +271,7 @@ def test_products_of_keywords_are_bounded():
             assert len(json_grammar(schema)) < 1 << 20
 
 
-NUM_SEEDS = 250
+NUM_SEEDS = 125
 
 
 @pytest.mark.parametrize("part", range(4))
