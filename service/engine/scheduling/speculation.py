@@ -16,6 +16,9 @@ from service.engine.kv.kv_manager import KVManager
 from service.engine.sequence import Sequence
 from service.engine.step import Chunk, StepPlan, StepResult
 
+MAX_SILENT, SILENT_STEPS = 3, 100
+"""A head or draft model that drafts nothing as often in turn is not asked for that many steps: with so many sequences
+it drafts for none."""
 HOPE = 0.5
 """Exponent of the chances that a trial of a head or draft model hopes for: those of others are compared anyway."""
 SEQUENCES_PER_WAIT, MAX_WAIT = 8, 3
@@ -56,6 +59,7 @@ class Speculation:
         self._asked: tuple[list[Sequence], int] = [], 0  # of the last step with drafts: sequences and rows
         self._chosen: list[int] | None = None  # for the same, while the device computes
         self._steps_to_wait = 0
+        self._num_silent = 0  # steps in turn for which the drafter was asked in vain
         self.lengths = lengths or DraftLengths()
         self.stats = DraftStats()
         self.last_drafts: dict[Sequence, tuple[int, int]] = {}  # (drafted, accepted) in the last step with decodes
@@ -74,6 +78,8 @@ class Speculation:
             return False
         if self._shadows is not None:
             return bool(self._choose_shadows(self._shadows, rooms, len(rooms)))
+        if self._is_waiting():
+            return False
         most = [min(room, self._max_drafts) for room in rooms.values()]
         return any(self._choose_drafted([*rooms], most, len(rooms)))
 
@@ -198,8 +204,7 @@ class Speculation:
         self, shadows: ShadowDrafts, rooms: dict[Sequence, int], num_rows: int
     ) -> list[tuple[Sequence, Seq[int]]]:
         """Return the guesses that are worth their rows, if this step looks at them."""
-        if self._steps_to_wait:
-            self._steps_to_wait -= 1
+        if self._is_waiting():
             return []
         chosen = self._worthwhile(shadows, rooms, num_rows)
         if not chosen:
@@ -222,6 +227,12 @@ class Speculation:
         chosen = self.lengths.choose(gains, num_rows, Drafting(max_drafts=self._max_added))
         return [(sequence, own[:count]) for (sequence, own), count in zip(found, chosen, strict=True) if count]
 
+    def _is_waiting(self) -> bool:
+        if not self._steps_to_wait:
+            return False
+        self._steps_to_wait -= 1
+        return True
+
     def _add_drafted(
         self,
         drafts: dict[Sequence, Seq[int]],
@@ -231,6 +242,8 @@ class Speculation:
         extended: set[Sequence],
     ) -> set[Sequence]:
         """Draft on the device, whose time is part of the choice; return the sequences with blocks for their drafts."""
+        if self._is_waiting():
+            return set()
         asked = {one: min(room, self._max_drafts) for one, room in rooms.items() if room}
         asked = {one: count for one, count in asked.items() if not self._kv.awaits_copy(one)}
         sequences, num_rows = [*asked], num_rows + sum(map(len, drafts.values()))
@@ -258,8 +271,12 @@ class Speculation:
             if own:
                 drafts[sequence] = own
                 sequence.draft_source = drafter.source
+        self._num_silent += 1
         if any(found):  # else the drafter begins with this step
+            self._num_silent = 0
             self.lengths.on_planned(sum(map(len, found)))
+        elif self._num_silent >= MAX_SILENT:
+            self._num_silent, self._steps_to_wait = 0, SILENT_STEPS
         return set(kept)
 
     def _usable(self, sequence: Sequence, drafts: Seq[int]) -> Seq[int]:

@@ -9,7 +9,7 @@ from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
 from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
-from service.engine.scheduling.speculation import Speculation
+from service.engine.scheduling.speculation import MAX_SILENT, Speculation
 from tests.fakes.drafters import FakeDrafter
 from tests.fakes.scripted_executor import VOCAB_SIZE, ScriptedDrafter, ScriptedExecutor
 
@@ -128,3 +128,14 @@ def test_many_sequences_that_draft_nothing_are_looked_at_less_often():
         run(engine, num_requests)
         looks[num_requests] = drafter.num_calls / engine._num_steps
     assert looks[8] < 0.7 * looks[3]
+
+
+class SilentHead(CountedDrafter):
+    writes_cache = True
+
+
+def test_a_head_that_drafts_nothing_is_asked_a_few_times_and_no_step_waits_for_it():
+    drafter = SilentHead()
+    engine, _ = engine_of(drafter)
+    run(engine)
+    assert drafter.num_calls == MAX_SILENT
