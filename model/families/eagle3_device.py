@@ -65,12 +65,14 @@ class DeviceEagle3:
     def __init__(self, config: Eagle3Config, ops: DraftOps, weights: Eagle3Weights):
         self.config, self.ops, self.weights = config, ops, weights
 
-    def tune(self, num_rows: Sequence[int]) -> None:
-        """Tune the products for these numbers of rows: `Ops.tune_linear`."""
-        weights = self.weights
-        for weight in (weights.fc, weights.qkv, weights.output, weights.gate_up, weights.down):
-            self.ops.tune_linear([weight], None, num_rows)
-        self.ops.tune_linear([weights.lm_head], None, num_rows, dtype=FLOAT32)
+    def tune(self, num_read: Sequence[int], num_drafted: Sequence[int]) -> None:
+        """Tune the products of `read` and `draft_one` for these numbers of rows: `Ops.tune_linear`."""
+        ops, weights = self.ops, self.weights
+        ops.tune_linear([weights.fc], None, num_read)
+        ops.tune_linear([weights.qkv], None, sorted({*num_read, *num_drafted}))
+        for weight in (weights.output, weights.gate_up, weights.down):
+            ops.tune_linear([weight], None, num_drafted)
+        ops.tune_linear([weights.lm_head], None, num_drafted, dtype=FLOAT32)
 
     def read(self, rows: StateRows, next_ids: Array, kv: Array, out: ReadRows) -> None:
         """Write keys and values of T rows, which `next_ids` int32[T] follow, and fill `out`."""

@@ -7,7 +7,6 @@ import numpy as np
 
 from model.batch import Batch
 from model.config import ModelConfig
-from model.cuda_graphs import decode_sizes
 from model.errors import ModelError
 from model.families.eagle3 import dummy_eagle3, load_eagle3, read_eagle3
 from model.families.eagle3_device import upload_eagle3
@@ -122,7 +121,6 @@ def load_device_head(
     except ModelError as error:
         raise StartupError(f"--speculative-config: {error}") from None
     head = upload_eagle3(stored, ops, model.weights.embedding, max_model_len)
-    head.tune([size for size in decode_sizes(executor.max_rows) if size.bit_count() == 1])
     sizes = settings.max_num_seqs, max_draft_tokens(wanted, draft)
     return DeviceEagle3Drafter(head, kv, executor.runner, *sizes)
 

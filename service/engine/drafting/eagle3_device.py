@@ -11,14 +11,14 @@ from typing import NamedTuple
 import numpy as np
 
 from model.batch import StateRows
-from model.cuda_graphs import decode_sizes
+from model.cuda_graphs import DRAFTED_ROWS
 from model.draft_graphs import DraftGraphs
 from model.families.eagle3_device import DeviceEagle3, sampling_columns
 from model.ops.interface import Array
 from service.engine.drafting.drafter import EAGLE3
 from service.engine.drafting.late_drafts import LateDrafts
 from service.engine.execution.decode_batch import BatchLayout
-from service.engine.execution.model_runner import MAX_LATE_DRAFTS, ModelRunner
+from service.engine.execution.model_runner import ModelRunner
 from service.engine.execution.sampling import SampleBatch, SampleCall
 from service.engine.sequence import Sequence
 from service.engine.step import Chunk
@@ -66,7 +66,8 @@ class DeviceEagle3Drafter:
         """`kv` [num_blocks, L + 1, 2, Hkv, B, D]."""
         self._head, self._ops, self._kv = head, head.ops, kv
         self._first_late_row = runner.first_late_row
-        sizes = decode_sizes(min(max_num_seqs, MAX_LATE_DRAFTS // max_drafts, MAX_DRAFTED))
+        sizes = powers_of_two(min(max_num_seqs, MAX_DRAFTED))
+        head.tune(sorted({*DRAFTED_ROWS, *powers_of_two(runner.first_late_row)}), sizes)
         out = runner.sampled[self._first_late_row :]
         self._graphs = DraftGraphs(head, kv, out, sizes, max_drafts, runner.max_captured_rows)
         self._num_drafts, self._was_asked, self._num_sequences = max_drafts, False, 1
@@ -149,6 +150,11 @@ class DeviceEagle3Drafter:
         return LateDrafts(
             range(first, first + count * drafted.size, drafted.size), partial(drafted.read, column, count)
         )
+
+
+def powers_of_two(most: int) -> list[int]:
+    """Return 1, 2, 4, ..., the last at least `most`."""
+    return [1 << exponent for exponent in range((most - 1).bit_length() + 1)]
 
 
 def _is_alone(chunk: Chunk) -> bool:
