@@ -4,13 +4,15 @@ import numpy as np
 import pytest
 
 from model.ops.experts import add_norm_experts
-from model.ops.gpu.experts.fused import can_take_row
 from model.ops.interface import Routing
 from model.ops.weight import ExpertWeights, Weight
 from tests.support.expert_checks import gated_stacks
 from tests.support.kernel_checks import NUMPY_DTYPES, assert_close, normal
 
 pytestmark = pytest.mark.gpu
+fused = pytest.importorskip(
+    "model.ops.gpu.experts.fused", reason="needs the packages of the cuda extra", exc_type=ImportError
+)
 
 HIDDEN, EPS = 2048, 1e-6
 ROWS = [(128, 8, 768, 2048), (8, 2, 1024, 2048), (97, 31, 40, 512), (5, 5, 136, 1040), (64, 6, 256, 4096)]
@@ -30,7 +32,7 @@ def test_a_row_in_one_launch(open_hopper_ops, rng, dtype, shape, renormalise):
         slots = None if slot is None else ops.upload(np.array([slot]))
         routing = Routing(used, renormalise, slots, 64)
         streams = [ops.upload(residual) for _ in range(2)]
-        assert can_take_row(ops, ops.upload(x), weights, routing)
+        assert fused.can_take_row(ops, ops.upload(x), weights, routing)
         for _ in range(uses):
             with ops.scratch():
                 args = ops.upload(norm), EPS, weights, routing
