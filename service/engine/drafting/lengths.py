@@ -1,4 +1,4 @@
-"""Draft lengths: for each sequence the number of tokens that makes tokens a second the most."""
+"""Choice of how many tokens to draft for each sequence."""
 
 from __future__ import annotations
 
@@ -18,32 +18,29 @@ FIRST_RATE = 0.7
 """Acceptance until any is seen; high enough to try."""
 DECAY = 0.9
 """Factor of a sequence's counts, each step."""
-SOURCE_DECAY = 0.995
-"""Factor of a source's counts, each step with drafts."""
-FADE = 0.98
-"""The same, each step without drafts, down to MIN_TRIALS: those of a trial then count as much."""
-MIN_TRIALS = 16.0
+SOURCE_DECAY, FADE, MIN_TRIALS = 0.995, 0.98, 16.0
+"""Factors of a source's counts, each step with drafts and without; FADE ends at MIN_TRIALS."""
 PRIOR_TRIALS = 4.0
 """Weight of the source's rate against a sequence's own trials."""
 MIN_SPEED_UP = 1.03
 """A smaller gain is within the error of the step times."""
 TRIAL_SHARE = 0.005
-"""Share of the time that may be lost to trials: of drafts where none pay, of no drafts where they pay."""
+"""Share of time for trials of the slower choice, drafts or none."""
 PLAIN_STEPS = 3
-"""Steps of a trial without drafts: the first does not overlap."""
+"""Steps of a trial without drafts; the first does not overlap."""
 LONGEST = (1, 2, 3, 4, 6, 8, 12)
-"""Most drafts of a sequence that are compared, where each takes the drafter's time."""
+"""Limits to compare where drafting takes time."""
 
 
 Gains = Seq[Seq[float]] | np.ndarray
 
 
 class Drafting(NamedTuple):
-    """Limits of the drafts of a step."""
+    """Limits of a step's drafts."""
 
     token_s: float = 0.0  # to draft one token for all sequences
     max_drafts: int | None = None  # in all
-    hope: float = 1.0  # exponent of the chances that a trial hopes for; 1: they are known
+    hope: float = 1.0  # exponent of the chances in a trial; 1: they are known
 
 
 FREE = Drafting()
@@ -70,7 +67,7 @@ class Counts:
 
 @dataclass(slots=True)
 class Acceptance:
-    """Acceptance of verified drafts by source and sequence. Sequences forget: one without drafts is tried again."""
+    """Acceptance by source and sequence. Sequences forget, so that each is tried again."""
 
     _sources: dict[str, Counts] = field(default_factory=lambda: {source: Counts() for source in SOURCES})
     _sequences: WeakKeyDictionary[Sequence, Counts] = field(default_factory=WeakKeyDictionary)
@@ -79,8 +76,7 @@ class Acceptance:
         return self._sources[source].rate(FIRST_RATE)
 
     def gains(self, source: str, sequences: Seq[Sequence], max_tokens: Seq[int]) -> np.ndarray:
-        """Return float64[S, max(max_tokens)], the chance that all drafts up to each are accepted; 0 beyond a
-        sequence's `max_tokens`."""
+        """Return float64[S, max(max_tokens)], the chance that all drafts up to each are accepted, or 0."""
         prior, counts = self.rate(source), np.array(max_tokens, np.int64)
         rates = np.array([self._rate(prior, one) for one in sequences], np.float64)
         numbers = np.arange(1, counts.max(initial=0) + 1)
@@ -88,7 +84,7 @@ class Acceptance:
         return gains
 
     def on_step(self, source: str, num_drafts: int) -> None:
-        """Forget a little of a source, before the results of a step."""
+        """Forget a little, before a step's results."""
         counts = self._sources[source]
         if num_drafts:
             counts.decay(SOURCE_DECAY)
@@ -109,11 +105,11 @@ class Acceptance:
 
 
 class _Option(NamedTuple):
-    """Numbers of drafts with the most tokens a second, expected or hoped for."""
+    """Numbers of drafts with the most tokens/s."""
 
     speed_up: float  # over no drafts
     counts: list[int]  # of each sequence
-    lost_s: float = 0.0  # against no drafts, as expected
+    lost_s: float = 0.0  # against no drafts
 
 
 @dataclass(slots=True)
@@ -126,29 +122,26 @@ class DraftLengths:
     _is_drafting: bool = False  # in the last step
 
     def may_pay(self, gain: float, num_rows: int) -> bool:
-        """Return False if drafts of `gain` expected tokens cannot be worth the first one's row. Cheap."""
+        """Return False if `gain` expected tokens cannot pay for a row. Cheap."""
         if self.cost is None:
             return True
         hoped_s = float(self.cost.hoped_s(num_rows, np.array([1]))[0])
         return gain > num_rows * (MIN_SPEED_UP * hoped_s / self.cost.plain_s(num_rows) - 1)
 
     def choose(self, gains: Gains, num_rows: int, drafting: Drafting = FREE) -> list[int]:
-        """Return how many tokens to draft for each sequence of a step that has `num_rows` without.
-
-        `gains`: of each sequence, descending, the chance that all drafts up to each are accepted. The best number of
-        them is the one with the most expected tokens a second.
-        """
+        """Return each sequence's number of drafts with the most expected tokens/s, for a step of `num_rows` decodes.
+        `gains`: as Acceptance.gains."""
         counts, self._is_trial = self._choose(_table(gains), num_rows, drafting)
         return counts
 
     def on_planned(self, num_drafts: int) -> None:
-        """Pay for a trial once the step that was chosen for is planned."""
+        """Pay for a trial once its step is planned."""
         if self._is_trial:
             self._budget_s, self._is_trial = 0.0, False
             self._plain_steps = 0 if num_drafts else PLAIN_STEPS
 
     def on_step(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """Learn from a step of decodes, each one row and its drafts."""
+        """Learn from a step of `num_rows` decodes."""
         if self.cost is not None:
             self.cost.on_step(num_rows, num_drafts, seconds)
         self._budget_s += TRIAL_SHARE * seconds
@@ -156,7 +149,7 @@ class DraftLengths:
         self._is_drafting = num_drafts > 0
 
     def _choose(self, table: np.ndarray, num_rows: int, drafting: Drafting) -> tuple[list[int], bool]:
-        """Return the numbers of drafts, and whether they are a trial."""
+        """Return the numbers, and whether they are a trial."""
         num_drafts, nothing = int(np.count_nonzero(table)), [0] * len(table)
         if drafting.max_drafts is not None:
             num_drafts = min(num_drafts, drafting.max_drafts)
@@ -177,9 +170,9 @@ class DraftLengths:
     def _options(
         self, cost: StepCost, table: np.ndarray, num_rows: int, num_drafts: int, drafting: Drafting
     ) -> tuple[_Option, _Option]:
-        """Return the best numbers of drafts as expected, and as hoped for."""
+        """Return the best as expected, and as a trial hopes."""
         numbers, plain_s = np.arange(1, num_drafts + 1), cost.plain_s(num_rows)
-        # After a plain step, drafts cost two overlaps: theirs and that of the next plain step.
+        # After a plain step, drafts cost two overlaps.
         switch_s = 0.0 if self._is_drafting else cost.excess_s(num_rows)
         step_s = cost.drafted_s(num_rows, numbers) + switch_s, cost.hoped_s(num_rows, numbers)
         options: tuple[list[_Option], list[_Option]] = [], []
@@ -210,11 +203,10 @@ def _table(gains: Gains) -> np.ndarray:
 
 
 def _best_first(table: np.ndarray, most: int) -> np.ndarray:
-    """Return indices of the largest chances in the flat table, at most `most`, without zeros."""
+    """Return flat indices of the largest nonzero chances."""
     return np.argsort(-table.ravel(), kind="stable")[: min(most, int(np.count_nonzero(table)))]
 
 
 def _counts(table: np.ndarray, chosen: np.ndarray, longest: int | None = None) -> list[int]:
-    """Return how many of each row's first `longest` columns are in `chosen`."""
     counts: list[int] = np.bincount(chosen // (longest or table.shape[1]), minlength=len(table)).tolist()
     return counts

@@ -1,4 +1,4 @@
-"""Seconds of steps, with drafts and without: the model's measured at start, corrected by what steps took."""
+"""Step times, measured of the model at start and corrected by each step."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 STEP_WEIGHT = 0.1
-"""Least weight of the last step in means of step times; the first ones weigh alike."""
+"""Weight of the last step in means, once ten were seen."""
 MAX_EXCESS = 2.0
-"""Longer steps count as this many times what was expected: the machine had other work."""
-EXCESS_DECAY = 0.97
-"""Factor of the steps with drafts that `_Excess` was fitted to, each step."""
-FADE = 0.98
-"""The same, each step without drafts, down to the weight of one: a trial then counts as much."""
+"""Longer steps count as this multiple of the expected time."""
+EXCESS_DECAY, FADE = 0.97, 0.98
+"""Factors of earlier steps with drafts, each step with and without; FADE ends at the weight of one step."""
 ORIGIN_WEIGHT = 0.1
-"""Weight, in steps, of no excess without rows: one size seen says that it is in proportion to rows."""
+"""Weight of 0 s at 0 rows: a single size seen gives a proportion."""
 
 
 class StepCost:
-    """Seconds from one step's tokens to the next one's, by rows and drafts. Steps without drafts overlap."""
+    """Seconds between the tokens of two steps; those without drafts overlap."""
 
     def __init__(self, rows: Seq[int], seconds: Seq[float]):
         """`seconds` of a forward pass with each number of `rows`, ascending."""
@@ -33,20 +31,19 @@ class StepCost:
         return float(self._forward_s(num_rows)) + self._overhead_s if seen is None else seen[0]
 
     def hoped_s(self, num_rows: int, num_drafts: np.ndarray) -> np.ndarray:
-        """Return `drafted_s` as if drafts added the forward pass of their rows alone."""
+        """Return `drafted_s` without the excess."""
         added_s = self._forward_s(num_rows + num_drafts) - self._forward_s(num_rows)
         return np.asarray(self.plain_s(num_rows) + added_s)
 
     def drafted_s(self, num_rows: int, num_drafts: np.ndarray) -> np.ndarray:
-        """Return float64[n], seconds of `num_rows` with each of these int64[n] numbers of drafts."""
+        """Return float64[n] for int64[n] numbers of drafts."""
         return np.asarray(self.hoped_s(num_rows, num_drafts) + self._excess.of(num_rows + num_drafts))
 
     def excess_s(self, num_rows: int) -> float:
-        """Return what `drafted_s` adds to `hoped_s` for this many rows in all."""
         return float(self._excess.of(np.array([num_rows]))[0])
 
     def on_step(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """Learn from a step of decodes, each one row and its drafts."""
+        """Learn from a step of `num_rows` decodes."""
         plain_s = self.plain_s(num_rows)
         if num_drafts:
             drafts = np.array([num_drafts])
@@ -63,19 +60,18 @@ class StepCost:
         self._overhead_s = max(0.0, self._overhead_s + STEP_WEIGHT * excess_s)
 
     def _forward_s(self, num_rows: int | np.ndarray) -> np.ndarray:
-        """Return the measured times; beyond the largest size each row adds the mean of a row."""
+        """Extrapolate in proportion beyond the largest size."""
         largest = len(self._forward) - 1
         forward: np.ndarray = self._forward[np.minimum(num_rows, largest)] * np.maximum(1.0, num_rows / largest)
         return forward
 
 
 class _Excess:
-    """Line of seconds over rows, at least 0: what drafts add beyond the forward pass (the host's part, which nothing
-    hides, and attention)."""
+    """Line of seconds over rows: what drafts add beyond their forward pass, the exposed host and attention."""
 
     def __init__(self) -> None:
         self._sums = np.array([ORIGIN_WEIGHT, 0.0, 0.0, 0.0, 0.0])
-        """Sums of weights, rows, their squares, seconds, and rows times seconds."""
+        """Sums of weight, x, x^2, y and xy."""
 
     def of(self, num_rows: np.ndarray) -> np.ndarray:
         weight, x, xx, y, xy = self._sums.tolist()

@@ -17,10 +17,9 @@ from service.engine.sequence import Sequence
 from service.engine.step import Chunk, StepPlan, StepResult
 
 MAX_SILENT, SILENT_STEPS = 3, 100
-"""A head or draft model that drafts nothing as often in turn is not asked for that many steps: with so many sequences
-it drafts for none."""
+"""A head that drafts nothing 3 times in turn, of too large a batch, is not asked for 100 steps."""
 HOPE = 0.5
-"""Exponent of the chances that a trial of a head or draft model hopes for: those of others are compared anyway."""
+"""Exponent of a head's or draft model's chances in a trial."""
 SEQUENCES_PER_WAIT, MAX_WAIT = 8, 3
 """After a step that drafts nothing, guesses are not compared for one step per 8 sequences, at most 3. The next
 comparison covers all tokens since."""
@@ -53,13 +52,13 @@ class Speculation:
         self._shadows = ShadowDrafts(drafter, max_drafts) if drafter is not None and is_free else None
         self._acceptance = Acceptance()
         self._drafting_s = 0.0
-        self._max_added: int | None = None  # drafts of the last step planned, at most
-        self._unlearned: list[tuple[Chunk, int]] = []  # with the number of accepted drafts
+        self._max_added: int | None = None  # limit of the last step planned
+        self._unlearned: list[tuple[Chunk, int]] = []  # and accepted drafts
         self._unlearned_steps: list[tuple[int, int, float]] = []  # rows, drafts, seconds
-        self._asked: tuple[list[Sequence], int] = [], 0  # of the last step with drafts: sequences and rows
-        self._chosen: list[int] | None = None  # for the same, while the device computes
+        self._asked: tuple[list[Sequence], int] = [], 0  # for drafts: sequences and rows
+        self._chosen: list[int] | None = None  # for the same, ahead
         self._steps_to_wait = 0
-        self._num_silent = 0  # steps in turn for which the drafter was asked in vain
+        self._num_silent = 0  # times asked in vain
         self.lengths = lengths or DraftLengths()
         self.stats = DraftStats()
         self.last_drafts: dict[Sequence, tuple[int, int]] = {}  # (drafted, accepted) in the last step with decodes
@@ -112,7 +111,7 @@ class Speculation:
         return drafted
 
     def on_result(self, plan: StepPlan, result: StepResult) -> None:
-        """Count the accepted drafts of a collected step, for its requests; `learn` does the rest."""
+        """Count the accepted drafts of requests; `learn` does the rest."""
         if result.indptr is None:
             return
         samplers = iter(zip(result.indptr, result.indptr[1:], strict=False))
@@ -125,7 +124,7 @@ class Speculation:
                     self._unlearned.append((chunk, num_accepted))
 
     def learn(self) -> None:
-        """Learn from the steps collected since the last call, and choose for the next, while a step runs."""
+        """Learn from collected steps and choose for the next, while a step runs."""
         for num_rows, num_drafts, seconds in self._unlearned_steps:
             self.lengths.on_step(num_rows, num_drafts, seconds)
             if self._drafter is not None:
@@ -140,8 +139,8 @@ class Speculation:
             self._chosen = self._choose_drafted(sequences, [self._max_drafts] * len(sequences), num_rows)
 
     def on_step(self, plan: StepPlan, seconds: float, has_overlapped: bool) -> None:
-        """Learn from the seconds from the previous step's tokens to this one's, less those of drafting. A step without
-        drafts that was launched after those tokens, as the first one after drafts, is no example."""
+        """Learn from the seconds since the previous step's tokens, less drafting. A plain step that has not overlapped
+        is no example."""
         num_rows, num_drafts = len(plan.chunks), sum(len(chunk.drafts) for chunk in plan.chunks)
         if num_drafts:
             seconds, self._drafting_s = seconds - self._drafting_s, 0.0
@@ -164,7 +163,7 @@ class Speculation:
             self._acceptance.on_result(source, chunk.sequence, num_accepted, len(chunk.drafts))
 
     def _choose_drafted(self, sequences: list[Sequence], most: list[int], num_rows: int) -> list[int]:
-        """Choose how many tokens the drafter's device drafts for each sequence, at most `most`."""
+        """Choose how many tokens, at most `most`, the device drafts for each sequence."""
         if self._drafter is None:
             return [0] * len(sequences)
         gains = self._acceptance.gains(self._drafter.source, sequences, most)
