@@ -1,7 +1,7 @@
-// The walk through the block table, tiles in shared memory, and the float32 path.
+// Walks a block table; shared memory tiles; the float32 path. Scores are in units of log2.
 //
 // A build defines HEAD_DIM (a multiple of 16, at most 256), BLOCK_SIZE (a power of two, at least 8) and GROUP, the
-// query heads of a kv head. Scores are in units of log2.
+// query heads of a kv head.
 #pragma once
 
 #include "common/mma.cuh"
@@ -20,7 +20,7 @@ static_assert(BLOCK_SIZE >= 8 && (BLOCK_SIZE & (BLOCK_SIZE - 1)) == 0, "block_si
 constexpr __host__ __device__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr __host__ __device__ int at_most(int a, int b) { return a < b ? a : b; }
 
-// The scales of a layer in kv_scales [L, 2, Hkv]: value = stored * scale. 1 if the cache is of type T.
+// A layer's scales in kv_scales [L, 2, Hkv], value = stored * scale; 1 if the cache is of type T.
 struct KvScales {
     const float* of_layer;
     int num_kv_heads;
@@ -36,10 +36,9 @@ struct KvScales {
 #endif
 };
 
-// Keys and values of a sequence, layer and kv head in kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM]. A block id
-// outside the pool reads as zeros.
+// Keys and values of a sequence, layer and kv head. A block id outside the pool reads as zeros.
 struct PagedHead {
-    const Kv* keys;      // token 0 of block 0
+    const Kv* keys;
     u32 block_stride;  // elements between blocks
     u32 value_offset;  // elements from key to value
     const int* table;
@@ -58,10 +57,10 @@ struct PagedHead {
         return static_cast<u32>(block_id) < static_cast<u32>(num_blocks);
     }
 
-    // The table's entry for a block; the last for a block past the end.
+    // The table's entry for a block; past the end, the last.
     __device__ __forceinline__ const int* entry(int block) const { return table + min(block, max_blocks - 1); }
 
-    // Key `offset` of a block; not to be read for an id outside the pool.
+    // Key `offset` of a block inside the pool.
     __device__ __forceinline__ const Kv* key_at(int block_id, int offset) const {
         return keys + static_cast<u64>(holds(block_id) ? block_id : 0) * block_stride + offset * HEAD_DIM;
     }
@@ -73,7 +72,7 @@ struct PagedHead {
 
 __device__ __forceinline__ float minus_infinity() { return -positive_infinity(); }
 
-// The running maximum, or 0 while no key was visible: avoids inf - inf.
+// The maximum, or 0 while no key was visible: avoids inf - inf.
 __device__ __forceinline__ float finite_base(float maximum) { return maximum == minus_infinity() ? 0.0f : maximum; }
 
 __device__ __forceinline__ float reciprocal_or_zero(float total) {
@@ -84,9 +83,8 @@ __device__ __forceinline__ float reciprocal_or_zero(float total) {
 
 #if QUIRE_DTYPE != 0
 
-// Rows of 16-byte chunks in shared memory, such that eight rows of a chunk column touch all 32 banks: chunks XORed with
-// the row if their number is a power of two, else an odd number a row. The base is aligned to ROW_BYTES (SWIZZLED) or
-// 16.
+// Rows of 16-byte chunks without bank conflicts among eight rows of a chunk column: chunks XORed with the row if their
+// number is a power of two, else an odd number a row. The base is aligned to ROW_BYTES (SWIZZLED) or 16.
 template <int NUM_CHUNKS>
 struct TileOf {
     static constexpr int CHUNKS = NUM_CHUNKS;
@@ -105,7 +103,7 @@ using SharedTile = TileOf<HEAD_DIM / 8>;  // 16-bit elements
 using KvTile = TileOf<HEAD_DIM * sizeof(Kv) / 16>;  // the cache's
 
 #if QUIRE_KV_FP8
-// Eight e4m3 and their store as float16; apart, so that loads can precede stores.
+// Loading eight e4m3 and storing them as float16 are apart, so that loads can precede stores.
 __device__ __forceinline__ uint2 load_eight(u32 from) {
     uint2 eight;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(eight.x), "=r"(eight.y) : "r"(from) : "memory");
@@ -134,8 +132,8 @@ __device__ __forceinline__ void store_widened(u32 to, uint2 eight) {
 }
 
 #if QUIRE_DTYPE == 2
-// bfloat16 queries become float16 times a power of two: the largest is 2^14 or more, and numbers down to 2^-28 of it
-// are exact. Scores must be multiplied by `down`.
+// bfloat16 queries become float16 times a power of two, the largest at least 2^14 and exact down to 2^-28 of it. Scores
+// are multiplied by `down`.
 struct QueryScale {
     __nv_bfloat162 up;
     float down;
@@ -157,14 +155,14 @@ constexpr u32 INFINITY_BITS = 0x7f80u;
 
 __device__ __forceinline__ u32 larger_of_pair(u32 pair) { return max(pair & 0xffffu, pair >> 16); }
 
-// Without infinities and NaN, which must not hide other rows.
+// Without infinities and NaN, which would reach other rows.
 __device__ __forceinline__ u32 finite_of_pair(u32 pair) {
     const u32 low = pair & 0xffffu, high = pair >> 16;
     return max(low < INFINITY_BITS ? low : 0, high < INFINITY_BITS ? high : 0);
 }
 
-// Scales a warp's queries in place, NUM_ROWS rows alike; returns QueryScale.down. `address(row, chunk)`: of 16 bytes.
-// Rows from `num_held` on hold anything.
+// Scales NUM_ROWS rows of a warp's queries in place and alike; returns QueryScale.down. Rows from `num_held` on are
+// ignored.
 template <int NUM_ROWS, typename Address>
 __device__ __forceinline__ float scale_queries(int num_held, const Address& address) {
     constexpr int CHUNKS = HEAD_DIM / 8, BATCH = 8, NUM_CHUNKS = NUM_ROWS * CHUNKS / WARP_SIZE;
@@ -202,7 +200,7 @@ __device__ __forceinline__ float scale_queries(int num_held, const Address& addr
 
 #else
 
-// A query row's running softmax in a warp: lanes own dimensions lane, lane + 32, ...
+// Running softmax of a query row in a warp: lanes own dimensions lane, lane + 32, ...
 struct RowState {
     static constexpr int DIMS = ceil_div(HEAD_DIM, WARP_SIZE);
     float maximum = minus_infinity();
@@ -234,7 +232,7 @@ __device__ __forceinline__ float dot_row(const float* a, const float* b) {
 }
 #endif
 
-// Folds keys begin <= token < end into `state`, a key a lane; runs of 32 start every `stride` tokens.
+// Adds keys begin <= token < end to `state`, a key a lane, in runs of 32 every `stride` tokens.
 __device__ __forceinline__ void attend_row(RowState& state, const float* q, const PagedHead& head, int begin, int end,
                                            int stride, float scale_log2) {
     const int lane = threadIdx.x % WARP_SIZE;

@@ -1,15 +1,15 @@
-// Paged varlen prefill attention: causal attention of chunks of several sequences, whose keys are already cached. Flash
-// attention with mma.sync, from sm_80 on.
+// Paged varlen prefill attention, from sm_80 on: chunks of several sequences attend causally to cached keys. Flash
+// attention with mma.sync.
 //
 // q, out [T, Hq, HEAD_DIM]; kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM], kv_scales float[L, 2, Hkv] with
 // QUIRE_KV_FP8; block_tables int32[S, max_blocks]; context_lens int32[S]; query_start int32[S + 1]. Reference:
 // NumpyOps.paged_prefill_attention. Grid (Hkv, S, ceil(max_query_len * GROUP / ROWS)); THREADS threads; SHARED_BYTES of
-// dynamic shared memory.
+// dynamic shared memory. A build also defines WARPS.
 //
-// A CTA computes ROWS query rows of one kv head: row r is query head r % GROUP of the chunk's token r / GROUP.
-// blockIdx.z counts from a chunk's end: the longest first. Tiles of KEYS tokens are fetched one ahead (cp.async; block
-// ids two ahead). A warp has 16 * ROW_TILES rows; two row tiles halve its shared memory reads per product.
-// fp32: CUDA cores, a warp a row. A build also defines WARPS.
+// A CTA computes ROWS query rows of a kv head: row r is query head r % GROUP of the chunk's token r / GROUP; blockIdx.z
+// counts from the chunk's end: longest first. Tiles of KEYS tokens are fetched one ahead (cp.async), block ids two. A
+// warp has 16 * ROW_TILES rows; two row tiles halve its shared memory reads per product. fp32: CUDA cores, a warp a
+// row.
 //
 // Preconditions: 16-byte aligned arrays; max_blocks, scale, window > 0; max_query_len >= the longest chunk. Rows
 // without visible keys and block ids outside the pool are zeros.
@@ -88,7 +88,7 @@ __device__ __forceinline__ void mask_tile(float (&score)[ROW_TILES][2 * KEY_STEP
     }
 }
 
-// Turns scores into weights 2^((score - maximum) * scale_log2); rescales the state to the new maximum.
+// Scores become weights 2^((score - maximum) * scale_log2); rescales the state to the new maximum.
 __device__ __forceinline__ void weigh_tile(WarpState& state, float (&score)[ROW_TILES][2 * KEY_STEPS][4],
                                            float scale_log2) {
 #pragma unroll
@@ -195,8 +195,8 @@ static_assert(NUM_IDS * 4 <= IDS_BYTES, "a tile's block ids must fit");
 static_assert(WARP_ROWS * SharedTile::CHUNKS % WARP_SIZE == 0, "every lane copies the same number of chunks");
 static_assert(SHARED_BYTES == QUERY_BYTES + 4 * TILE_BYTES + 2 * IDS_BYTES, "the launcher's tile sizes are not these");
 
-// Shared memory: query rows (later the output), two stages of (keys, values), their block ids. Of e4m3: the widened
-// tile, and two stages of bytes in place of the second.
+// Query rows (later the output), two stages of (keys, values), block ids. For e4m3: the widened tile, and two stages of
+// bytes in place of the second.
 struct Shared {
     unsigned char* base;
 
@@ -237,7 +237,7 @@ __device__ __forceinline__ void copy_ids(int* ids, const PagedHead& head, int ti
     copy_async_4(shared_address(ids + threadIdx.x), head.entry(tile * KEYS / BLOCK_SIZE + threadIdx.x));
 }
 
-// Keys and values of a tile; tokens outside first <= token < end become zeros and are not read.
+// Tokens outside first <= token < end become zeros and are not read.
 __device__ __forceinline__ void copy_tile(u32 key_tile, const int* ids, const PagedHead& head, int tile, int first,
                                           int end) {
     const u32 low = first - tile * KEYS, num_wanted = max(0, end - first);
@@ -292,7 +292,7 @@ __device__ __forceinline__ void widen_tile(u32 key_tile, u32 fetched) {
 #endif
 
 #if SCALES_QUERIES
-// Scales a warp's rows once they have landed; returns the factor of its scores.
+// Scales a warp's rows; returns the factor of its scores.
 __device__ __forceinline__ float scale_own_queries(u32 queries, const Chunk& chunk) {
     const int first = threadIdx.x / WARP_SIZE * WARP_ROWS;
     const float down = scale_queries<WARP_ROWS>(
@@ -303,7 +303,7 @@ __device__ __forceinline__ float scale_own_queries(u32 queries, const Chunk& chu
 }
 #endif
 
-// Through the queries' memory, so that lanes store 16 adjacent bytes.
+// Through shared memory: lanes then store 16 adjacent bytes.
 __device__ __forceinline__ void store_rows(const WarpState& state, unsigned char* queries, T* out, const Chunk& chunk,
                                            int kv_head, int num_kv_heads, float value_scale) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;

@@ -1,19 +1,16 @@
-// Paged prefill attention on Hopper for few query rows, such as a short chunk after a long context, whose query tiles
-// do not fill the device: paged_prefill_sm90.cu's task for latency.
+// Paged prefill attention on Hopper for few query rows, whose query tiles do not fill the device:
+// paged_prefill_sm90.cu's task for latency.
 //
-// q, out [T, Hq, HEAD_DIM], block_tables, context_lens, query_start, kv_scales: as in paged_prefill.cu; `query_map`,
-// `cache_map`: as in paged_prefill_sm90.cu. Reference: NumpyOps.paged_prefill_attention. Grid (num_clusters *
-// cluster_size), clusters of up to MAX_CLUSTER_SPLITS; THREADS threads; SHARED_BYTES of dynamic shared memory. A build
-// defines STAGES and the macros of prefill_sm90.cuh.
+// Arrays and preconditions as in paged_prefill.cu; `query_map`, `cache_map` as in paged_prefill_sm90.cu. Reference:
+// NumpyOps.paged_prefill_attention. Grid (num_clusters * cluster_size), clusters of up to MAX_CLUSTER_SPLITS; THREADS
+// threads; SHARED_BYTES of dynamic shared memory. A build defines STAGES and the macros of prefill_sm90.cuh.
 //
-// The CTAs of a cluster split the keys of a query tile and reduce its rows in each other's shared memory. One warp
-// fetches, two warpgroups of 64 rows consume; three more warps widen e4m3. Scores of a tile are multiplied together
-// with the values of the previous one.
+// The CTAs of a cluster split a query tile's keys and reduce its rows in each other's shared memory. One warp fetches,
+// two warpgroups of 64 rows consume, three more warps widen e4m3. A tile's scores are multiplied together with the
+// previous tile's values.
 //
-// Keys run from the first tile to the last. Keys outside the split are masked and their values zeroed, since they may
-// be uninitialised.
-// Preconditions: those of paged_prefill.cu. Roofline: bytes of visible keys and values, 2 of the 12 us that 64 tokens
-// after 2,048 take on an H200.
+// Keys run from the first tile to the last. Values of keys outside the split are zeroed: they may be uninitialised.
+// Roofline: bytes of visible keys and values, 2 of the 12 us that 64 tokens after 2,048 take on an H200.
 #include "attention/paged_kv.cuh"
 #include "attention/prefill_sm90.cuh"
 #include "common/mma.cuh"
@@ -25,10 +22,10 @@ constexpr int MIN_SPLIT_KEYS = 128;
 // a / b up to a million, five times as fast.
 __device__ __forceinline__ int quotient(int a, int b) { return static_cast<int>(__fdividef(a + 0.5f, b)); }
 
-// A CTA's work in one round: a split of a query tile's keys, in key tiles from `begin` on.
+// A CTA's work in one round: key tiles of a query tile from `begin` on.
 //
-// With no more query tiles than clusters, a cluster splits one tile; with some more, its CTAs are divided among its
-// tiles; with still more, every CTA computes whole tiles.
+// Up to num_clusters query tiles, a cluster splits one tile; with some more, its CTAs are divided among its tiles; with
+// still more, each CTA computes whole tiles.
 struct Task {
     QueryTile query_tile;
     int sequence;  // num_sequences: nothing to do
@@ -48,7 +45,7 @@ struct Task {
     }
 };
 
-// 32 sequences, one a lane. `end`: query tiles of a kv head up to the lane's; `total`: of all.
+// 32 sequences, one a lane. `end`: query tiles of a kv head up to the lane's.
 struct Chunks {
     int start, num_tokens, context_len, end, total;
 
@@ -120,17 +117,15 @@ static_assert(PADDED_ROWS == CONSUMERS * 64, "every row has a warpgroup");
 constexpr int MAX_CLUSTER_SPLITS = 8;  // the portable size
 constexpr int CHUNKS = HEAD_DIM / 16;
 constexpr int UNIT_BYTES = WARP_SIZE * 16;
-constexpr int STAT_BYTES = 8 * 16;  // of a warp: maximum and total of rows r and r + 8
+constexpr int STAT_BYTES = 8 * 16;  // maximum and total of rows r and r + 8 of a warp
 constexpr int MAX_UNITS = CONSUMER_WARPS * CHUNKS + MAX_CLUSTER_SPLITS;
 constexpr int REDUCTION_BYTES = MAX_UNITS * UNIT_BYTES + MAX_CLUSTER_SPLITS * CONSUMER_WARPS * STAT_BYTES;
 
-// Reduction of a tile's splits inside a cluster: each CTA sends the others what they reduce.
+// Reduction of a tile's splits: each CTA sends the others what they reduce.
 //
-// Sums are sent in units of 16 columns of a warp's 16 rows, 16 bytes a lane. Unit i * num_warps + w is column chunk i
-// of warp w; split u % count reduces unit u. Units are normalised and sent in 16 bits, since bandwidth between SMs is
-// low; each split weighs its total times 2^(its maximum - the largest).
-//
-// The receiver holds its units, split by split, then all maxima and totals.
+// A unit is 16 columns of a warp's 16 rows, 16 bytes a lane, normalised to 16 bits since bandwidth between SMs is low;
+// splits weigh their totals times 2^(their maximum - the largest). Unit i * num_warps + w is column chunk i of warp w;
+// split u % count reduces unit u. The receiver holds units split by split, then all maxima and totals.
 struct PartialReduction {
     u32 base, barrier;
     int first_rank;
@@ -235,7 +230,7 @@ static_assert(SHARED_BYTES ==
                   1024 + QUERY_BYTES + 2 * STAGES * TILE_BYTES + RING_BYTES + BARRIER_BYTES + RING_BARRIER_BYTES,
               "the launcher's memory is not this");
 
-// Query rows and tiles of keys, replaced by partial results at the end; values; e4m3; barriers.
+// Query rows and keys, replaced by partial results at the end; values; e4m3; barriers.
 struct Shared {
     u32 base;
 
@@ -394,7 +389,7 @@ struct Consumer {
         if (tile + 1 == task.num_tiles()) release_queries(task);
     }
 
-    // Zeros values masked for the whole split. Each warpgroup does so for itself.
+    // Zeros values masked for the whole split, by each warpgroup for itself.
     __device__ __forceinline__ void clear_masked_values(const Task& task, int tile, u32 values) const {
         const int begin = task.begin + tile * KEYS;
         const bool is_partly_masked =
@@ -429,7 +424,6 @@ struct Consumer {
         weigh_scores(rows, correction, score, scale_log2);
     }
 
-    // Queries and keys may then be overwritten.
     __device__ __forceinline__ void release_queries(const Task& task) const {
         release(shared.queries_empty());
         if (task.count > 1) arrive_at_cluster();
@@ -498,7 +492,7 @@ struct Consumer {
                 store_rows(rows, out, task.query_tile, first_row, batch.num_kv_heads, value_scale);
                 continue;
             }
-            wait_for_cluster();  // no CTA reads queries or keys any more
+            wait_for_cluster();  // all CTAs have read queries and keys
             reduction.send_partial(rows, warp, scale_log2);
             wait_for_sent(reduction.barrier, 0);
             reduction.reduce(out, task.query_tile, warp, batch.num_kv_heads, value_scale);

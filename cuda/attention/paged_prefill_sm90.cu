@@ -1,19 +1,17 @@
-// Paged varlen prefill attention on Hopper: the task of paged_prefill.cu in 16 bits for a HEAD_DIM of 64 or 128, by
-// wgmma and the copy engine.
+// Paged varlen prefill attention on Hopper: paged_prefill.cu's task in 16 bits for a HEAD_DIM of 64 or 128, by wgmma
+// and the copy engine.
 //
-// q, out [T, Hq, HEAD_DIM], block_tables, context_lens, query_start, kv_scales: as there. `query_map` is q as a 3-D
-// tensor map in boxes of 64 elements x GROUP heads x ROWS / GROUP tokens, `cache_map` kv (prefill_sm90.cuh). Workspace:
-// partial_sums float32[num_ctas, 192, HEAD_DIM], partial_stats float32[num_ctas, 192, 2]. Reference:
-// NumpyOps.paged_prefill_attention.
+// Arrays as there. `query_map` is q as a 3-D tensor map in boxes of 64 elements x GROUP heads x ROWS / GROUP tokens,
+// `cache_map` kv (prefill_sm90.cuh). Workspace: partial_sums float32[num_ctas, 192, HEAD_DIM], partial_stats
+// float32[num_ctas, 192, 2]. Reference: NumpyOps.paged_prefill_attention.
 // Grid (num_ctas), at most one CTA an SM; THREADS threads; SHARED_BYTES of dynamic shared memory.
 //
-// CTAs take query tiles from one counter, which the last resets; none before the previous kernel has ended. With
-// several CTAs a tile they split its keys. One warp fetches queries and tiles of KEYS keys and values. Three warpgroups
-// of 64 rows consume them at their own pace: the tensor cores work for one while others compute weights. Two are bound
-// by the L2: 128 rows reach 560 TFLOP/s, 192 read a third less. Tiles of e4m3 are widened by three more warps.
+// CTAs take query tiles from one counter, which the last resets, none before the previous kernel has ended. With
+// several CTAs a tile they split its keys. One warp fetches; three warpgroups of 64 rows consume at their own pace: the
+// tensor cores work for one while others compute weights. Two would be bound by the L2. Three more warps widen e4m3.
 //
 // Keys run from the last tile to the first. Rows without visible keys become zeros. Unknown and masked blocks are boxes
-// outside the map; other masked values are overwritten with zeros, since they may be uninitialised.
+// outside the map; other masked values are zeroed, since they may be uninitialised.
 // Preconditions: those of paged_prefill.cu. Roofline: 4 * HEAD_DIM flop a visible (query, key) pair and head; on an
 // H200 440 / 585 / 635 TFLOP/s in bf16 at 1k / 4k / 16k.
 #include "attention/paged_kv.cuh"
@@ -26,7 +24,7 @@ constexpr int STAGES = 2;
 constexpr int NUM_CONSUMERS = 3;
 constexpr int WARPGROUP_ROWS = 64;
 static_assert(PADDED_ROWS == NUM_CONSUMERS * WARPGROUP_ROWS, "every row has a warpgroup");
-constexpr int TAIL_BYTES = 256;  // barriers, query tile, split
+constexpr int TAIL_BYTES = 256;
 #if QUIRE_KV_FP8
 #define RING_BYTES (FETCHED_STAGES * FETCHED_BYTES)
 #else
@@ -35,7 +33,7 @@ constexpr int TAIL_BYTES = 256;  // barriers, query tile, split
 static_assert(SHARED_BYTES == QUERY_BYTES + 2 * STAGES * TILE_BYTES + RING_BYTES + TAIL_BYTES,
               "the launcher's memory is not this");
 
-// Query rows, tiles of keys, of values, of e4m3, barriers, the query tile and its split.
+// Query rows, keys, values, e4m3, barriers, the query tile and its split.
 struct Shared {
     unsigned char* base;
 
@@ -70,13 +68,13 @@ struct PipelineState {
 
 constexpr int MAX_SPLITS = 1024;
 
-// Splits stored, by query tile. The last atomicInc wraps to 0.
+// By query tile. The last atomicInc wraps to 0.
 __device__ u32 splits_stored[MAX_SPLITS];
 
 // Reduction of a tile's splits: each stores sums, maxima (log2) and totals, waits for the others, then reduces its
 // share of the rows, each split times 2^(its maximum - the largest).
 //
-// The wait is safe because all CTAs run at once, one an SM. Two processes that share SMs through MPS could deadlock.
+// All CTAs must run at once, one an SM: two processes that share SMs through MPS could deadlock.
 struct PartialReduction {
     float* sums;
     float2* stats;
@@ -145,7 +143,7 @@ constexpr int FIRST_CONSUMER_BARRIER = 1;  // one a consumer, then one for all
 constexpr int ALL_CONSUMERS_BARRIER = FIRST_CONSUMER_BARRIER + NUM_CONSUMERS;
 static_assert(QUIRE_DTYPE != 0 && (HEAD_DIM == 64 || HEAD_DIM == 128), "fp16 or bf16, rows of 128 or 256 bytes");
 
-__device__ u32 num_taken;  // beyond the first of each CTA
+__device__ u32 num_taken;
 constexpr u32 NONE_TAKEN = ~0u;
 
 __device__ __forceinline__ int next_tile_index(u32& taken) {
@@ -199,7 +197,7 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& q
             wait_for(ring.empty(), ring.parity ^ 1);
             if (lane == 0) *shared.is_end() = 1, arrive(ring.full());
 #endif
-            // Every CTA starts with one index and takes one past the end: num_indices in all.
+            // Every CTA takes one index past the end: num_indices in all.
             if (lane == 0 && taken == static_cast<u32>(num_indices) - 1) atomicExch(&num_taken, 0u);
             return;
         }
@@ -266,7 +264,7 @@ __device__ __forceinline__ bool is_cut(const QueryTile& query_tile, int tile) {
            (query_tile.end_key < begin + KEYS && query_tile.end_key % BLOCK_KEYS != 0);
 }
 
-// Each warpgroup zeros those values for itself.
+// Each warpgroup zeros for itself.
 __device__ __forceinline__ void clear_masked_values(u32 values, const QueryTile& query_tile, int tile, int consumer) {
     for (int i = threadIdx.x % WARPGROUP_SIZE; i < KEYS * COLUMNS * 8; i += WARPGROUP_SIZE) {
         const int key = tile * KEYS + i / 8 % KEYS;
@@ -280,7 +278,7 @@ __device__ __forceinline__ void clear_masked_values(u32 values, const QueryTile&
 struct Consumer {
     const Shared& shared;
     int index;
-    int first_row;  // this thread's row of half 0
+    int first_row;
     float scale_log2;
     int window;
     PipelineState pipeline;
@@ -344,7 +342,7 @@ __device__ __forceinline__ void consume(const Shared& shared, T* out, const Part
         Rows rows;
         consumer.attend(rows, query_tile);
         const float value_scale = scales.value(query_tile.kv_head);  // not earlier: registers are scarce
-        // A CTA with a split has no other tile: the reduction costs the loop no registers.
+        // A CTA with a split has no other tile: reducing here costs the loop no registers.
         if (shared.split()->count > 1) {
             const KvSplit split = *shared.split();
             reduction.store_partial(rows, query_tile, split, consumer.first_row, consumer.scale_log2);

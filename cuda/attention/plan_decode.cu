@@ -1,10 +1,10 @@
-// plan_decode: splits the sequences of a decode batch into KvSplits of about equal work, once a step, on the device, so
-// that a captured graph serves every mix of lengths.
+// plan_decode: divides a decode batch into KvSplits of about equal work, once a step; on the device, so that one
+// captured graph serves all lengths.
 //
 //   context_lens int32[S], block_tables int32[S, max_blocks] -> splits KvSplit[num_slots], members
 //   PrefixGroupMember[max_groups, MEMBERS]
-//   Order: splits of common prefixes, then of single sequences, longest first. A sequence
-//   without visible tokens has an empty split. Unused slots name sequence S.
+//   Order: splits of common prefixes, then of single sequences, longest first. A sequence without visible tokens has an
+//   empty split. Unused slots name sequence S.
 //   A build defines WARPS, MEMBERS, BLOCK_SIZE, MAX_SPLITS, and MIN_SPLIT and MIN_COMMON in tokens.
 //   grid (1), block (1024)
 //   reference: NumpyOps.plan_decode_attention
@@ -17,12 +17,12 @@ constexpr int THREADS = 1024;
 constexpr int CLASSES = WARP_SIZE;
 constexpr int MIN_COMMON_BLOCKS = BLOCK_SIZE < MIN_COMMON ? MIN_COMMON / BLOCK_SIZE : 1;
 
-// The first slot of a sequence's adjacent splits of full size, and the last split's.
+// The first slot of a sequence's full splits, and the slot of its last.
 struct Slots {
     int full, last;
 };
 
-// A counting sort of splits by size class, largest first.
+// A counting sort of splits by size, largest first.
 struct SizeOrder {
     int* next;  // shared [CLASSES]: next free slot
     int largest;
@@ -35,7 +35,7 @@ struct SizeOrder {
         if (sequence_splits.count > 1) atomicAdd(of(sequence_splits.size), sequence_splits.count - 1);
         atomicAdd(of(sequence_splits.last_size(span)), 1);
     }
-    // Called by one warp: turns counts into first slots from `first` on.
+    // Called by one warp: turns counts into slots.
     __device__ __forceinline__ void begin(int lane, int first) const {
         const int mine = next[lane];
         int before = first;
@@ -51,11 +51,11 @@ struct SizeOrder {
     }
 };
 
-// The prefix that a sequence shares. Comparing one index finds the groups, a binary search the length.
+// A sequence's shared prefix. Comparing one index finds groups; a binary search, the length.
 struct CommonPrefix {
-    int tokens = 0;  // a multiple of TILE; 0: no group
-    int member_index = 0;  // in the members of all groups
-    int num_members = 0;  // if this is the group's first
+    int tokens = 0;  // a multiple of TILE
+    int member_index = 0;
+    int num_members = 0;  // set in the group's first member
     int num_groups = 0;
     int num_splits = 0;
     int split_tokens = 1;
@@ -68,7 +68,7 @@ __device__ __forceinline__ CommonPrefix find_common_prefix(int context_len, cons
     __shared__ int keys[THREADS], shortest[THREADS], sizes[THREADS], bases[THREADS];
     const int self = threadIdx.x;
     const int* table = block_tables + static_cast<i64>(self) * max_blocks;
-    const int num_whole = (context_len - 1) / BLOCK_SIZE;  // full blocks before the last token's
+    const int num_whole = (context_len - 1) / BLOCK_SIZE;  // before the last token's block
     const int block = self < num_sequences && num_whole >= MIN_COMMON_BLOCKS ? table[MIN_COMMON_BLOCKS - 1] : -1;
     const int key = block >= 0 ? block : -1 - self;
     keys[self] = key;
@@ -129,7 +129,7 @@ __device__ __forceinline__ void write_prefix_splits(KvSplit* splits, const Commo
 
 struct OwnSplits {
     int sequence, size, num_splits;
-    int num_before, first_row;  // partial results of the prefix; first row of all
+    int num_before, first_row;  // of the prefix; of all
     Slots at;
 
     __device__ __forceinline__ void write(KvSplit* splits, const VisibleRange& visible, int from, int stride) const {
@@ -156,10 +156,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int lane = threadIdx.x % WARP_SIZE, max_tokens = max_blocks * BLOCK_SIZE;
     PrefixGroupMember* members = reinterpret_cast<PrefixGroupMember*>(splits + num_slots);
     CommonPrefix prefix;
-    if (max_groups > 0) {  // then one sequence a thread
+    if (max_groups > 0) {
         const int visible = threadIdx.x < num_sequences ? min(context_lens[threadIdx.x], max_tokens) : 0;
         prefix = find_common_prefix(visible, block_tables, num_sequences, max_blocks, max_groups, target_splits);
-        if (prefix.num_groups > 0) target_splits = max(1, target_splits / 2);  // the rest is for prefixes
+        if (prefix.num_groups > 0) target_splits = max(1, target_splits / 2);  // leaves the rest to prefixes
     }
     int total = 0, longest = 0;
     for (int s = threadIdx.x; s < num_sequences; s += THREADS) {

@@ -1,9 +1,8 @@
 // Query tiles, key tiles and softmax rows of Hopper's prefill kernels.
 //
-// A query tile is ROWS query rows of one kv head; row r is query head r % GROUP of the chunk's token r / GROUP. Tile
-// indices run through kv heads, a chunk's tiles (longest first), sequences. If a warp's lanes hold all sequences and
-// the grid has several CTAs a tile, these split its keys: then indices run through the first splits of all tiles, the
-// second, ...
+// A query tile is ROWS query rows of a kv head; row r is query head r % GROUP of the chunk's token r / GROUP. Tile
+// indices run through kv heads, a chunk's tiles (longest first), sequences. With at most 32 sequences and several CTAs
+// a tile, these split its keys; indices then run through the first splits of all tiles, the second, ...
 //
 // A build defines KEYS (of a key tile) and PADDED_ROWS. The cache map is kv as rows of HEAD_DIM, in boxes of 64
 // elements x BLOCK_KEYS rows with the 128-byte swizzle; of e4m3 in boxes of whole rows without.
@@ -21,7 +20,7 @@ struct QueryTile {
     int kv_head;
     int start, num_rows;  // first token in q and out; tokens * GROUP
     int first_position;  // of the chunk in its sequence
-    int first_row;  // of the tile; num_rows or more: none is left
+    int first_row;  // of the tile; from num_rows on: none is left
     int first_key, end_key;
 
     __device__ __forceinline__ int position(int row) const { return first_position + row / GROUP; }
@@ -35,7 +34,7 @@ struct QueryTile {
     __device__ __forceinline__ int num_key_tiles() const { return max(0, ceil_div(end_key, KEYS) - first_key_tile()); }
 };
 
-// A query tile's split of this index; empty if it does not exist.
+// One split of a query tile's keys; empty if it does not exist.
 struct KvSplit {
     int index, count;
     int tile_index, num_query_tiles;
@@ -44,7 +43,6 @@ struct KvSplit {
     __device__ __forceinline__ int query_tile() const { return tile_index % num_query_tiles; }
 };
 
-// A chunk: first token in q, length, context including it.
 struct Chunk {
     int start, num_tokens, context_len;
 };
@@ -54,7 +52,7 @@ struct Batch {
     const int* query_start;
     int num_sequences, num_kv_heads, max_blocks, window;
 
-    // Called by a whole warp: the sequence, num_sequences past the last tile (only then sets `num_indices`).
+    // Called by a whole warp. Returns the sequence, num_sequences past the last tile (only then sets `num_indices`).
     __device__ __forceinline__ int find(QueryTile& tile, KvSplit& split, int tile_index, int& num_indices) const {
         const int lane = threadIdx.x % WARP_SIZE;
         int wanted = tile_index / num_kv_heads, before = 0;
@@ -119,8 +117,8 @@ struct Batch {
     }
 };
 
-// A thread's two rows of a warpgroup's 64 in wgmma's fragments: element i belongs to half h = i / 2 % 2, row 8 h + lane
-// / 4 of the warp's 16, column i / 4 * 8 + lane % 4 * 2 + i % 2.
+// A thread's rows in wgmma's fragments: element i belongs to half h = i / 2 % 2, row 8 h + lane / 4 of the warp's 16,
+// column i / 4 * 8 + lane % 4 * 2 + i % 2.
 struct Rows {
     float sum[HEAD_DIM / 2];
     float maximum[2];  // raw scores
@@ -134,7 +132,7 @@ struct Rows {
     }
 };
 
-// Minus infinity for masked keys. `last`: tokens from the tile's first key to a row's last visible.
+// `last`: tokens from the tile's first key to a row's last visible.
 __device__ __forceinline__ void mask_tile(float (&score)[KEYS / 2], const int (&last)[2],
                                           const int (&num_visible)[2]) {
 #pragma unroll
@@ -144,7 +142,7 @@ __device__ __forceinline__ void mask_tile(float (&score)[KEYS / 2], const int (&
     }
 }
 
-// Turns scores into weights 2^((score - maximum) * scale_log2). The row's sums must then be multiplied by `correction`.
+// Turns scores into weights 2^((score - maximum) * scale_log2); the row's sums must be multiplied by `correction`.
 __device__ __forceinline__ void weigh_scores(Rows& rows, float (&correction)[2], float (&score)[KEYS / 2],
                                              float scale_log2) {
 #pragma unroll
@@ -178,7 +176,7 @@ __device__ __forceinline__ void rescale_sums(Rows& rows, const float (&correctio
     for (int i = 0; i < HEAD_DIM / 2; ++i) rows.sum[i] *= correction[i / 2 % 2];
 }
 
-// Both steps, if no product with values is in flight.
+// Both, if no product with values is in flight.
 __device__ __forceinline__ void weigh_tile(Rows& rows, float (&score)[KEYS / 2], float scale_log2) {
     float correction[2];
     weigh_scores(rows, correction, score, scale_log2);
@@ -246,7 +244,7 @@ struct Pool {
         layer_row = 2 * layer * value_rows;
     }
 
-    // The row of key `first` in its block; past the map's end, which reads as zeros, for an unknown block.
+    // The row of key `first` in the map; an unknown block lies past its end and reads as zeros.
     __device__ __forceinline__ int row(int block_id, int kv_head, int first) const {
         const bool exists = static_cast<u32>(block_id) < static_cast<u32>(num_blocks);
         return exists ? block_id * block_rows + layer_row + kv_head * BLOCK_SIZE + first % BLOCK_SIZE
@@ -254,7 +252,7 @@ struct Pool {
     }
 };
 
-// Called by a whole warp: fetches a key tile; box i starts in lane i's row.
+// Called by a whole warp; lane i's row is the start of box i.
 __device__ __forceinline__ void fetch_tile(u32 tile, const TensorMap& map, int row, u32 barrier) {
     if (threadIdx.x % WARP_SIZE == 0) arrive_expecting(barrier, TILE_BYTES);
     __syncwarp();
@@ -282,15 +280,14 @@ __device__ __forceinline__ void start_values(Rows& rows, const u32 (&weights)[KE
     commit_products();
 }
 
-// Called by a whole warp that has read what the barrier guards.
+// Called by a whole warp, after its reads.
 __device__ __forceinline__ void release(u32 barrier) {
     __syncwarp();
     if (threadIdx.x % WARP_SIZE == 0) arrive(barrier);
 }
 
 #if SCALES_QUERIES
-// Scales a warp's 16 rows before the first product; returns the factor of its scores. The warps of a product must then
-// meet.
+// Scales a warp's 16 rows; returns the factor of their scores. The warps of a product must then meet.
 __device__ __forceinline__ float scale_own_queries(u32 queries, const QueryTile& tile, int first_row) {
     const u32 own = queries + first_row * 128;
     const int num_held = min(ROWS, tile.num_rows - tile.first_row) - first_row;
@@ -302,7 +299,7 @@ __device__ __forceinline__ float scale_own_queries(u32 queries, const QueryTile&
 }
 #endif
 
-// The copy engine's, or those of the warps that widen what it brought.
+// Arrivals of the copy engine, or of the widening warps.
 #if QUIRE_KV_FP8
 #define TILE_ARRIVALS NUM_WIDENERS
 #else
@@ -312,9 +309,9 @@ __device__ __forceinline__ float scale_own_queries(u32 queries, const QueryTile&
 #if QUIRE_KV_FP8
 
 constexpr int NUM_WIDENERS = 3;
-constexpr int FETCHED_BYTES = KEYS * HEAD_DIM;  // rows of HEAD_DIM bytes
+constexpr int FETCHED_BYTES = KEYS * HEAD_DIM;
 
-// Tiles of e4m3 from the copy engine, keys and values in turns.
+// Fetched tiles of e4m3, keys and values in turns.
 struct FetchedRing {
     u32 base, barriers;
     int stage = 0;
@@ -336,8 +333,8 @@ struct FetchedRing {
 
 // Called by the widening warps: turns the next fetched tile into float16 in the operands' swizzle.
 //
-// A unit is four steps of eight numbers a lane whose rows differ by 8: one address plus constants, since registers are
-// few. A step of the next unit is loaded once one of this unit is stored.
+// A unit is four steps of eight numbers a lane, 8 rows apart: one address plus constants saves registers. A step of the
+// next unit is loaded once one of this unit is stored.
 __device__ __forceinline__ void widen_tile(FetchedRing& ring, u32 to, u32 to_empty, u32 parity, u32 to_full, u32 warp) {
     constexpr int CHUNKS = HEAD_DIM / 8, ROWS_A_STEP = WARP_SIZE / CHUNKS, SETS = 8 / ROWS_A_STEP, STEPS = 4;
     constexpr int UNITS = KEYS / 8 / STEPS * SETS;
@@ -368,7 +365,7 @@ __device__ __forceinline__ void widen_tile(FetchedRing& ring, u32 to, u32 to_emp
     ring.advance();
 }
 
-// Called by a whole warp: fetches a tile of e4m3; box i starts in lane i's row.
+// `fetch_tile` for e4m3.
 __device__ __forceinline__ void fetch_bytes(FetchedRing& ring, const TensorMap& map, int row) {
     wait_for(ring.empty(), ring.parity ^ 1);
     if (threadIdx.x % WARP_SIZE == 0) arrive_expecting(ring.full(), FETCHED_BYTES);

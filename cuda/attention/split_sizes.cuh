@@ -6,9 +6,9 @@
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 struct VisibleRange {
-    int first, origin, end;  // `origin` begins its own splits, a multiple of TILE
+    int first, origin, end;  // a multiple of TILE; `origin` is where its own splits begin
 
-    // `prefix`: tokens of the common prefix, a multiple of TILE.
+    // `prefix`: common tokens, a multiple of TILE.
     __device__ __forceinline__ VisibleRange(int context_len, int max_tokens, int window, int prefix) {
         end = max(0, min(context_len, max_tokens));
         first = max(0, end - window);
@@ -18,7 +18,7 @@ struct VisibleRange {
 };
 
 struct SplitSize {
-    bool is_even;  // none much longer than the mean
+    bool is_even;
     int tokens;  // target of a split
     int threshold;  // most tokens that are not split
 

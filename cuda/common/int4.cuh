@@ -1,13 +1,12 @@
-// 4-bit weights in tiles of 16 rows x 64 columns, in the order in which the tensor cores take them. The tiles of 128
-// columns, a span, lie together for all rows: a block of any number of rows copies them as one piece.
+// 4-bit weights in tiles of 16 rows x 64 columns, as the tensor cores take them. A span is the tiles of 128 columns,
+// adjacent for all rows.
 //
 //   tiles  u32 [K / 128, N / 16, 2 halves, 32 lanes, 4]: word s of lane 4g + t holds columns 16s + 2t, + 1, + 8, + 9 of
-//          its half of rows g and g + 8, the A fragment of mma.cuh. Register i of the fragment is bits 4i (low element)
-//          and 4i + 16 (high).
+//          its half of rows g and g + 8, the A fragment of mma.cuh; its register i is bits 4i (low element) and 4i +
+//          16.
 //   scale  16-bit [K / G, N / 16, 16], zero u8 [K / G, N / 16, 16]: rows g and g + 8 are elements 2g and 2g + 1.
 //
-// A build defines GROUPS, the groups of inputs in a span of 128 columns: 1 (G >= 128), 2 or 4; ZEROS: whether there are
-// zero points (else all are 8); SCALE_BF16: whether scales are bfloat16 (else float16).
+// A build defines GROUPS in a span: 1 (G >= 128), 2 or 4; ZEROS: 0 if all zero points are 8; SCALE_BF16: 0 for float16.
 #pragma once
 
 #include "common/mma.cuh"
@@ -15,18 +14,18 @@
 using u8 = unsigned char;
 using u16 = unsigned short;
 
-constexpr int SPAN = 128;                   // columns of a stage
-constexpr int BLOCK_ROWS = 16;              // rows of a tile
-constexpr int TILE_BYTES = 512;             // 16 x 64
-constexpr int SPAN_BYTES = 2 * TILE_BYTES;  // 16 rows of a span
-constexpr int SCALE_BYTES = BLOCK_ROWS * 2;  // of 16 rows and a group
+constexpr int SPAN = 128;
+constexpr int BLOCK_ROWS = 16;
+constexpr int TILE_BYTES = 512;
+constexpr int SPAN_BYTES = 2 * TILE_BYTES;
+constexpr int SCALE_BYTES = BLOCK_ROWS * 2;
 constexpr int ZERO_BYTES = ZEROS ? BLOCK_ROWS : 0;
-constexpr int STEPS = SPAN / 16;             // products of a span
+constexpr int STEPS = SPAN / 16;  // of a span
 constexpr int GROUP_STEPS = STEPS / GROUPS;
 constexpr int DEFAULT_ZERO = 8;
 static_assert(GROUPS == 1 || GROUPS == 2 || GROUPS == 4, "groups of 32, 64, or 128 and more inputs");
 
-// A weight q becomes the number OFFSET + q by putting its bits into the mantissa of OFFSET, at bit RAISED_BIT.
+// A weight q is OFFSET + q with its bits in OFFSET's mantissa, at RAISED_BIT.
 #if QUIRE_DTYPE == 1
 constexpr u32 RAISED = 0x54005400u;  // 64 twice
 constexpr int RAISED_BIT = 4;
@@ -37,12 +36,12 @@ constexpr int RAISED_BIT = 0;
 constexpr float OFFSET = 128.0f;
 #endif
 
-// Register I of the fragment that `word` holds, plus OFFSET.
+// Register I of the fragment of `word`, plus OFFSET.
 template <int I>
 __device__ __forceinline__ u32 raised(u32 word) {
     constexpr int SHIFT = 4 * I - RAISED_BIT;
     const u32 moved = SHIFT < 0 ? word << (SHIFT < 0 ? -SHIFT : 0) : word >> (SHIFT < 0 ? 0 : SHIFT);
-    u32 fragment;  // (moved & mask) | RAISED in one instruction: the compiler makes two of it
+    u32 fragment;  // (moved & mask) | RAISED, for which the compiler emits two instructions
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(fragment) : "r"(moved), "n"(0x000f000fu << RAISED_BIT), "r"(RAISED));
     return fragment;
 }
@@ -67,7 +66,7 @@ __device__ __forceinline__ u32 multiply_pair(u32 a, u32 b) {
 }
 #endif
 
-// The zero points of rows g and g + 8, raised.
+// Raised zero points of rows g and g + 8.
 struct Zeros {
     u32 near, far;
 
@@ -76,7 +75,7 @@ struct Zeros {
 };
 
 #if QUIRE_DTYPE != 0
-// The fragment of `word`: weights less their zero points, which is exact.
+// The fragment of `word` less the zero points: exact.
 __device__ __forceinline__ void unpack(u32 (&a)[4], u32 word, const Zeros& zeros) {
     a[0] = subtract_pair(raised<0>(word), zeros.near);
     a[1] = subtract_pair(raised<1>(word), zeros.far);
@@ -85,7 +84,7 @@ __device__ __forceinline__ void unpack(u32 (&a)[4], u32 word, const Zeros& zeros
 }
 #endif
 
-// Scales of rows g and g + 8, as stored, in float.
+// Scales of rows g and g + 8.
 __device__ __forceinline__ float2 widen_scales(u32 both) {
 #if SCALE_BF16
     return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000u));

@@ -1,4 +1,4 @@
-// Rows of logits as the sampling kernels read them: one block a row, four tokens an access.
+// Rows of logits in the sampling kernels: one block a row, four tokens an access.
 #pragma once
 
 #include "common/types.cuh"
@@ -8,9 +8,9 @@ constexpr int LOGITS_THREADS = 1024;
 struct LogitsRow {
     const float* at;
     int vocab;
-    bool aligned;  // 16-byte loads are allowed
+    bool aligned;
 
-    // logits [R, vocab]; the row is the block's.
+    // logits [R, vocab], row blockIdx.x.
     __device__ __forceinline__ LogitsRow(const float* logits, int vocab)
         : at(logits + static_cast<i64>(blockIdx.x) * vocab),
           vocab(vocab),
@@ -27,7 +27,7 @@ struct LogitsRow {
         return tokens;
     }
 
-    // visit(g, tokens) once per group, over the threads of the block; UNROLL loads are in flight at once.
+    // Calls visit(g, tokens) once per group, spread over the block's threads; UNROLL loads are in flight.
     template <int UNROLL, typename Visit>
     __device__ __forceinline__ void for_each_group(Visit visit) const {
         const int end = num_groups();
@@ -43,7 +43,7 @@ struct LogitsRow {
     }
 };
 
-// An unsigned number that orders as the float does; both zeros give the same one, every NaN the greatest.
+// Orders as the float does; both zeros are equal, NaN is the greatest.
 __device__ __forceinline__ u32 ordered(float x) {
     const u32 bits = __float_as_uint(x + 0.0f);
     if (x != x) return 0xffffffffu;
@@ -54,7 +54,7 @@ __device__ __forceinline__ float unordered(u32 key) {
     return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// Greater for a greater value, and among equal values for the lower id. Never 0 for an id of the vocabulary.
+// Greater for a greater value, then for a lower id; never 0.
 __device__ __forceinline__ u64 token_key(float value, int id) {
     return static_cast<u64>(ordered(value)) << 32 | static_cast<u32>(~id);
 }
@@ -63,7 +63,7 @@ __device__ __forceinline__ int id_of(u64 key) { return static_cast<int>(~static_
 
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < positive_infinity(); }
 
-// The log-sum-exp of some of a row's logits: sum of exp(x - maximum).
+// The log-sum-exp of part of a row: sum of exp(x - maximum).
 struct SumExp {
     float maximum;
     float sum;
@@ -79,7 +79,7 @@ struct SumExp {
         for (int j = 0; j < 4; j++) sum += expf(x.at[j] - maximum);
     }
 
-    // The logarithm of the whole row's sum; `row_maximum` is the row's. Every thread of the block calls it.
+    // The log of the whole row's sum. Every thread of the block calls it.
     __device__ __forceinline__ float log_of_row(float row_maximum) const {
         const float scale = sum == 0.0f ? 0.0f : expf(maximum - row_maximum);
         return logf(block_sum(sum * scale));

@@ -1,5 +1,4 @@
-// The tensor-core and asynchronous-copy instructions of sm_80 and later as functions, in inline PTX: mma.h does not
-// compile under NVRTC and hides the fragments' layouts.
+// Tensor-core and asynchronous-copy instructions of sm_80 in inline PTX: mma.h does not compile under NVRTC.
 //
 // Fragment layouts, g = lane / 4 and t = lane % 4 (rows x columns, two 16-bit elements a register, low half first):
 //   A, 16 x 16   a[0] = A[g][2t, 2t+1]   a[1] = A[g+8][2t, 2t+1]   a[2] = A[g][2t+8, 2t+9]   a[3] = A[g+8][2t+8, 2t+9]
@@ -9,8 +8,7 @@
 
 #include "common/types.cuh"
 
-// The type of products' operands: T, but float16 with an e4m3 cache, whose numbers it holds and which widening costs
-// least.
+// Operands of products are T, but float16 with an e4m3 cache: exact, and the cheapest to widen to.
 #ifndef QUIRE_KV_FP8
 #define QUIRE_KV_FP8 0
 #endif
@@ -31,8 +29,8 @@ __device__ __forceinline__ void mma_16x8x16(float (&sum)[4], const u32 (&a)[4], 
 #endif
 }
 
-// Four 8 x 8 matrices of 16-bit elements: lane 8 i + r gives the shared address of row r of matrix i (16 bytes), and
-// register i becomes matrix[i][g][2t, 2t+1].
+// Loads four 8 x 8 matrices: lane 8 i + r gives the shared address of row r (16 bytes) of matrix i, and register i
+// becomes matrix[i][g][2t, 2t+1].
 __device__ __forceinline__ void load_matrices(u32 (&matrix)[4], u32 row_address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
@@ -40,7 +38,7 @@ __device__ __forceinline__ void load_matrices(u32 (&matrix)[4], u32 row_address)
                  : "memory");
 }
 
-// The same, each matrix transposed: register i becomes matrix[i][2t, 2t+1][g].
+// Transposed: register i becomes matrix[i][2t, 2t+1][g].
 __device__ __forceinline__ void load_matrices_transposed(u32 (&matrix)[4], u32 row_address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
@@ -48,7 +46,7 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&matrix)[4], u32 r
                  : "memory");
 }
 
-// An 8 x 8 matrix held as matrix[g][2t, 2t+1], transposed across the lanes.
+// Transposes an 8 x 8 matrix held as matrix[g][2t, 2t+1].
 __device__ __forceinline__ u32 transpose_matrix(u32 matrix) {
     u32 transposed;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(matrix));
@@ -66,7 +64,7 @@ __device__ __forceinline__ u32 pack_pair(float low, float high) {
     return pair;
 }
 
-// Two floats rounded to the operands' type of `mma_16x8x16`.
+// Two floats rounded to the type of operands.
 __device__ __forceinline__ u32 pack_operand(float low, float high) {
 #if F16_PRODUCTS
     u32 pair;
@@ -77,7 +75,6 @@ __device__ __forceinline__ u32 pack_operand(float low, float high) {
 #endif
 }
 
-// The two of such a pair, `low` first.
 __device__ __forceinline__ float2 unpack_pair(u32 pair) {
 #if QUIRE_DTYPE == 1
     const __half2 two = *reinterpret_cast<const __half2*>(&pair);
@@ -98,7 +95,7 @@ __device__ __forceinline__ u32 shared_address(const void* in_shared) {
     return static_cast<u32>(__cvta_generic_to_shared(in_shared));
 }
 
-// Copies 16 bytes from global to shared memory past the L1; without `wanted` it writes zeros and reads nothing.
+// Copies 16 bytes to shared memory past the L1; writes zeros and reads nothing if not `wanted`.
 __device__ __forceinline__ void copy_async_16(u32 to_shared, const void* from_global, bool wanted) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                  :
@@ -113,7 +110,7 @@ __device__ __forceinline__ void copy_async_4(u32 to_shared, const void* from_glo
 // Closes the group of this thread's copies since the last call.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
 
-// Waits until all but this thread's last `PENDING` groups have landed. Other threads need a barrier to see them.
+// Waits for all but this thread's last `PENDING` groups. Other threads need a barrier to see them.
 template <int PENDING>
 __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" : : "n"(PENDING) : "memory");

@@ -1,4 +1,4 @@
-// The counter-based random numbers of model/ops/cpu/philox.py, word for word: Philox4x32-10 (Salmon et al., SC 2011).
+// Philox4x32-10 (Salmon et al., SC 2011), as model/ops/cpu/philox.py.
 #pragma once
 
 #include "common/types.cuh"
@@ -22,15 +22,15 @@ __device__ __forceinline__ PhiloxWords philox_words(u32 c0, u32 c1, u32 c2, u64 
     return words;
 }
 
-// Uniform in (0, 1), exact in float: ((word >> 9) + 0.5) * 2^-23.
+// Uniform in (0, 1), exact in float.
 __device__ __forceinline__ float uniform(u32 word) { return (static_cast<float>(word >> 9) + 0.5f) * 0x1p-23f; }
 
-// Standard Gumbel noise as the reference has it, to the last bit of float.
+// Standard Gumbel noise, to the reference's last bit.
 __device__ __noinline__ float gumbel_exact(u32 word) {
     return static_cast<float>(-log(-log(static_cast<double>(uniform(word)))));
 }
 
-// The same within 2e-6, without double precision.
+// Within 2e-6, without double precision.
 __device__ __forceinline__ float gumbel_fast(u32 word) { return -__logf(-logf(uniform(word))); }
 
 constexpr float GUMBEL_LOWEST = -2.82f;  // -log(-log(2^-24)) = -2.812

@@ -1,7 +1,7 @@
-// Shared by all kernels: the element type of the build, 16-byte vectors, conversions, reductions.
+// The element type of the build, 16-byte vectors, conversions, reductions.
 //
-// A build defines QUIRE_DTYPE: 0 float32, 1 float16, 2 bfloat16. `T` is that type; sums are always taken in float.
-// NVRTC has no standard headers, so nothing here includes any.
+// A build defines QUIRE_DTYPE: 0 float32, 1 float16, 2 bfloat16. `T` is that type; sums are in float.
+// NVRTC has no standard headers.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -28,7 +28,6 @@ using u64 = unsigned long long;
 constexpr int WARP_SIZE = 32;
 constexpr u32 FULL_WARP = 0xffffffffu;
 
-// 16 bytes of elements: the widest access of one thread.
 template <typename Element>
 struct alignas(16) Vec {
     static constexpr int SIZE = 16 / sizeof(Element);
@@ -64,7 +63,7 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { re
 
 __device__ __forceinline__ float positive_infinity() { return __int_as_float(0x7f800000); }
 
-// Reductions over a warp: every lane of a full warp calls, every lane gets the same result.
+// Reductions over a full warp: every lane calls and gets the result.
 template <typename Value>
 __device__ __forceinline__ Value warp_sum(Value value) {
 #pragma unroll
@@ -82,8 +81,8 @@ __device__ __forceinline__ Value warp_max(Value value) {
     return value;
 }
 
-// Reductions over a one-dimensional block: every thread calls, every thread gets the same result, in any order of
-// the warps. blockDim.x is a multiple of 32, at most 1024.
+// Reductions over a one-dimensional block of a multiple of 32 threads: every thread calls and gets the result; the
+// warps' order is undefined.
 template <typename Value>
 __device__ __forceinline__ Value block_sum(Value value) {
     __shared__ Value partial[WARP_SIZE];
@@ -95,7 +94,7 @@ __device__ __forceinline__ Value block_sum(Value value) {
     return warp_sum(lane < blockDim.x / WARP_SIZE ? partial[lane] : Value(0));
 }
 
-// `lowest` is the result of no values at all.
+// `lowest`: the result of no values.
 template <typename Value>
 __device__ __forceinline__ Value block_max(Value value, Value lowest) {
     __shared__ Value partial[WARP_SIZE];
@@ -107,7 +106,7 @@ __device__ __forceinline__ Value block_max(Value value, Value lowest) {
     return warp_max(lane < blockDim.x / WARP_SIZE ? partial[lane] : lowest);
 }
 
-// Inclusive sums over the threads, and the total. Warps are added in order: sums of positive numbers never decrease.
+// Inclusive sums over the threads, and the total, in the warps' order: sums of positive numbers never decrease.
 template <typename Value>
 __device__ __forceinline__ Value block_scan(Value value, Value* total) {
     __shared__ Value of_warps[WARP_SIZE];
@@ -129,16 +128,15 @@ __device__ __forceinline__ Value block_scan(Value value, Value* total) {
     return before + value;
 }
 
-// Programmatic dependent launch: the kernel may start before the previous one in the stream has ended. Until it has
-// called `wait_for_previous_kernel` it must not touch memory that another kernel writes, nor write memory that one
-// reads. Both are no-ops in a plain launch and before sm_90.
+// Programmatic dependent launch: before this call, a kernel must not touch memory that another kernel writes, nor write
+// memory that one reads. A no-op in a plain launch and before sm_90.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" : : : "memory");
 #endif
 }
 
-// The next kernel may start once every block of this one has called this or ended.
+// The next kernel may start once every block has called this or ended.
 __device__ __forceinline__ void start_next_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" : : : "memory");

@@ -1,7 +1,5 @@
-// Hopper's own instructions (sm_90a) as functions: mbarriers, tile copies by the copy engine (TMA), messages between
-// the blocks of a cluster, and wgmma, the asynchronous products of a warpgroup of 128 threads.
-//
-// A warp w of the warpgroup holds rows 16 w .. 16 w + 15 of a product; within them the fragments are those of mma.cuh.
+// Hopper's instructions (sm_90a): mbarriers, tile copies (TMA), messages within a cluster, and wgmma, the asynchronous
+// products of a warpgroup, whose warp w holds rows 16 w .. 16 w + 15 in the fragments of mma.cuh.
 #pragma once
 
 #include "common/mma.cuh"
@@ -15,13 +13,13 @@
 
 constexpr int WARPGROUP_SIZE = 128;
 
-// CUtensorMap: made by the host, passed by value as a __grid_constant__ parameter.
+// CUtensorMap, made by the host and passed as a __grid_constant__.
 struct alignas(64) TensorMap {
     unsigned char opaque[128];
 };
 
-// An mbarrier: a phase ends when all arrivals and all announced bytes are in. Waiters give the parity of the phase
-// whose end they wait for: 0 for the first.
+// An mbarrier's phase ends when all arrivals and announced bytes are in. Waiters give the parity of the phase: 0 for
+// the first.
 __device__ __forceinline__ void make_barrier(u32 barrier, int num_arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(barrier), "r"(num_arrivals) : "memory");
 }
@@ -35,7 +33,7 @@ __device__ __forceinline__ void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(barrier) : "memory");
 }
 
-// Arrives, and announces bytes that the copy engine will bring.
+// Arrives, and announces bytes of a copy.
 __device__ __forceinline__ void arrive_expecting(u32 barrier, u32 num_bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(barrier), "r"(num_bytes) : "memory");
 }
@@ -53,8 +51,7 @@ __device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
         : "memory");
 }
 
-// True in one lane of the warp. Unlike with lane == 0 the compiler knows that it is one, and makes no loop around
-// copies.
+// True in one lane. Unlike with lane == 0, the compiler makes no loop around copies.
 __device__ __forceinline__ bool is_elected() {
     u32 is_it;
     asm volatile(
@@ -67,7 +64,7 @@ __device__ __forceinline__ bool is_elected() {
     return is_it != 0;
 }
 
-// Starts the copy of one box of a tensor map, at coordinates in elements. Elements outside arrive as zeros.
+// Copies one box of a tensor map, at coordinates in elements. Elements outside become zeros.
 __device__ __forceinline__ void copy_box(u32 to_shared, const TensorMap& map, int x, int y, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
@@ -84,7 +81,7 @@ __device__ __forceinline__ void copy_box(u32 to_shared, const TensorMap& map, in
         : "memory");
 }
 
-// The L2 policy of data read once: evict it first.
+// The L2 policy of data read once.
 __device__ __forceinline__ u64 policy_of_read_once() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -107,7 +104,7 @@ __device__ __forceinline__ void copy_box(u32 to_shared, const TensorMap& map, in
         : "memory");
 }
 
-// Copies bytes that lie together, read once.
+// Copies contiguous bytes, read once.
 __device__ __forceinline__ void copy_bytes(u32 to_shared, const void* from, int num_bytes, u32 barrier, u64 policy) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
@@ -116,7 +113,7 @@ __device__ __forceinline__ void copy_bytes(u32 to_shared, const void* from, int 
         : "memory");
 }
 
-// The same, read again.
+// Copies contiguous bytes, read again.
 __device__ __forceinline__ void copy_bytes(u32 to_shared, const void* from, int num_bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :
@@ -124,20 +121,18 @@ __device__ __forceinline__ void copy_bytes(u32 to_shared, const void* from, int 
                  : "memory");
 }
 
-// Prefetches a tensor map.
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" : : "l"(&map) : "memory");
 }
 
-// The address in the shared memory of the cluster's block `rank` that corresponds to an own address.
+// An own shared address, in the cluster's block `rank`.
 __device__ __forceinline__ u32 address_in(int rank, u32 address) {
     u32 there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
 
-// Sends 16 bytes to the shared memory of another block of the cluster, whose barrier counts them. Both addresses come
-// from `address_in`.
+// Sends 16 bytes to another block of the cluster, whose barrier counts them. Addresses are from `address_in`.
 __device__ __forceinline__ void send(u32 to, const float (&four)[4], u32 barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
                  :
@@ -145,7 +140,7 @@ __device__ __forceinline__ void send(u32 to, const float (&four)[4], u32 barrier
                  : "memory");
 }
 
-// Reads 16 bytes that were sent, after the wait for their barrier.
+// Reads 16 bytes sent, after waiting for the barrier.
 __device__ __forceinline__ void receive(float (&four)[4], u32 from) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(four[0]), "=f"(four[1]), "=f"(four[2]), "=f"(four[3])
@@ -153,7 +148,7 @@ __device__ __forceinline__ void receive(float (&four)[4], u32 from) {
                  : "memory");
 }
 
-// Like `wait_for`, for data from other blocks of the cluster.
+// `wait_for` data of other blocks of the cluster.
 __device__ __forceinline__ void wait_for_sent(u32 barrier, u32 parity) {
     asm volatile(
         "{\n"
@@ -167,7 +162,7 @@ __device__ __forceinline__ void wait_for_sent(u32 barrier, u32 parity) {
         : "memory");
 }
 
-// A barrier of all threads of a cluster, in two steps. It orders no memory but published barriers.
+// A cluster barrier in two steps. It orders no memory but published barriers.
 __device__ __forceinline__ void arrive_at_cluster() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" : : : "memory");
 }
@@ -179,7 +174,7 @@ __device__ __forceinline__ void wait_for_cluster() {
 // Orders this thread's stores to shared memory before later reads by the tensor cores.
 __device__ __forceinline__ void publish_stores() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
 
-// A barrier among some warps of a block, by number (0 is __syncthreads').
+// A barrier among warps of a block; number 0 is __syncthreads'.
 __device__ __forceinline__ void sync_named_barrier(int number, int num_threads) {
     asm volatile("bar.sync %0, %1;" : : "r"(number), "r"(num_threads) : "memory");
 }
@@ -194,34 +189,33 @@ __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(REGISTERS));
 }
 
-// Operands in shared memory: rows of 128 bytes whose 16-byte chunks are XORed with the row (the 128-byte swizzle),
-// eight rows after eight. `repeat_bytes` lies between columns of 64 where the rows are the sum's dimension; else it
-// is not used.
+// Operands in shared memory: rows of 128 bytes in the 128-byte swizzle (16-byte chunks XORed with the row).
+// `repeat_bytes` lies between columns of 64 if the rows are the summed dimension.
 __device__ __forceinline__ u64 operand(u32 address, u32 repeat_bytes) {
     return (1ull << 62) | (static_cast<u64>(1024 >> 4) << 32) | (static_cast<u64>(repeat_bytes >> 4) << 16) |
            ((address & 0x3ffff) >> 4);
 }
 
-// Orders the threads' register writes before the first product.
+// Orders register writes before the first product.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
 
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory"); }
 
-// Keeps the compiler from moving uses of an array across waits and fences.
+// Keeps uses of an array on their side of waits and fences.
 template <int SIZE>
 __device__ __forceinline__ void pin(float (&d)[SIZE]) {
 #pragma unroll
     for (int i = 0; i < SIZE; ++i) asm volatile("" : "+f"(d[i]) : : "memory");
 }
 
-// Waits until all but the last `PENDING` groups of products are done, among them the one that makes `d`.
+// Waits for all but the last `PENDING` groups of products; `d` is among those done.
 template <int PENDING, int SIZE>
 __device__ __forceinline__ void wait_for_products(float (&d)[SIZE]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(PENDING) : "memory");
     pin(d);
 }
 
-// d (+)= a b, 64 x 128 x 16: a and b in shared memory, both with the summed dimension along their rows.
+// d (+)= a b, 64 x 128 x 16: both in shared memory, the summed dimension along their rows.
 template <int ACCUMULATE>
 __device__ __forceinline__ void multiply(float (&d)[64], u64 a, u64 b) {
     asm volatile(
@@ -243,7 +237,7 @@ __device__ __forceinline__ void multiply(float (&d)[64], u64 a, u64 b) {
         : "l"(a), "l"(b), "n"(ACCUMULATE));
 }
 
-// d += a b, 64 x 128 x 16 and 64 x 64 x 16: a in registers; b in shared memory, its rows the summed dimension.
+// d += a b, 64 x 128 x 16 and 64 x 64 x 16: a in registers, b's rows in shared memory are the summed dimension.
 __device__ __forceinline__ void multiply(float (&d)[64], const u32 (&a)[4], u64 b) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
@@ -278,7 +272,7 @@ __device__ __forceinline__ void multiply(float (&d)[32], const u32 (&a)[4], u64 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// d += a b, 64 x 32, 64, 96 or 128 x 16: a and b in shared memory, both with the summed dimension along their rows.
+// d += a b, 64 x 32, 64, 96 or 128 x 16: both in shared memory, the summed dimension along their rows.
 __device__ __forceinline__ void multiply_add(float (&d)[16], u64 a, u64 b) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
@@ -323,10 +317,8 @@ __device__ __forceinline__ void multiply_add(float (&d)[48], u64 a, u64 b) {
 
 __device__ __forceinline__ void multiply_add(float (&d)[64], u64 a, u64 b) { multiply<1>(d, a, b); }
 
-// Products of e4m3 operands. The tensor cores accumulate them with about 14 bits.
-//
-// d += a b, 64 x 16, 32, 64, 96, 128, 192 or 256 x 32: a and b in shared memory, both with the summed dimension along
-// their rows of 128 bytes.
+// Products of e4m3, accumulated with about 14 bits: d += a b, 64 x 16, 32, 64, 96, 128, 192 or 256 x 32, both in shared
+// memory, the summed dimension along their rows.
 
 __device__ __forceinline__ void multiply_add_e4m3(float (&d)[8], u64 a, u64 b) {
     asm volatile(

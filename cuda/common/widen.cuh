@@ -1,6 +1,4 @@
-// Weights of 8 bits, e4m3 or int8, as 16-bit elements. Widening is exact.
-//
-// A build defines WEIGHT_INT8: 0 for e4m3 without NaN, 1 for int8.
+// Weights of 8 bits, widened exactly to 16. A build defines WEIGHT_INT8: 0 for e4m3 without NaN, 1 for int8.
 #pragma once
 
 #include "common/types.cuh"
@@ -8,15 +6,15 @@
 using u8 = unsigned char;
 using u16 = unsigned short;
 
-// Two e4m3 in bytes 0 and 2 of `bytes`, moved to bytes 1 and 3, as float16.
+// Two e4m3, in bytes 0 and 2 of `bytes` moved to bytes 1 and 3, as float16.
 __device__ __forceinline__ u32 e4m3_as_float16(u32 bytes) {
-    // Sign, exponent and mantissa are shifted; the exponents' biases differ by a factor of 2^8.
+    // The exponents' biases differ by 8.
     const u32 moved = (bytes & 0x80008000u) | ((bytes >> 1) & 0x3f803f80u);
     const __half2 pair = __hmul2(*reinterpret_cast<const __half2*>(&moved), __float2half2_rn(256.0f));
     return *reinterpret_cast<const u32*>(&pair);
 }
 
-// Two e4m3 of a word, the low two or the high two, as float16.
+// The low two or the high two e4m3 of a word, as float16.
 template <int HIGH>
 __device__ __forceinline__ u32 widen_to_float16(u32 four) {
 #if __CUDA_ARCH__ >= 890
@@ -29,11 +27,11 @@ __device__ __forceinline__ u32 widen_to_float16(u32 four) {
 }
 
 #if QUIRE_DTYPE != 0
-// Two weights of a word, the low two or the high two, in the build's type.
+// The low two or the high two weights of a word, in T.
 template <int HIGH>
 __device__ __forceinline__ u32 widen(u32 four) {
 #if WEIGHT_INT8
-    // x = (OFFSET + x's low seven bits) - (OFFSET + its sign bit); the offset is a power of two with room for the bits.
+    // x = (OFFSET + x's low seven bits) - (OFFSET + its sign bit); OFFSET is a power of two.
     const u32 bytes = __byte_perm(four, 0, HIGH ? 0x4342 : 0x4140);
 #if QUIRE_DTYPE == 1
     using Pair = __half2;
@@ -50,7 +48,7 @@ __device__ __forceinline__ u32 widen(u32 four) {
 #if QUIRE_DTYPE == 1
     return e4m3_as_float16(bytes);
 #else
-    // As e4m3_as_float16, with a factor of 2^120.
+    // As e4m3_as_float16; the biases differ by 120.
     const u32 moved = (bytes & 0x80008000u) | ((bytes >> 4) & 0x07f007f0u);
     const __nv_bfloat162 pair =
         __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&moved), __float2bfloat162_rn(0x1p120f));

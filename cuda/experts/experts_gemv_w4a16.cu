@@ -1,20 +1,18 @@
-// experts_gemv_w4a16: out[p] = x[row of p] @ weight[expert of p].T for sorted pairs, with 4-bit weights; bound by reading
-// the weights of the experts in use once, while none has more than 8 COL_TILES rows.
+// experts_gemv_w4a16: experts_gemv with 4-bit weights.
 //
-//   x [T, K] with rows int32 [P], or [P, K] with null; of each expert, one after another, tiles, scale and zero (or null)
-//   as in int4.cuh; offsets int32 [E + 1]; out [P, N]; E <= 1024; group_spans are the spans of 128 columns in a group (1
-//   with GROUPS > 1)
-//   A build defines WARPS (a block), ROW_TILES (weight rows of an item, in sixteens), COL_TILES (its pairs, in eights),
-//   STAGES (of a warp's ring in shared memory, a span each) and those of int4.cuh.
-//   grid (up to P ceil(N / (16 ROW_TILES))), block (32 WARPS), dynamic shared memory: rings, two sets of sums, 4 E bytes
+//   tiles, scale and zero (or null) as in int4.cuh, expert after expert; group_spans: spans of 128 columns in a group
+//   (1 with GROUPS > 1)
+//   A build defines WARPS, ROW_TILES (weight rows of an item, in sixteens), COL_TILES (its pairs, in eights), STAGES
+//   (of a warp's ring in shared memory, a span each) and those of int4.cuh.
+//   grid (up to P ceil(N / (16 ROW_TILES))), block (32 WARPS), dynamic shared memory: rings, two sets of sums, 4 E
+//   bytes
 //   reference: NumpyOps.experts_linear
-//   needs: x and weight arrays aligned to 16 bytes, N a multiple of 16, K of 128, 16-bit elements
-//   roofline: U N K / 2 bytes and the scales moved for U experts in use, ceil(n / (8 COL_TILES)) times for one of n rows.
-//   Qwen3-30B-A3B, gate and up of 8 experts: 13 MB, 3 us on an H200; of all 128: 208 MB, 49 us; 0.7 of copy bandwidth
-//   expected
+//   needs: N a multiple of 16, K of 128
+//   roofline: U N K / 2 bytes and the scales moved for U experts in use. Qwen3-30B-A3B, gate and up of 8 experts: 13
+//   MB, 3 us on an H200; of all 128: 208 MB, 49 us; 0.7 of copy bandwidth expected
 //
-// Weights less their zero points are exact in 16 bits; sums of a group are scaled in float. The warps split K, and their
-// sums are added in their order: a row gives the same bits with any other rows.
+// Weights less their zero points are exact in 16 bits; sums of a group are scaled in float. The warps split K, and
+// their sums are added in their order.
 #include "common/int4.cuh"
 #include "experts/expert_items.cuh"
 
@@ -30,7 +28,7 @@ constexpr int WEIGHT_BYTES = ROW_TILES * SPAN_BYTES;
 constexpr int SCALES_BYTES = GROUPS * ROW_TILES * SCALE_BYTES;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + SCALES_BYTES + GROUPS * ROW_TILES * ZERO_BYTES;
 constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
-constexpr int SCALE_PIECES = GROUPS * ROW_TILES * 2;  // of 16 bytes in a stage: a lane copies one
+constexpr int SCALE_PIECES = GROUPS * ROW_TILES * 2;  // of 16 bytes in a stage
 constexpr int ZERO_PIECES = ZEROS ? GROUPS * ROW_TILES : 0;
 static_assert(SCALE_PIECES <= WARP_SIZE && STAGE_BYTES % 16 == 0, "a lane copies a piece");
 
@@ -38,7 +36,6 @@ using Items = ExpertItems<MAX_PAIRS, TILE_ROWS>;
 using Sums = float[ROW_TILES][COL_TILES][4];
 using Columns = u32[COL_TILES][STEPS][2];  // of a span of x: the B fragments
 
-// A warp's position: its spans of K in one item, then in the block's next.
 struct Position {
     ExpertItem item;
     int span;
@@ -61,7 +58,6 @@ struct Weights {
         return GROUPS > 1 ? num_spans * GROUPS : num_spans / group_spans;
     }
 
-    // Starts to copy a span of an item into a stage.
     __device__ __forceinline__ void start_copies(u32 stage, const Position& at) const {
         const int lane = threadIdx.x % WARP_SIZE, first = at.item.tile_row / BLOCK_ROWS;
         if (first < num_blocks && at.span < num_spans) {
@@ -96,7 +92,6 @@ struct Weights {
     }
 };
 
-// Adds the products of one span.
 __device__ __forceinline__ void add_span(Sums& sum, const char* stage, const Columns& columns) {
     const int lane = threadIdx.x % WARP_SIZE, g = lane / 4;
 #pragma unroll
@@ -169,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const u32 ring_address = shared_address(ring);
 
     start_next_kernel();
-    wait_for_previous_kernel();  // which may have made `offsets`
+    wait_for_previous_kernel();  // offsets may be its
     const Items items(offsets, reinterpret_cast<int*>(partials + 2 * PARTIAL_FLOATS), num_experts, n_size);
     Position ahead = {items.at(blockIdx.x), warp};
     Position at = ahead;
@@ -192,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
                 x_rows[j] = x + static_cast<i64>(rows == nullptr ? pair : rows[pair]) * k_size + 2 * t;
             }
         }
-        const bool has_span = at.span < num_spans;  // a warp without one takes part too
+        const bool has_span = at.span < num_spans;  // other warps take part too
         Columns columns;
         if (has_span) {
 #pragma unroll
@@ -212,6 +207,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         at.advance(items, warp, num_spans);
         if (at.item.index == item.index) continue;
         store_item(sum, partials + parity * PARTIAL_FLOATS, item, out, n_size);
-        parity ^= 1;  // double-buffered: the next item's sums need no barrier
+        parity ^= 1;  // double-buffered: saves a barrier
     }
 }

@@ -1,18 +1,15 @@
-// experts_sm90: out[p] = x[p] @ weight[expert of p].T for sorted pairs on Hopper (sm_90a), 16 bits or e4m3, where experts
-// have more rows than experts_gemv takes at once.
+// experts_sm90: the product of expert_items.cuh on Hopper (sm_90a), 16 bits or e4m3, for experts with more rows than
+// experts_gemv takes at once.
 //
-//   x [P, K], weight [E, N, K], offsets int32 [E + 1], out [P, N]; E <= 1024. With X_FP8 both are e4m3, with x_scale float32
-//   [P] and weight_scale float32 [E, N]; else both scales are null. `weight_map` is weight as a 2-D tensor map [E N, K] of
-//   16-bit elements (of e4m3 two of K each) with boxes of 64 x ROWS rows, `x_map` is x with boxes of 64 x COLS rows; both
-//   with the 128-byte swizzle.
+//   With X_FP8 x and weight are e4m3, with x_scale float32 [P] and weight_scale float32 [E, N]; else both scales are
+//   null. `weight_map` is weight as a 2-D tensor map [E N, K] of 16-bit elements (of e4m3 two of K each) with boxes of
+//   64 x ROWS rows, `x_map` is x with boxes of 64 x COLS rows; both with the 128-byte swizzle.
 //   A build defines X_FP8, ROWS, COLS and the others of small_m.cuh; SPLIT is 1.
 //   grid: up to one block an SM; block THREADS
 //   reference: NumpyOps.experts_linear
-//   needs: x, weight and out aligned to 16 bytes, K a multiple of 8 (X_FP8: 16)
-//   roofline: 2 P N K operations, and ceil(n / COLS) N K elements moved for an expert of n rows, mostly from L2.
-//   Qwen3-30B-A3B in bf16, gate and up of 8192 tokens: 206 GFLOP, 0.26 ms at 790 TFLOP/s; 0.6 of it expected
-//
-// The order of an element's sums depends on K alone: a row gives the same bits with any other rows.
+//   needs: K a multiple of 8 (X_FP8: 16)
+//   roofline: 2 P N K operations, N K elements moved a chunk, mostly from L2. Qwen3-30B-A3B in bf16, gate and up of
+//   8192 tokens: 206 GFLOP, 0.26 ms at 790 TFLOP/s; 0.6 of it expected
 #if X_FP8
 #define WEIGHT_ELEMENTS 128
 #define SCALE_BYTES (COLS * 4)
@@ -30,7 +27,6 @@ static_assert(SPLIT == 1, "a block sums over all of K");
 constexpr int MAX_EXPERTS = 1024;
 using Items = ExpertItems<COLS, ROWS>;
 
-// Fetches the stages of all of the block's items.
 __device__ __forceinline__ void fetch_items(const Shared& shared, const Items& items, const TensorMap& weight_map,
                                             const TensorMap& x_map, int num_spans) {
     u32 iteration = 0;
@@ -46,7 +42,6 @@ __device__ __forceinline__ void fetch_items(const Shared& shared, const Items& i
     }
 }
 
-// The consumers copy the scales of an item's rows to shared memory.
 __device__ __forceinline__ void keep_scales(const Shared& shared, const float* x_scale, const ExpertItem& item) {
     if (SCALE_BYTES == 0) return;
     sync_named_barrier(1, CONSUMERS);  // the previous item is stored
@@ -89,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         publish_barriers();
     }
-    wait_for_previous_kernel();  // which may have made `offsets`
+    wait_for_previous_kernel();  // offsets may be its
     const Items items(offsets, ends, num_experts, n_size);
     if (threadIdx.x >= CONSUMERS) {
         if (is_producer) fetch_items(shared, items, weight_map, x_map, work.num_spans);

@@ -1,17 +1,14 @@
-// experts_w4a16_sm90: out[p] = x[p] @ weight[expert of p].T for sorted pairs with 4-bit weights on Hopper (sm_90a), where
-// experts have more rows than experts_gemv_w4a16 takes at once.
+// experts_w4a16_sm90: the product of expert_items.cuh with 4-bit weights on Hopper (sm_90a), for experts with more rows
+// than experts_gemv_w4a16 takes at once.
 //
-//   x [P, K] as a 2-D tensor map with boxes of 64 elements x COLS rows and the 128-byte swizzle; of each expert, one after
-//   another, tiles, scale and zero (or null) as in int4.cuh; offsets int32 [E + 1], out [P, N]; E <= 1024; group_spans are
-//   the spans of 128 columns in a group (1 with GROUPS > 1)
+//   x as a 2-D tensor map with boxes of 64 elements x COLS rows and the 128-byte swizzle; weights as in
+//   experts_gemv_w4a16
 //   A build defines those of small_m_w4a16.cuh; SPLIT is 1, OUT_FLOAT 0.
 //   grid: up to one block an SM; block THREADS
 //   reference: NumpyOps.experts_linear
-//   needs: all arrays aligned to 16 bytes, N a multiple of 16, K of 128, 16-bit elements
-//   roofline: 2 P N K operations, and ceil(n / COLS) N K / 2 bytes and the scales moved for an expert of n rows, mostly
-//   from L2. Qwen3-30B-A3B, gate and up of 8192 tokens: 206 GFLOP, 0.26 ms at 790 TFLOP/s; 0.5 of it expected
-//
-// The order of an element's sums depends on K alone: a row gives the same bits with any other rows.
+//   needs: N a multiple of 16, K of 128
+//   roofline: 2 P N K operations, N K / 2 bytes and the scales moved a chunk, mostly from L2. Qwen3-30B-A3B, gate and
+//   up of 8192 tokens: 206 GFLOP, 0.26 ms at 790 TFLOP/s; 0.5 of it expected
 #include "linear/small_m_w4a16.cuh"
 #include "experts/expert_items.cuh"
 
@@ -20,14 +17,12 @@ static_assert(SPLIT == 1, "a block sums over all of K");
 constexpr int MAX_EXPERTS = 1024;
 using Items = ExpertItems<COLS, BLOCKS * BLOCK_ROWS>;
 
-// The weights of all experts.
 struct ExpertWeights {
     const u8* tiles;
     const u16* scale;
     const u8* zero;
     int num_blocks, num_spans, group_spans;  // sixteens of rows, then along K
 
-    // Fetches a stage: a span of an item's weights and rows of x.
     __device__ __forceinline__ void fetch(const Shared& shared, const TensorMap& x_map, const ExpertItem& item, int span,
                                           u32 iteration) const {
         const int first = item.tile_row / BLOCK_ROWS, blocks = min(BLOCKS, num_blocks - first);
@@ -49,7 +44,6 @@ struct ExpertWeights {
     }
 };
 
-// Fetches the stages of all of the block's items.
 __device__ __forceinline__ void fetch_items(const Shared& shared, const Items& items, const ExpertWeights& weights,
                                             const TensorMap& x_map) {
     u32 iteration = 0;
@@ -79,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         publish_barriers();
     }
-    wait_for_previous_kernel();  // which may have made `offsets`
+    wait_for_previous_kernel();  // offsets may be its
     const Items items(offsets, ends, num_experts, n_size);
     if (threadIdx.x >= CONSUMERS) {
         give_up_registers<PRODUCER_REGISTERS>();

@@ -1,21 +1,21 @@
-// group_by_expert: sorts pairs of a row and an expert by expert, then by row, and counts each expert's.
+// group_by_expert: sorts pairs of a row and an expert by expert, then by row.
 //
-//   ids int32 [T, k], rows int32 [P] (each sorted pair's row), places int32 [T, k] (where pairs are sorted to), offsets
+//   ids int32 [T, k] -> rows int32 [P], each sorted pair's; places int32 [T, k], where pairs are sorted to; offsets
 //   int32 [E + 1]; P = T k, E <= 1024. A pair with an id outside 0..E-1 is left out: its place is -1, and rows from
 //   offsets[E] on are not written.
 //   grid (1), block (512), dynamic shared memory: 16 E counters of four bytes
 //   reference: NumpyOps.group_by_expert
 //   roofline: 16 P bytes moved; bound by P / 512 rounds of a warp: about 3 us for P = 512, 25 us for P = 65,536
 //
-// Each warp counts and then places a consecutive part of the pairs, so that the order is that of the pairs.
+// Each warp counts and then places a consecutive part of the pairs, to keep their order.
 #include "common/types.cuh"
 
 constexpr int WARPS = 16;
 
-// The lanes with the same expert as this one, and whether this is the first of them.
+// The lanes with this lane's expert, and whether it is their first.
 struct Alike {
     u32 lanes;
-    int before;  // of them, with lower numbers
+    int before;  // with lower numbers
 
     __device__ __forceinline__ explicit Alike(int expert) : lanes(__match_any_sync(FULL_WARP, expert)) {
         before = __popc(lanes & ((1u << (threadIdx.x % WARP_SIZE)) - 1));
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     start_next_kernel();
     wait_for_previous_kernel();
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
-    const int part = (num_pairs + 32 * WARPS - 1) / (32 * WARPS) * 32;  // pairs of a warp
+    const int part = (num_pairs + 32 * WARPS - 1) / (32 * WARPS) * 32;
     const int begin = warp * part, end = min(begin + part, num_pairs);
     int* own = counts + warp * num_experts;
     for (int e = lane; e < num_experts; e += WARP_SIZE) own[e] = 0;

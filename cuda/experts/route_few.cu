@@ -1,7 +1,5 @@
-// route_few: route_experts and group_by_expert in one launch, for up to 8 rows.
+// route_few: route_experts and group_by_expert in one launch, with their arrays, for T <= 8 rows and k <= 32.
 //
-//   logits float32 [T, E], slots int64 [T] or null, weights float32 [T, k] as in route_experts; rows, places, offsets as in
-//   group_by_expert; T <= 8, k <= 32
 //   A build defines PER_LANE: ceil(E / 32), at most 32.
 //   grid (1), block (256): a warp a row, then a thread a pair
 //   reference: NumpyOps.route_to_groups

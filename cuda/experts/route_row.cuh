@@ -1,9 +1,9 @@
-// The routing of a row of logits by one warp, for route_experts and route_few.
+// Routes a row of logits by one warp.
 #pragma once
 
 #include "experts/rank_of.cuh"
 
-// Writes the row's best experts to `to_ids` and their weights; every lane of the warp calls. `from` is a row of logits.
+// Writes the row's best experts and their weights; the whole warp calls.
 __device__ __forceinline__ void route_row(const float* from, int* to_ids, float* to_weights, int num_experts, int num_used,
                                           int renormalise) {
     const int lane = threadIdx.x % WARP_SIZE;
@@ -54,7 +54,6 @@ __device__ __forceinline__ void route_row(const float* from, int* to_ids, float*
     for (int j = lane; j < num_used; j += WARP_SIZE) to_weights[j] /= sum;
 }
 
-// Writes a row of padding.
 __device__ __forceinline__ void route_padding(int* to_ids, float* to_weights, int num_used) {
     for (int j = threadIdx.x % WARP_SIZE; j < num_used; j += WARP_SIZE) {
         to_ids[j] = -1;
@@ -62,14 +61,13 @@ __device__ __forceinline__ void route_padding(int* to_ids, float* to_weights, in
     }
 }
 
-// Sorts the pairs of few rows, `ids` in shared memory, by expert, as group_by_expert; every thread of the block calls, and
-// there are as many as pairs.
+// group_by_expert for few rows, `ids` in shared memory; every thread of the block calls, one or more a pair.
 __device__ __forceinline__ void group_few(const int* ids, int* rows, int* places, int* offsets, int num_pairs,
                                           int num_experts, int num_used) {
     const int pair = threadIdx.x;
     if (pair < num_pairs) {
         const int id = ids[pair];
-        int place = 0;  // pairs sorted before this one
+        int place = 0;
 #pragma unroll 4
         for (int other = 0; other < num_pairs; other++)
             place += ids[other] >= 0 && (ids[other] < id || (ids[other] == id && other < pair));

@@ -1,8 +1,6 @@
-// best_of_ranks: each row's token of the highest score over the ranks' candidates, then of the highest tie, then of the
-// lowest rank, whose tokens come first.
+// best_of_ranks: each row's candidate of the highest score, then tie, then of the lowest rank, whose ids are lowest.
 //
-//   token_ids, scores, ties [NUM_RANKS] of int32, float32, float32 [R]: candidates of sample_part -> best int32 [R],
-//   is_nan bool [R]
+//   token_ids int32, scores, ties float32: [NUM_RANKS] of [R], from sample_part -> best int32 [R], is_nan bool [R]
 //   grid (1), block (a multiple of 32, at least NUM_RANKS)
 //   reference: NumpyCollectives.best
 //   roofline: three trips over the links; not measured

@@ -1,5 +1,5 @@
-// Rows of a sum of one array per rank, in rank order in float, rounded to T once: read from the peers, or pushed by
-// them (PUSH). Both give the same bits.
+// Rows of a sum of one array per rank, in rank order in float, rounded to T once. With PUSH peers push them, else they
+// are read: the same bits.
 #pragma once
 
 #include "group/signals.cuh"
@@ -22,11 +22,11 @@ __device__ __forceinline__ Vec<T> sum_of(const Vec<T> (&parts)[NUM_RANKS]) {
 
 #if PUSH
 
-// A block pushes its row to every peer as words of 4 bytes and the push's number, and finds theirs in its own slots.
-// Two slots by turns are enough: a push begins once the last has brought every peer's row, which a peer sent after it
-// had read the one before. Row t is block t's; rows of at most PUSH_ROW_BYTES are aligned to 16 bytes.
+// A block pushes row blockIdx.x to every peer as 4-byte words each with the push's number, and finds theirs in its own
+// slots. Two slots suffice: a peer that sends a row has read the one before. Rows of at most PUSH_ROW_BYTES are aligned
+// to 16 bytes.
 struct RankRows {
-    static constexpr bool MANY_ROWS = false;  // of a block
+    static constexpr bool MANY_ROWS = false;
     static constexpr int WORDS = 2;  // 16-byte words of a slot for a vector
     const Group& group;
     const PerRank<const T>& parts;
@@ -35,7 +35,7 @@ struct RankRows {
     __device__ __forceinline__ RankRows(const Group& group, const PerRank<const T>& parts)
         : group(group), parts(parts), number(*group.own(PUSHES + blockIdx.x) + 1) {}
 
-    // Where `receiver` finds element i of the row that `sender` pushes.
+    // Where `receiver` finds element i of the row from `sender`.
     __device__ __forceinline__ uint4* slot(int receiver, int sender, int i) const {
         const i64 row = ((number & 1) * NUM_RANKS + sender) * MAX_PUSH_ROWS + blockIdx.x;
         u8* slots = reinterpret_cast<u8*>(group.words.at[receiver] + SLOTS);
@@ -62,7 +62,7 @@ struct RankRows {
         return words[0].y == number && words[0].w == number && words[1].y == number && words[1].w == number;
     }
 
-    // The sum's elements i.. of row `blockIdx.x`, which starts at `start`.
+    // Elements i.. of the sum's row, which starts at `start`.
     __device__ __forceinline__ Vec<T> sum_vec(i64 start, int i) const {
         uint4 words[NUM_RANKS][WORDS];
 #pragma unroll
@@ -102,7 +102,7 @@ struct RankRows {
 
 #else
 
-// A block reads the peers' rows once all have come, and ends once all have read.
+// Reads the peers' rows once all have come; ends once all have read.
 struct RankRows {
     static constexpr bool MANY_ROWS = true;
     Barrier barrier;
@@ -155,7 +155,7 @@ __device__ __forceinline__ void add_rows(const Group& group, const PerRank<const
         if (aligned) {
 #pragma unroll 1
             for (int i = threadIdx.x * SIZE; i < width; i += blockDim.x * SIZE) {
-                Vec<T> sum = load_vec(row + i);  // comes while the block waits
+                Vec<T> sum = load_vec(row + i);  // loads while the block waits
                 const Vec<T> more = rows.sum_vec(start, i);
 #pragma unroll
                 for (int j = 0; j < SIZE; j++) sum.at[j] = from_float<T>(to_float(sum.at[j]) + to_float(more.at[j]));

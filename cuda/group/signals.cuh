@@ -1,10 +1,10 @@
-// What the ranks of a group share, and waiting for each other: every wait ends.
+// Memory that the ranks of a group share, and waits for each other, which all end.
 //
-// Each rank has memory of its own, zero at start, which its peers write too (model/ops/gpu/group/shared.py has the
-// same layout): u32 words error [32], barriers [MAX_BLOCKS], pushes [MAX_BLOCKS], signals [NUM_RANKS][MAX_BLOCKS], then
-// slots [2][NUM_RANKS][MAX_PUSH_ROWS][2 * PUSH_ROW_BYTES] bytes. Numbers grow with every launch, replayed ones too.
+// Peers write to each rank's memory, zero at start and laid out as in model/ops/gpu/group/shared.py: u32 words error
+// [32], barriers [MAX_BLOCKS], pushes [MAX_BLOCKS], signals [NUM_RANKS][MAX_BLOCKS], then slots
+// [2][NUM_RANKS][MAX_PUSH_ROWS][2 * PUSH_ROW_BYTES] bytes. Numbers grow with every launch.
 //
-// Block b of a rank meets block b of its peers, so all ranks launch the same kernels with the same grids, of at most
+// Block b of a rank meets block b of its peers: all ranks launch the same kernels with the same grids, of at most
 // MAX_BLOCKS blocks that are resident at once.
 #pragma once
 
@@ -20,12 +20,11 @@ constexpr u64 LIMIT_NS = 4000000000ull;
 constexpr int MAX_BLOCKS = 512;
 constexpr int MAX_PUSH_ROWS = 16;
 constexpr int PUSH_ROW_BYTES = 32 << 10;
-constexpr int POLLS = 16;  // of a signal between two looks at clock and error
+constexpr int POLLS = 16;  // between two checks of clock and error
 
 constexpr int BARRIERS = 32, PUSHES = BARRIERS + MAX_BLOCKS, SIGNALS = PUSHES + MAX_BLOCKS;
 constexpr int SLOTS = SIGNALS + NUM_RANKS * MAX_BLOCKS;
 
-// One array of each rank.
 template <typename Element>
 struct PerRank {
     Element* at[NUM_RANKS];
@@ -65,7 +64,7 @@ __device__ __forceinline__ u64 now_ns() {
     return now;
 }
 
-// 16 bytes that another rank wrote: never from a cache of this one.
+// Reads 16 bytes that another rank wrote, past this one's caches.
 __device__ __forceinline__ uint4 load_from_rank(const void* from) {
     uint4 value;
     asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -89,8 +88,8 @@ __device__ __forceinline__ Vec<T> load_rank_vec(const T* from) {
 
 __device__ __forceinline__ T load_rank_element(const T* from) { return *const_cast<const volatile T*>(from); }
 
-// Repeats `poll` until it is true; false after LIMIT_NS, or once the group has an error. The late `peer` is reported to
-// every rank.
+// Repeats `poll` until it is true; false after LIMIT_NS, or once the group has an error. Reports a late `peer` to all
+// ranks.
 template <typename Poll>
 __device__ __forceinline__ bool wait_for_rank(const Group& group, int peer, Poll poll) {
     const u64 start = now_ns();
@@ -107,7 +106,6 @@ __device__ __forceinline__ bool wait_for_rank(const Group& group, int peer, Poll
     }
 }
 
-// Meetings of block b of all ranks.
 struct Barrier {
     const Group& group;
     u32 number;  // of the last one
@@ -115,7 +113,7 @@ struct Barrier {
     __device__ __forceinline__ explicit Barrier(const Group& group)
         : group(group), number(*group.own(BARRIERS + blockIdx.x)) {}
 
-    // Every thread calls it: what the block read and wrote before is done when a peer sees the signal.
+    // Every thread calls it. A peer that sees the signal sees the block's earlier reads and writes done.
     __device__ __forceinline__ void arrive() {
         number++;
         __syncthreads();
@@ -124,7 +122,7 @@ struct Barrier {
             store_release(group.words.at[peer] + SIGNALS + group.rank * MAX_BLOCKS + blockIdx.x, number);
     }
 
-    // Every thread calls it, after `arrive`: whether all peers arrived; all threads get the same.
+    // Every thread calls it after `arrive`, and gets whether all peers arrived.
     __device__ __forceinline__ bool wait() {
         const int peer = threadIdx.x;
         bool came = true;

@@ -1,6 +1,6 @@
 // sum_add_rms_norm: add_rms_norm of x[t] = the sum over ranks of parts[r][t].
 //
-//   parts [NUM_RANKS] of [T, H]: each rank's part; residual, out [T, H], weight [H]
+//   parts [NUM_RANKS] of [T, H]; residual, out [T, H], weight [H]
 //   PUSH 0: grid (at most T and MAX_BLOCKS); 1: grid (T), T <= MAX_PUSH_ROWS, rows of 16-byte vectors
 //   block as for add_rms_norm
 //   reference: NumpyCollectives.sum, then NumpyOps.add_rms_norm

@@ -1,6 +1,5 @@
-// sum_add_rms_norm_quantised: add_rms_norm_quantised of x[t] = the sum over ranks of parts[r][t].
+// sum_add_rms_norm_quantised: sum_add_rms_norm, rounded to out e4m3 [T, H] with scale float32 [T].
 //
-//   parts [NUM_RANKS] of [T, H]: each rank's part; residual [T, H], weight [H], out e4m3 [T, H], scale float32 [T]
 //   grid and block as for sum_add_rms_norm
 //   reference: NumpyCollectives.sum, then NumpyOps.add_rms_norm_quantised
 //   roofline: as sum_add_rms_norm; not measured

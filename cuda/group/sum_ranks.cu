@@ -1,19 +1,18 @@
 // sum_ranks: out[i] = the sum over ranks of parts[r][i], in rank order in float, rounded to T once.
 //
-//   parts, outs [NUM_RANKS] of [size]: each rank's part and result
-//   STEPS 1: each rank reads all parts; 2: each sums its share of the elements, then reads its peers' shares; 0: parts
-//   are this rank's own memory, which NCCL filled, and no rank waits
+//   parts, outs [NUM_RANKS] of [size]
+//   STEPS 1: each rank reads all parts; 2: each sums its share, then reads its peers'; 0: parts are own memory, filled
+//   by NCCL, and no rank waits
 //   grid (at most MAX_BLOCKS), block (a multiple of 32, at least NUM_RANKS)
 //   reference: NumpyCollectives.sum
-//   roofline: (NUM_RANKS - 1) size elements over each rank's link with STEPS 1, 2 (NUM_RANKS - 1) / NUM_RANKS size with
-//   2; not measured
+//   roofline: elements over each rank's link: (NUM_RANKS - 1) size with STEPS 1, 2 (NUM_RANKS - 1) / NUM_RANKS size
+//   with 2; not measured
 #include "group/signals.cuh"
 
 #ifndef STEPS
 #error "define STEPS: 0, 1 or 2"
 #endif
 
-// Sums and copies `UNIT` elements at a time.
 template <int UNIT>
 struct Elements {
     const PerRank<const T>& parts;

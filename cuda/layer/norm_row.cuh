@@ -1,9 +1,9 @@
-// RMSNorm of one row by one block, for rms_norm and add_rms_norm. The row stays in registers between its two uses.
+// RMSNorm of one row by one block, which keeps the row in registers.
 #pragma once
 
 #include "common/types.cuh"
 
-// 16-byte vectors of a row in a thread's registers. A row of more than HELD * blockDim.x vectors is read twice.
+// 16-byte vectors of a row in a thread's registers. More than HELD * blockDim.x are read twice.
 constexpr int HELD = 4;
 
 // out[i] = row[i] / sqrt(mean(row^2) + eps) * weight[i], for i < width.

@@ -1,12 +1,9 @@
-// RMSNorm of one row by one block, rounded to T as in rms_norm, then to e4m3.
+// RMSNorm of one row by one block, rounded to T, then to e4m3.
 #pragma once
 
 #include "common/fp8.cuh"
 
-// out[i], scale = quantised(row[i] / sqrt(mean(row^2) + eps) * weight[i]), for i < width.
-//   make_vec(i), make_one(i)  elements i.. of the row, each made exactly once
-//   made                      where the row can be read afterwards
-//   aligned                   whether rows, weight and out allow 16-byte accesses
+// out[i], scale = quantised(row[i] / sqrt(mean(row^2) + eps) * weight[i]); arguments as in norm_row.cuh.
 template <typename MakeVec, typename MakeOne>
 __device__ __forceinline__ void norm_row_quantised(MakeVec make_vec, MakeOne make_one, const T* made, const T* weight,
                                                    u8* out, float* scale, int width, float eps, bool aligned) {

@@ -1,14 +1,14 @@
-// rope_kv_write: normalise q and k per head where weights are given, rotate them by their position, write k and v into
-// the paged cache, return q.
+// rope_kv_write: normalises q and k per head if weights are given, rotates them, writes k and v to the paged cache,
+// returns q.
 //
 //   qkv [T, (Hq + 2 Hkv) * D]; cos, sin float32[max_len, D / 2]; positions int32[T]; slots int64[T]
 //   kv [num_blocks, L, 2, Hkv, B, D], of type T or, with QUIRE_KV_FP8, e4m3 of value / kv_scales float32[L, 2, Hkv]
 //   q_norm, k_norm [D] or null; q_out [T, Hq, D]
 //   A build defines HEAD_DIM and BLOCK_SIZE.
 //   grid (ceil(T * (Hq + 2 Hkv) / (256 / TEAM))), block (256): a team of TEAM lanes takes one head of one token, each
-//   lane 16 bytes of the head's lower half and the 16 bytes they are paired with
+//   lane 16 bytes of the lower half and the 16 they are paired with
 //   reference: NumpyOps.rope_kv_write
-//   needs: qkv, cos, sin, kv, norms and q_out aligned to 16 bytes; T * (Hq + 2 Hkv) * TEAM below 2^31
+//   needs: arrays aligned to 16 bytes; T * (Hq + 2 Hkv) * TEAM below 2^31
 //   A slot outside the cache or a position outside the table writes nothing to kv; such a position gives q of zeros.
 //   roofline: 2 T (Hq + 2 Hkv) D elements moved; 0.85 of copy bandwidth from T = 2048 on
 #include "common/fp8.cuh"
@@ -18,7 +18,7 @@
 #define QUIRE_KV_FP8 0
 #endif
 #if QUIRE_KV_FP8
-using Kv = u8;  // e4m3
+using Kv = u8;
 #else
 using Kv = T;
 #endif
@@ -35,7 +35,7 @@ constexpr int power_of_two(int at_least) {
 }
 constexpr int TEAM = power_of_two(LANES);
 
-// What a lane holds of one head: elements i.. and HALF + i.., in float.
+// A lane's part of a head: elements i.. and HALF + i.., in float.
 struct Pair {
     float low[SIZE];
     float high[SIZE];
@@ -61,7 +61,7 @@ struct Pair {
     }
 
 #if QUIRE_KV_FP8
-    // Rounds to T first, like the values of a cache of that type; NaN stays NaN.
+    // Rounds to T first, like a cache of that type; NaN stays NaN.
     __device__ __forceinline__ void store_fp8(u8* head, int i, float scale) const {
         struct alignas(SIZE) { u16 at[SIZE / 2]; } a, b;
         const auto scaled = [scale](float x) { return to_float(from_float<T>(x)) / scale; };

@@ -1,7 +1,7 @@
 // silu_mul: out[t, i] = silu(gate_up[t, i]) * gate_up[t, I + i].
 //
 //   gate_up [T, 2 I], out [T, I]
-//   grid (T, ceil(I / (256 vectors))), block (256); without 16-byte alignment a thread takes its elements one by one
+//   grid (T, ceil(I / (256 vectors))), block (256)
 //   reference: NumpyOps.silu_mul
 //   roofline: 3 T I elements moved; 0.85 of copy bandwidth from T = 512 on
 #include "layer/gated.cuh"

@@ -1,11 +1,8 @@
-// copy_blocks: kv[targets[i]] = kv[sources[i]], all layers of a block at once; a pair with an id outside the pool is
-// ignored.
+// copy_blocks: kv[targets[i]] = kv[sources[i]]; ignores a pair with an id outside the pool.
 //
-//   kv: num_blocks of block_vecs * 16 bytes; sources, targets int32[N]
-//   grid (N * num_chunks), num_chunks = ceil(block_vecs / (256 * VECS_PER_THREAD)), block (256): adjacent
-//   threads copy adjacent vectors
+//   kv: num_blocks of block_vecs * 16 bytes, aligned to 16; sources, targets int32[N]; no target is a source or repeats
+//   grid (N * ceil(block_vecs / (256 * VECS_PER_THREAD))), block (256)
 //   reference: NumpyOps.copy_blocks
-//   needs: kv aligned to 16 bytes; no target is a source or occurs twice
 //   roofline: 2 N block_bytes moved; 0.90 of copy bandwidth from 64 MB on
 #include "common/types.cuh"
 

@@ -1,12 +1,11 @@
-// copy_words: rows of bytes from one memory to another, either of which may be pinned memory of the host.
+// copy_words: copies rows of bytes, perhaps from or to pinned host memory.
 //
-//   from: num_rows * row_bytes, contiguous; to: rows of to_stride 4-byte words; row i goes to row places[i] (int32) of
-//   it, or to row i if places is null
+//   from: num_rows * row_bytes, contiguous; to: rows of to_stride 4-byte words; row i goes to row places[i] (int32), or
+//   i if places is null
 //   grid (1..256), block (256)
 //   reference: NumpyOps.upload_all
 //   needs: both aligned to 4 bytes; row_bytes a multiple of 4 unless there is one row
-//   why: copy engines serve requests in order, so that a step's few kilobytes would wait for megabytes of swapped
-//   blocks
+//   why: a copy engine would queue a step's few kilobytes after megabytes of swapped blocks
 //   roofline: none; about one launch and the bus latency
 #include "common/types.cuh"
 

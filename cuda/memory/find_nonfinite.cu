@@ -1,7 +1,7 @@
-// find_nonfinite: found[0] = 1 if any element of x is NaN or infinite; else found is unchanged.
+// find_nonfinite: sets found[0] = 1 if any element of x is NaN or infinite.
 //
 //   x T[count], found int32[1]
-//   grid (at most a few blocks an SM), block (256); a grid-stride loop over vectors
+//   grid (at most a few blocks an SM), block (256)
 //   reference: NumpyOps.find_nonfinite
 //   roofline: device memory, count * sizeof(T) bytes read
 #include "common/types.cuh"

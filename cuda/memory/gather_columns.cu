@@ -1,4 +1,4 @@
-// gather_columns: out[m, k] = x[m, order[k]], for weights whose columns are sorted by group (GPTQ's desc_act).
+// gather_columns: out[m, k] = x[m, order[k]], for weights sorted by group (GPTQ's desc_act).
 //
 //   x [M, K], order int32 [K], out [M, K]
 //   grid (M, ceil(K / block))

@@ -1,9 +1,9 @@
-// place_columns: out[t, first + i] = x[t, i], one part of rows that several arrays make up.
+// place_columns: out[t, first + i] = x[t, i].
 //
 //   x [T, H], out [T, W]
 //   grid (T), block (256)
 //   reference: NumpyOps.place_columns
-//   roofline: 2 T H elements moved; about one launch for the rows of a decode
+//   roofline: 2 T H elements moved; about one launch in a decode
 #include "common/types.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -1,14 +1,13 @@
 // apply_penalties: a copy of the logits with biases added, then repetition, frequency and presence penalties taken off.
 //
-//   logits, adjusted float32[R, V]
+//   logits, adjusted float32[R, V] of tokens 0.., with IS_PART of tokens first_token..
 //   bias_indptr int32[R + 1] or null, bias_ids int32[N], bias_values float32[N]
-//   seen_indptr int32[R + 1] or null, seen_ids int32[M] unique within a row, output_counts int32[M], 0 = seen in the
-//   prompt only; repetition, presence, frequency float32[R]
+//   seen_indptr int32[R + 1] or null, seen_ids int32[M] unique within a row, output_counts int32[M], 0 = only in the
+//   prompt; repetition, presence, frequency float32[R]
 //   grid (R), block (1024)
 //   reference: add_bias and penalise in numpy_sampling
 //   needs: adjusted aligned to 16 bytes
-//   with IS_PART the logits are those of tokens first_token..
-//   Token ids outside 0..V-1 are ignored. A token biased more than twice in a row sums in no fixed order.
+//   Ignores ids outside 0..V-1. A token biased more than twice in a row sums in no fixed order.
 //   roofline: 2 R V floats moved; copy bandwidth from R = 132 on
 #include "common/logits.cuh"
 
@@ -34,7 +33,7 @@ __device__ __forceinline__ void copy_row(const LogitsRow& row, float* to) {
     });
 }
 
-// In double, as NumPy computes it: counts are integers there.
+// In double, as NumPy computes it.
 __device__ __forceinline__ float penalised(float logit, float repetition, float presence, float frequency, int count) {
     const float repeated = logit > 0.0f ? __fdiv_rn(logit, repetition) : __fmul_rn(logit, repetition);
     const double taken = static_cast<double>(frequency) * count + (count > 0 ? static_cast<double>(presence) : 0.0);

@@ -1,8 +1,8 @@
 // apply_token_mask: sets the logits of tokens that a grammar forbids to -inf.
 //
-//   logits, adjusted float32[R, V]; adjusted may be logits themselves, and is a copy of them otherwise
-//   mask_rows int32[R], which row of words holds the row's mask; outside 0..M-1: everything is allowed
-//   words uint32[M, W], bit i % 32 of word i / 32 set: token i is allowed; tokens from 32 W on are not
+//   logits, adjusted float32[R, V], perhaps the same array
+//   mask_rows int32[R], row of words; outside 0..M-1: all tokens are allowed
+//   words uint32[M, W], bit i % 32 of word i / 32: token i is allowed; tokens from 32 W on are not
 //   grid (R, V / 4096), block (256)
 //   reference: forbid in numpy_sampling
 //   needs: adjusted aligned to 16 bytes

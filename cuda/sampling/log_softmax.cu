@@ -3,8 +3,8 @@
 //   logits, logprobs float32[R, V]
 //   grid (R), block (1024)
 //   reference: log_softmax in numpy_sampling
-//   A row with a NaN or without a finite logit becomes NaNs.
-//   roofline: R V floats read, mostly twice through the L2, and R V written
+//   A row with NaN or without a finite logit becomes NaN.
+//   roofline: R V floats read, mostly twice through the L2, and written
 #include "common/logits.cuh"
 
 extern "C" __global__ void __launch_bounds__(LOGITS_THREADS)

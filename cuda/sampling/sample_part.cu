@@ -1,14 +1,13 @@
 // sample_part: the best token of a part of the vocabulary, by temperature and Gumbel noise.
 //
-//   logits float32[R, V] of tokens first_token.. (biases and penalties already in); temperature float32[R]; seed
-//   uint64[R]; position, branch uint32[R] -> token_ids int32[R], scores float32[R], ties float32[R]
+//   logits float32[R, V] of tokens first_token.., adjusted; temperature float32[R]; seed uint64[R]; position, branch
+//   uint32[R] -> token_ids int32[R], scores, ties float32[R]
 //   grid (R), block (1024)
 //   reference: sample_part in numpy_sampling
 //   roofline: two reads of the part, at copy bandwidth from R = 132; not measured
 #include "common/philox.cuh"
 #include "sampling/threshold.cuh"
 
-// The words of tokens first .. first + 3.
 __device__ __forceinline__ PhiloxWords words_from(int first, u32 position, u32 branch, u64 seed) {
     if (first % 4 == 0) return philox_words(first / 4, position, branch, seed);
     PhiloxWords words;
@@ -18,11 +17,10 @@ __device__ __forceinline__ PhiloxWords words_from(int first, u32 position, u32 b
     return words;
 }
 
-// The key of the greatest logit / temperature + noise, and its token within the part.
+// The key of the greatest logit / temperature + noise, and its token.
 __device__ __forceinline__ u64 noisy_best(const Distances& distances, int first_token, u64 seed, u32 position,
                                           u32 branch) {
-    // As in sample_tokens: farther below the best a token loses with any noise, and the exact noise is computed only
-    // near this thread's best score.
+    // As in sample_tokens.
     const float slack = 1e-5f * fmaxf(1.0f, fabsf(distances.best));
     const float limit = GUMBEL_HIGHEST - GUMBEL_LOWEST + slack;
     u64 best = 0;

@@ -1,7 +1,7 @@
 // sample_tokens: one token a row from adjusted logits, by temperature, top-k, top-p, min-p and Gumbel noise.
 //
-//   logits float32[R, V] (biases and penalties already in); temperature, top_p, min_p float32[R]; top_k int32[R];
-//   seed uint64[R]; position, branch uint32[R] -> token_ids int32[R], is_nan bool[R]
+//   logits float32[R, V]; temperature, top_p, min_p float32[R]; top_k int32[R]; seed uint64[R]; position, branch
+//   uint32[R] -> token_ids int32[R], is_nan bool[R]
 //   grid (R), block (1024)
 //   reference: sample in numpy_sampling, philox.py
 //   needs: V at most 2^19
@@ -10,7 +10,7 @@
 #include "common/philox.cuh"
 #include "sampling/threshold.cuh"
 
-// The greatest distance e with exp(-e) >= min_p: where rounding errs it is a few steps off.
+// The greatest distance e with exp(-e) >= min_p, to a few rounding steps.
 __device__ __forceinline__ float min_p_distance(float min_p) {
     if (min_p <= 0.0f) return LAST_DISTANCE;
     const double least = fmin(static_cast<double>(min_p), 1.0);
@@ -29,11 +29,11 @@ __device__ __forceinline__ float kept_distance(Histogram& histogram, const Dista
     return fminf(limit, min_p_distance(min_p));
 }
 
-// The token with the greatest logit / temperature + noise among those kept.
+// The kept token with the greatest logit / temperature + noise.
 __device__ __forceinline__ int noisy_argmax(const Distances& distances, float limit, u64 seed, u32 position,
                                             u32 branch) {
     // A token farther than `limit` below the best loses with any noise. The exact noise is computed only near this
-    // thread's best score. The slack covers the rounding of sums, which grows with the logits.
+    // thread's best score; the slack covers rounding, which grows with the logits.
     const float slack = 1e-5f * fmaxf(1.0f, fabsf(distances.best));
     limit = fminf(limit, GUMBEL_HIGHEST - GUMBEL_LOWEST + slack);
     u64 best = 0;

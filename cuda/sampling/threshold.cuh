@@ -1,39 +1,38 @@
-// Top-k and top-p by selection, without a sort: the greatest distance below the best logit that is kept.
+// Top-k and top-p without a sort: the greatest distance below the best logit that is kept.
 //
 // Distances are e = best - x >= 0 with x = logit / temperature; their bits order as their values. Histograms narrow a
 // range of distances: 2048 equal bins over the window, then 2048 parts of the bin that reaches the target, until one
-// token or one value is left. Sums are of integers: the result does not depend on the order of threads.
+// token or value is left. Sums are of integers, so that threads' order does not matter.
 #pragma once
 
 #include "common/logits.cuh"
 
-// Gumbel noise spans less than 19.5: a token farther below the best than the window never wins.
+// Gumbel noise spans less than 19.5: a token below the window never wins.
 constexpr float WINDOW = 32.0f;
 constexpr int NUM_BINS = 2048;
 constexpr float BINS_PER_UNIT = NUM_BINS / WINDOW;
 constexpr float LAST_DISTANCE = 0x1.fffffep+4f;  // the greatest float below WINDOW
 constexpr float LOSS_UNIT = 0x1p-19f;
 
-// The measure of a token: 1 (top-k) or exp(-e) (top-p).
+// A token's measure: 1 (top-k) or exp(-e) (top-p).
 enum class Measure { COUNT, MASS };
 
-// Weights lie within a bin of [1 - 1/64, 1] times the weight at its near edge; what they lack of it is counted in
-// LOSS_UNIT, which 2^19 tokens in one bin do not overflow.
+// Weights in a bin are [1 - 1/64, 1] times the weight at its near edge; the loss is counted in LOSS_UNIT, which 2^19
+// tokens do not overflow.
 struct Histogram {
     u32 count[NUM_BINS];
     u32 loss[NUM_BINS];
 };
 
 struct Boundary {
-    int bin;        // NUM_BINS: there is none
-    u32 count;      // tokens in it
+    int bin;  // NUM_BINS: none
+    u32 count;
     double before;  // measure of the bins before it
 };
 
-// Distances of a row's tokens from its best.
 struct Distances {
     const LogitsRow& row;
-    float best;         // of logit / temperature
+    float best;  // of logit / temperature
     float temperature;
 
     __device__ __forceinline__ float scaled(float logit) const { return __fdiv_rn(logit, temperature); }
@@ -47,8 +46,7 @@ __device__ __forceinline__ float loss_of(float within) {
     return within * (1.0f - within * (0.5f - within * (1.0f / 6.0f - within * (1.0f / 24.0f))));
 }
 
-// Counts the tokens whose distance has bits in [low, high], in bins of 2^shift values; with WHOLE_WINDOW in the equal
-// bins of the window.
+// Counts tokens whose distance has bits in [low, high], in bins of 2^shift values or, with WHOLE_WINDOW, of the window.
 constexpr int WHOLE_WINDOW = -1;
 
 template <Measure MEASURE>
@@ -73,7 +71,7 @@ __device__ __forceinline__ void fill(Histogram& histogram, const Distances& dist
     __syncthreads();
 }
 
-// near_edge: the distance that the bin's losses are counted from, in bins of the window.
+// `near_edge`: where the bin's losses are counted from.
 template <Measure MEASURE>
 __device__ __forceinline__ double measure_of(const Histogram& histogram, int bin, int near_edge) {
     if (MEASURE == Measure::COUNT) return histogram.count[bin];
@@ -81,8 +79,8 @@ __device__ __forceinline__ double measure_of(const Histogram& histogram, int bin
     return kept * exp(-near_edge / static_cast<double>(BINS_PER_UNIT));
 }
 
-// The first bin with which the measure, summed from bin 0 on, reaches `wanted`. For a mass over the whole window
-// `wanted` is a share of that mass on entry and a mass on return.
+// The first bin at which the measure, summed from bin 0, reaches `wanted`. For a mass over the whole window `wanted` is
+// a share of it on entry and a mass on return.
 template <Measure MEASURE>
 __device__ __forceinline__ Boundary find(const Histogram& histogram, double& wanted, int shift, int near_edge) {
     __shared__ Boundary found;
@@ -115,8 +113,8 @@ __device__ __forceinline__ Boundary find(const Histogram& histogram, double& wan
     return found;
 }
 
-// The greatest distance to keep so that the tokens kept reach `wanted` (a count, or a share of the mass within `limit`)
-// and no fewer do; tokens at that distance all stay. Never beyond `limit`. Every thread calls and gets the result.
+// The least distance at most `limit` that keeps `wanted` (a count, or a share of the mass within `limit`); ties stay.
+// Every thread calls and gets the result.
 template <Measure MEASURE>
 __device__ __forceinline__ float select(Histogram& histogram, const Distances& distances, float limit, double wanted) {
     u32 low = 0, high = __float_as_uint(limit);

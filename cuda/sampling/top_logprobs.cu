@@ -1,11 +1,11 @@
 // top_logprobs: a given token's log-probability in each row of logits, and the K best tokens with theirs.
 //
 //   logits float32[R, V], token_ids int32[R] -> chosen float32[R], top_ids int32[R, K], top float32[R, K]
-//   Best first, ties by lower id; K <= V, 0 = the chosen token only.
+//   Best first, ties by lower id; K <= V, 0 = the chosen token only. A row with NaN or without a finite logit gives
+//   NaN.
+//   normalized: the rows are log-probabilities already.
 //   grid (R), block (1024)
 //   reference: NumpyOps.top_logprobs
-//   normalized: the rows are log-probabilities already, given as they are.
-//   A row of logits with a NaN or without a finite one gives NaNs.
 //   roofline: R V floats read once, then K rounds of one load latency each
 #include "common/logits.cuh"
 
@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(LOGITS_THREADS)
                  int num_best, int normalized) {
     const LogitsRow row(logits, vocab);
     SumExp part = {-positive_infinity(), 0.0f};
-    u64 mine = 0;  // the best token of this thread's groups not yet in the result
+    u64 mine = 0;  // the best of this thread's tokens not yet in the result
     row.for_each_group<4>([&](int g, const Vec<float>& tokens) {
         part.add(tokens);
         mine = max(mine, best_of_group(g, tokens, vocab, ~0ull));
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(LOGITS_THREADS)
             top_ids[static_cast<i64>(blockIdx.x) * num_best + k] = id_of(best);
             top[static_cast<i64>(blockIdx.x) * num_best + k] = value_of(best) - maximum - log_sum;
         }
-        // The warp of the thread that owned it looks through that thread's groups for the next.
+        // The owner's warp searches the owner's groups for the next.
         const int owner = id_of(best) / 4 % LOGITS_THREADS;
         if (threadIdx.x / WARP_SIZE == owner / WARP_SIZE) {
             const int lane = threadIdx.x % WARP_SIZE;
