@@ -135,7 +135,6 @@ class StaticAdapterRows:
         return padded
 
     def _num_tiles(self, num_rows: int) -> int:
-        """Return the most tiles that rows of any adapters make."""
         return num_rows // self._tile_rows + min(num_rows, self._slots.num_slots)
 
 
@@ -159,7 +158,6 @@ def adapter_rows(slots: np.ndarray, ops: Ops, tile_rows: int | None = None) -> A
 
 
 def _padded(array: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Return the matrix with zeros after its rows and columns."""
     if array.shape == shape:
         return np.ascontiguousarray(array)
     padded = np.zeros(shape, array.dtype)

@@ -214,7 +214,6 @@ class StepGraphs:
         ops.place_columns(ops.empty((1, width), ops.dtype), self._states[:1], 0)
 
     def _add_adapters(self, slots: AdapterSlots) -> None:
-        """Place the adapters' rows after the columns, for one transfer."""
         self._adapters = StaticAdapterRows(slots, len(self._columns.token_ids))
         hosts: list[np.ndarray] = [self._host, *self._adapters.padding]
         packing = Packing.of(hosts)
@@ -224,7 +223,6 @@ class StepGraphs:
         self._adapters.place(rows)
 
     def _changed_tables(self, inputs: ForwardInputs, decodes: int) -> TableRows | None:
-        """Return tables to send."""
         rows = np.flatnonzero(inputs.dirty_tables)
         if len(rows) == len(inputs.chunk_lens) == 0:
             return None
@@ -284,7 +282,6 @@ class StepGraphs:
             self._run(model, batch, kv)
 
     def _batch(self, decodes: int, more: int) -> Batch:
-        """Return the first `decodes` rows, and `more` for up to MAX_CHUNKS chunks."""
         buffers, total = self._buffers, decodes + more
         num_sequences = decodes + (MAX_CHUNKS if more else 0)
         return Batch(
@@ -315,7 +312,6 @@ class StepGraphs:
         ]
 
     def _fill(self, inputs: ForwardInputs, decodes: int, more: int) -> None:
-        """Fill the columns, with padding after tokens, decodes and chunks."""
         columns, num_tokens = self._columns, len(inputs.token_ids)
         padded = slice(num_tokens, self._num_tokens)
         for column, known, padding in (

@@ -104,8 +104,6 @@ def _scales_of(largest: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _one_sequence(model: Llama, num_tokens: int, num_blocks: int) -> Batch:
-    """Return a prompt in blocks 0, 1, ..."""
-
     def upload(*values: int) -> Array:
         return model.ops.upload(np.array(values, np.int32))
 

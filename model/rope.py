@@ -98,7 +98,6 @@ def _yarn(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def _dimension_of_turns(rope: RopeConfig, head_dim: int, num_turns: float) -> float:
-    """Return the fractional index of the frequency with `num_turns` turns."""
     turns_ratio = rope.original_max_position / (num_turns * 2 * math.pi)
     return head_dim * math.log(turns_ratio) / (2 * math.log(rope.theta))
 

@@ -146,7 +146,6 @@ def _has_thresholds(records: np.ndarray, vocab_size: int) -> bool:
 
 
 def _penalties(rows: SampledRows) -> list[np.ndarray]:
-    """Return Penalties' fields; empty if no row has any."""
     penalised = [seen for seen in rows.seen if seen is not None]
     if not penalised:
         return []
@@ -162,7 +161,6 @@ def _penalties(rows: SampledRows) -> list[np.ndarray]:
 
 
 def _bias(rows: SampledRows, eos_token_ids: frozenset[int]) -> list[np.ndarray]:
-    """Return Bias' fields; empty if no row has any."""
     num_outputs = rows.positions.astype(np.int64) - np.array(rows.num_prompt_tokens)
     biases = [
         _row_bias(wish, num_output, eos_token_ids, _allowed(rows.mask, row))
@@ -195,7 +193,6 @@ def _row_bias(
 
 
 def _without(words: np.ndarray, token_ids: Iterable[int]) -> np.ndarray:
-    """Return mask words without these tokens."""
     left = words.copy()
     for token in token_ids:
         if token // 32 < len(left):

@@ -162,7 +162,6 @@ class Llama:
         ops.tune_linear([self.weights.lm_head], None, num_logit_rows, dtype=np.dtype(np.float32))
 
     def _decode_plans(self, batch: Batch, kv: Array) -> dict[int, Array | None]:
-        """Return a decode plan per window."""
         n = batch.num_decodes
         if n == 0:
             return {}
@@ -221,7 +220,6 @@ class Llama:
         return self._mlp(index, self._add_norm(x, residual, layer.mlp_norm, self._takes_fp8(layer.gate_up)), batch)
 
     def _mlp(self, index: int, x: Array | Fp8Rows, batch: Batch) -> Array:
-        """x [T, H] -> [T, H]: SwiGLU."""
         ops, layer = self.ops, self.weights.layers[index]
         gate_up = self._product(index, "gate_up", x, batch)
         activation = ops.silu_mul_quantised if self._takes_fp8(layer.down) else ops.silu_mul

@@ -57,7 +57,6 @@ def resume_killed(name: str, revision: str, folder: Path, wanted: list[WantedBlo
 
 
 def _parts(blobs: Path) -> Mapping[str, list[Path]]:
-    """Return the parts by blob, the longest last."""
     found: dict[str, list[Path]] = {}
     for path in sorted(blobs.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_size):
         found.setdefault(path.name.partition(".")[0], []).append(path)

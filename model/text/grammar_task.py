@@ -55,7 +55,6 @@ def write_grammar(task: GrammarTask, tokens: SpecialTokens) -> str:
 
 
 def _after_reasoning(rule: ReasoningRule, grammar: str, tokens: SpecialTokens) -> str:
-    """Return the grammar of reasoning followed by an answer of `grammar`."""
     start, end = marker(rule.start, tokens), marker(rule.end, tokens)
     is_token = end.startswith("<[")
     return HEADER + "\n".join(

@@ -182,7 +182,6 @@ def _model_ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
 
 
 def _read_frame(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> tuple[list[int], list[int]] | None:
-    """Return framing ids that override the post-processor."""
     if config.framing is None:
         return None
     ends = [config.named_tokens.get(name) for name in ("bos_token", "eos_token")]

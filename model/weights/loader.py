@@ -341,7 +341,6 @@ class _Plan:
         )
 
     def _split(self, names: Sequence[str]) -> Split | None:
-        """Return the split of the matrix stacked from these tensors."""
         return stacked([self._sharding.split(name) for name in names])
 
     def _quantised_experts(self, names: Sequence[Sequence[str]], experts: list[list[StoredMatrix]]) -> Weight:

@@ -65,7 +65,6 @@ class Sharding:
 
 
 def _output_sections(config: ModelConfig, num_ranks: int) -> dict[str, tuple[Section, ...]]:
-    """Return the sections of each module that is divided by outputs."""
     tensors, head_dim = config.tensors, config.head_dim
     [heads] = part_of_heads(config, num_ranks).sections
     keys = Section(heads.size * head_dim, heads.copies)
@@ -84,7 +83,6 @@ def _output_sections(config: ModelConfig, num_ranks: int) -> dict[str, tuple[Sec
 
 
 def _input_sizes(config: ModelConfig) -> dict[str, int]:
-    """Return the inputs of each module that is divided by them."""
     tensors, experts = config.tensors, config.experts
     sizes = {tensors.output: config.num_heads * config.head_dim, tensors.down: config.intermediate_size}
     if experts is not None:

@@ -156,7 +156,6 @@ def _report(
     start_s: float,
     figures: PrefixFigures | CopyFigures,
 ) -> int:
-    """Print and write figures of one row, with a bar for each of their times."""
     values = asdict(figures)
     single = {name: value for name, value in values.items() if not isinstance(value, list)}
     print_table([(name.replace("_", " "), shown(value)) for name, value in single.items()])
@@ -219,7 +218,6 @@ def _run_modes(settings: Settings, flags: argparse.Namespace) -> int:
 
 
 def _build(settings: Settings, least_seqs: int = 1) -> tuple[BuiltEngine, float]:
-    """Return an engine for at least `least_seqs` running sequences, and its start time in seconds."""
     settings = replace(settings, max_num_seqs=max(settings.max_num_seqs, least_seqs))
     start_s = time.perf_counter()
     built = build_engine(settings, progress=True)

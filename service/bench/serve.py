@@ -259,7 +259,6 @@ async def drive(plan: Plan, model: str) -> list[Answer]:
 
 
 async def _let_run(clients: Sequence[asyncio.subprocess.Process]) -> list[bytes]:
-    """Start all clients at once; return the last line of each."""
     outputs = [client.stdout for client in clients if client.stdout is not None]
     await asyncio.gather(*(output.readuntil(b"ready\n") for output in outputs))
     start = f"{time.monotonic() + START_DELAY_S!r}\n".encode()
@@ -290,7 +289,6 @@ def _headers(plan: Plan) -> dict[str, str]:
 
 
 async def _start_client(plan: Plan, model: str, number: int) -> asyncio.subprocess.Process:
-    """Start a client for the requests with index % num_clients == number."""
     share = [
         (index, each.num_prompt_tokens, each.num_output_tokens, each.arrival / plan.rate)
         for index, each in enumerate(plan.requests)

@@ -108,7 +108,6 @@ def _cache(settings: Settings, ops: Ops, memory: MemoryPlan) -> Rows:
 
 
 def _concurrency(memory: MemoryPlan, max_num_seqs: int, length: int | None) -> Rows:
-    """Return, by length, how many sequences without a shared prefix fit at once."""
     lengths = sorted({each for each in LENGTHS if each <= memory.max_model_len} | ({length} if length else set()))
     fitting = [
         memory.num_blocks // -(-each // memory.block_size) if each <= memory.max_model_len else 0 for each in lengths

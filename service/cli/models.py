@@ -47,8 +47,6 @@ def with_model(settings: Settings) -> Settings:
 
 
 def _with_folders(modules: LoraModules, download_dir: Path | None) -> LoraModules:
-    """Return adapters whose path is org/name with the folder it is in."""
-
     def with_folder(module: LoraModule) -> LoraModule:
         if not is_repository(module.path) or Path(module.path).is_dir():
             return module

@@ -57,7 +57,6 @@ def _gumbel(words: np.ndarray) -> np.ndarray:
 
 
 def _word(token_id: int, position: int, branch: int, seed: int) -> int:
-    """Return the token's word of `philox_words`."""
     first, second, third, fourth = token_id // 4, position, branch, 0
     key, other_key = seed & _MASK, seed >> 32
     for _ in range(10):

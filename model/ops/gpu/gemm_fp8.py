@@ -73,7 +73,6 @@ class Fp8Gemm:
         lt.matmul_desc_set_attribute(self._operation, attribute, at, num_bytes)
 
     def _planned(self, m: int, n: int, k: int, dtype: np.dtype, address: int) -> _Plan:
-        """Return a plan with the algorithm of `planned_rows` rows, if it supports `m`."""
         alignment = BEST_ALIGNMENT_BYTES if address % BEST_ALIGNMENT_BYTES == 0 else MULTIPLE
         rows = planned_rows(m)
         plan = self._plans.get((m, n, k, dtype, alignment))

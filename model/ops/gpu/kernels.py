@@ -91,7 +91,6 @@ class Kernels:
             work()
 
     def _is_compiling(self, compilers: ThreadPoolExecutor, name: str, defines: Mapping[str, int]) -> bool:
-        """Return whether this or an earlier kernel is being compiled."""
         key = (name, *sorted(defines.items()))
         is_known = key in self._modules or key in self._compiling
         if not is_known and not os.path.exists(_cubin_path(name, self.arch, defines, self._cache)):

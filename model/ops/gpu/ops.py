@@ -414,7 +414,6 @@ class CudaOps(CudaDevice):
         return None if array is None else self.download(array)
 
     def _expect_operands(self, x: Array | Fp8Rows, weight: Weight) -> int:
-        """Return the rows of x. Raises ValueError for unsupported operands."""
         n, k = weight.shape
         if weight.format in w8.FORMATS:
             w8.expect_w8(weight)

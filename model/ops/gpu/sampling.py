@@ -79,7 +79,6 @@ def _adjusted(device: KernelLauncher, logits: Array, how: SamplingArrays) -> Arr
 
 
 def _masked(device: KernelLauncher, logits: Array, adjusted: Array, how: SamplingArrays) -> Array:
-    """Return masked logits; `logits` do not change."""
     mask = how.mask
     if mask is None:
         return adjusted

@@ -141,7 +141,6 @@ class Transfers:
         return host
 
     def _bring(self, piece: _Buffer, num_bytes: int) -> None:
-        """Copy `piece.host` to the device before the stream's next work."""
         self._carry(piece.host.ctypes.data, piece.device.data.ptr, num_bytes, stream=self._up)
         piece.arrival.record(self._up)
         self._stream.wait_event(piece.arrival)

@@ -254,7 +254,6 @@ class GroupOps(GroupDevice):
         return x
 
     def _gathered(self, logits: Array) -> Array:
-        """Return logits [R, V] on each rank."""
         if not isinstance(logits, SplitArray):
             return logits
         return GroupArray(tuple(self._collectives.gather(logits.parts, width=logits.split.size)))

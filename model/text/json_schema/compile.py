@@ -69,7 +69,6 @@ def _plain(core: Core) -> Any:
 
 
 def _references(value: Any) -> list[str]:
-    """Return the keys of a schema's references, in reading order."""
     found, stack = [], [value]
     while stack:
         item = stack.pop()

@@ -124,7 +124,6 @@ class Complement:
         return any_of(parts)
 
     def _missing(self, task: _Task, keyword: str, kind: str, matters: bool = True) -> Core:
-        """Record, or refuse, a keyword that cannot be complemented."""
         if matters and kind in task.kinds:
             if task.is_exact:
                 raise schema_error(keyword, task.place.at, "cannot be enforced under 'not' or 'if'")
@@ -283,7 +282,6 @@ class Complement:
         return {**type_assertion(task.kinds & NUMBERS), opposite: value}
 
     def _other_values(self, task: _Task, values: Sequence[Any]) -> Core:
-        """Return any value of the same kinds except `values`."""
         found: list[Core] = []
         for kind in sorted(task.kinds & {"null", "boolean", "string"}):
             own = [value for value in values if kind_of(value) == kind]

@@ -266,7 +266,6 @@ class Conjunctions:
 
 
 def _without_empty_kinds(core: dict[str, Any]) -> Core:
-    """Return an assertion without the kinds of which it allows nothing."""
     kinds = kinds_of(core, NO_CONTEXT)
     properties = core.get("properties", {})
     if any(properties.get(name, True) is False for name in core.get("required", ())):

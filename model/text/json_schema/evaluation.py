@@ -192,7 +192,6 @@ class Evaluation:
         )
 
     def _has_contains(self, place: Place) -> bool:
-        """Return whether `contains` may apply to the value itself."""
         stack, seen = [place], 0
         while stack:
             found, seen = stack.pop(), seen + 1

@@ -83,7 +83,6 @@ def _names(value: Any) -> list[str]:
 
 
 def _members(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of every nested map."""
     stack = [value]
     while stack:
         item = stack.pop()
@@ -132,7 +131,6 @@ class _Places:
         return self._most
 
     def _alternatives(self, place: Sequence[Any]) -> Iterator[list[Schema]]:
-        """Yield the schemas that apply to one text, for each choice."""
         common, choices = self._flat(place)
         if not choices:
             yield common
@@ -144,7 +142,6 @@ class _Places:
             yield [*common, *(one for one in own if id(one) not in known)]
 
     def _flat(self, schemas: Sequence[Any]) -> tuple[list[Schema], list[Any]]:
-        """Return all schemas that apply with `schemas`, and their choices."""
         flat, choices, stack, seen = [], [], list(schemas), set()
         while stack and self._num_left > 0:
             schema = stack.pop()

@@ -70,7 +70,6 @@ def json_parameters(schema: Any, *, lenient: bool = False) -> list[Parameter]:
 
 
 def _properties(rewriter: Rewriter) -> list[tuple[str, Place, bool]]:
-    """Return (name, schema, whether required) of each property."""
     place = _resolved(rewriter, rewriter.document.root)
     if not isinstance(place.schema, Mapping):
         return []

@@ -339,7 +339,6 @@ class ToolCallStream:
     # Text
 
     def _find_opening(self) -> tuple[int, int] | None:
-        """Return (begin, end) of the next opening."""
         bare, pos = self._syntax.bare, self._pos
         while found := self._opening.search(self._buffer, pos):
             begin, pos = found.span()

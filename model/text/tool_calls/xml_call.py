@@ -228,7 +228,6 @@ def function_rules(number: int, function: Function, *, enforce_schema: bool) -> 
 
 
 def _value_rules(rule: str, parameter: Parameter, types: frozenset[str]) -> list[str]:
-    """Return the rules of a value read as `types`."""
     end = literal(f"\n{PARAMETER_END}\n")
     if parameter.choices is not None:
         texts = [text for choice in parameter.choices if (text := _text_of(choice, types)) is not None]
@@ -264,7 +263,6 @@ def _text_of(choice: Any, types: frozenset[str]) -> str | None:
 
 
 def _whole(pattern: str, at: str) -> str:
-    """Return a pattern that matches the whole text."""
     inner = pattern.removeprefix("^")
     num_backslashes = len(inner[:-1]) - len(inner[:-1].rstrip("\\"))
     ends = inner.endswith("$") and num_backslashes % 2 == 0

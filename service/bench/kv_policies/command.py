@@ -137,7 +137,6 @@ def run_memory_bench(settings: Settings, flags: argparse.Namespace) -> int:
 
 
 def _check(flags: argparse.Namespace) -> None:
-    """Raise StartupError for conflicting flags."""
     for name in ("policies", "rates", "seconds", "only_rates", "latency_limit"):
         if flags.sharing and getattr(flags, name):
             raise StartupError(f"--{name.replace('_', '-')} does not go with --sharing")

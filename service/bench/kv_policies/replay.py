@@ -321,7 +321,6 @@ class Replay:
         self._engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=params))
 
     def _hear(self) -> None:
-        """Record ended requests and tokens within requested lengths."""
         now_s = self._clock.now_s
         for output in self._engine.drain_request_outputs():
             number = int(output.request_id)
@@ -332,7 +331,6 @@ class Replay:
                 self._num_ended += 1
 
     def _watch(self, plan: StepPlan) -> None:
-        """Record what is held while this step runs, with what it writes."""
         self._num_steps += 1
         if self._num_steps % LOOK_EVERY:
             return
@@ -347,7 +345,6 @@ class Replay:
         self._seen = _Seen(self._clock.now_s, look, is_loaded)
 
     def _book(self) -> None:
-        """Count the last look until now."""
         if self._seen is not None:
             seconds = self._clock.now_s - self._seen.at_s
             self._ledger.add(self._seen.look, seconds)

@@ -98,7 +98,6 @@ async def _body(client: ServiceClient, flags: argparse.Namespace) -> dict[str, A
 
 
 async def _interruptible(client: ServiceClient, params: dict[str, Any], messages: list[dict[str, str]]) -> str:
-    """Return the answer, or its beginning if Ctrl-C stopped it."""
     printed: list[str] = []
     loop, answer = asyncio.get_running_loop(), asyncio.ensure_future(_answer(client, params, messages, printed))
     loop.add_signal_handler(signal.SIGINT, answer.cancel)

@@ -156,7 +156,6 @@ def _percentiles(before: Scrape, now: Scrape, name: str) -> str:
 
 
 def _blocks(now: Scrape, worker: str, width: int) -> Iterator[str]:
-    """Yield a bar for each tier of the KV cache, divided by the states of its blocks."""
     tiers: dict[str, dict[str, float]] = {}
     for labels, value in now.each(KV_BLOCKS, engine=worker):
         tiers.setdefault(labels["tier"], {})[labels["state"]] = value

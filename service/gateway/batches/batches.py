@@ -71,7 +71,6 @@ class Batches:
         return json_response(batch_json(batch))
 
     async def _require_room(self, tenant: str) -> None:
-        """Raises RequestError (429), QueueUnavailable."""
         num_open = sum(batch.tenant == tenant for batch in await self._queue.batches.open_batches())
         if num_open >= MAX_OPEN_BATCHES:
             message = f"{num_open} of your batches are open already ({MAX_OPEN_BATCHES} are allowed)."

@@ -207,7 +207,6 @@ def file_json(file: StoredFile) -> Json:
 
 
 async def _purpose(part: BodyPartReader) -> str:
-    """Raises RequestError (400) if it is too long."""
     data = bytearray()
     while chunk := await part.read_chunk():
         data += chunk

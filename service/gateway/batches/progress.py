@@ -105,7 +105,6 @@ class BatchProgress:
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _run_all(self) -> BatchStatus:
-        """Raises StorageFull, BadInput."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 while (line := await self._next_line()) is not None:
@@ -118,7 +117,6 @@ class BatchProgress:
         return BatchStatus.COMPLETED
 
     async def _next_line(self) -> _Line | None:
-        """Return the next line to run; None once all are answered."""
         loop = asyncio.get_running_loop()
         while True:
             pause_s = self._pause_until_s - loop.time()
@@ -136,7 +134,6 @@ class BatchProgress:
                 await self._changed.wait()
 
     async def _row(self, line: _Line) -> bytes:
-        """Raises BadInput if the input file is gone."""
         while True:
             try:
                 return await self._input.row(line.number)

@@ -122,7 +122,6 @@ class Interrupted(asyncio.CancelledError):
 
 
 def _check_response(body: bytes) -> None:
-    """Raises RequestError (400)."""
     asked = decode_object(body)
     if asked.get("previous_response_id") is not None:
         raise refusal("previous_response_id", "cannot be given in a batch, whose lines may be answered days later")

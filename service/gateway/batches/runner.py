@@ -96,7 +96,6 @@ class BatchRunner:
         self.wake()
 
     async def _run_batch(self, batch_id: str) -> None:
-        """Run a batch to its end, or until the lease is lost."""
         work = asyncio.create_task(self._process(batch_id))
         try:
             while not work.done():
@@ -123,7 +122,6 @@ class BatchRunner:
                 await self._fail(batch, BatchError(code=error.code or error.type, message=error.message))
 
     async def _process(self, batch_id: str) -> None:
-        """Raises QueueUnavailable, StorageFull."""
         batch = await self._queue.batches.get_batch(batch_id)
         if batch is None:
             return
@@ -163,7 +161,6 @@ class BatchRunner:
         return batch, InputFile(self._queue.batches, batch.input_file_id, scanner.index)
 
     async def _run_requests(self, batch: Batch, input_file: InputFile) -> Batch:
-        """Raises BadInput, QueueUnavailable."""
         progress = BatchProgress(self._service, batch, input_file, self._slots)
         end = await progress.run()
         num_completed, _ = progress.counts

@@ -95,7 +95,6 @@ def accepted_from(record: RequestRecord, now_s: float, read_outline: OutlineRead
 
 
 def _split(ids: Sequence[int], lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Split ids by prompt; none if there are none."""
     ends = list(accumulate(lengths)) if ids else []
     return tuple(tuple(ids[end - length : end]) for end, length in zip(ends, lengths, strict=False))
 

@@ -190,7 +190,6 @@ def _shown_ids(prompts: Sequence[list[int]]) -> tuple[tuple[int, ...], ...]:
 
 
 def _is_quick_to_tokenize(request: GenerationRequest) -> bool:
-    """Return whether tokenizing is faster than a trip to a thread."""
     num_ids = sum(len(prompt) if isinstance(prompt, tuple) else MAX_IDS_AT_ONCE + 1 for prompt in request.prompts)
     is_plain = not request.echo and request.sampling.grammar is None and request.tools is None
     return num_ids <= MAX_IDS_AT_ONCE and is_plain

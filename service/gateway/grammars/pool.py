@@ -177,7 +177,6 @@ class GrammarPool:
             self._changed.notify_all()
 
     async def _keep_running(self, slot: _Slot, before: asyncio.Event | None) -> None:
-        """Keep one process running in a slot."""
         if before is not None:
             await before.wait()
         num_failed = 0
@@ -196,7 +195,6 @@ class GrammarPool:
                 await slot.stop()
 
     async def _run_jobs(self, slot: _Slot) -> None:
-        """Run jobs until the process has ended or must end."""
         while True:
             async with self._changed:
                 while (job := self._next_job()) is None:

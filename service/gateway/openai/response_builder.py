@@ -262,11 +262,9 @@ class ChoicesBuilder(ABC):
         return (FirstToken(firsts[delta.index * len(firsts) // self._options.num_choices]), *delta.prompt_logprobs)
 
     def _token_ids(self, ids: Sequence[int]) -> Json:
-        """Return vLLM's field for a choice, if the answer has it."""
         return {"token_ids": list(ids)} if self._options.token_ids else {}
 
     def _prompt_ids(self, index: int) -> Json:
-        """Return vLLM's field for the prompt of a choice, if the answer has it."""
         prompts = self._options.prompt_ids
         if not self._options.token_ids:
             return {}

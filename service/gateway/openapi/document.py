@@ -282,7 +282,6 @@ def _post(
 
 
 def _invocation(headers: Mapping[str, str]) -> Json:
-    """Describe any of three bodies, and its answer."""
     told = _post("ChatBody", "ChatCompletion", "A chat, a completion or embeddings.", headers, streams=True)
     for content, names in (
         (told["requestBody"]["content"], ("ChatBody", "CompletionBody", "EmbeddingBody")),
@@ -334,7 +333,6 @@ def _get(answer: str, summary: str, *, open_to_all: bool = False, or_503: bool =
 
 
 def _asking(told: Json, *names: str) -> Json:
-    """Describe query and header parameters."""
     more = [
         {"name": name, "in": "header" if name in HEADERS else "query", "description": text, "schema": schema}
         for name, (text, schema) in ASKED.items()
@@ -344,7 +342,6 @@ def _asking(told: Json, *names: str) -> Json:
 
 
 def _streaming(told: Json, *names: str) -> Json:
-    """Describe the events of a streamed answer."""
     told["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     return _asking(told, "stream", *names)
 

@@ -256,7 +256,6 @@ def _read_fields(data: bytes) -> tuple[Json, GenerationRequest, list[Json]]:
 def _read_with(
     fields: Mapping[str, Any], request: GenerationRequest, context: list[Json], items: list[Json]
 ) -> GenerationRequest:
-    """Read the request again, after the conversation that it continues."""
     whole = read_request(RESPONSES, {**fields, "input": [*context, *items]})
     _check_items(fields, context, items)
     return replace(whole, source=request.source)

@@ -88,7 +88,6 @@ class Scores:
     async def _scores(
         self, http: web.Request, body: SharedBody, left: list[str], right: list[str]
     ) -> tuple[Json, list[float]]:
-        """Return the fields of every answer, and a score for each text on the right."""
         if not right:
             raise refusal(_name_of_right(body), "must not be empty")
         shared = {name: getattr(body, name) for name in SharedBody.__struct_fields__}

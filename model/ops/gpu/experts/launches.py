@@ -77,7 +77,6 @@ def combine_experts(device: KernelLauncher, x: Array, groups: ExpertGroups, weig
 
 
 def _expect_routes(logits: Array, how: tuple[int, bool], slots: Array | None) -> tuple[int, int, int, bool]:
-    """Return numbers of rows, experts, used ones, and `renormalise`."""
     expect("logits", logits, _FLOAT32, None, None)
     (num_rows, num_experts), (num_used, renormalise) = logits.shape, how
     if slots is not None:

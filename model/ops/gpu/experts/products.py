@@ -172,7 +172,6 @@ def _multiply_few(call: _Call) -> None:
 
 
 def _multiply_many(call: _Call) -> bool:
-    """Multiply by Hopper's products; return False if there is none."""
     if call.weight.format is WeightFormat.INT4_TILED:
         return _launch_w4_sm90(call)
     if call.weight.format is WeightFormat.DENSE or isinstance(call.x, Fp8Rows):
