@@ -1,12 +1,12 @@
-// plan_drafts: how many drafts of each sequence a step has accepted, and where the next ones go.
+// plan_drafts: counts the drafts of each sequence that a step accepted, and places the next ones.
 //
-//   sampled int32[P]; token_ids, positions int32[T]; runs int32[S, 4]: a sequence's first row, the first of its tokens
-//   in `sampled`, its rows (0: padding), the tokens that its blocks hold; tables int32[S, W]
-//   last_rows, num_accepted int32[S]; places int32[K + 2, S], positions from the last accepted row's on; slots
-//   int64[K, S] of `places`, -1 where the row itself has written, or beyond the blocks
+//   sampled int32[P]; token_ids, positions int32[T]; runs int32[S, 4]: a sequence's first row, its first index in
+//   `sampled`, its rows (0: padding), the tokens that its blocks hold; tables int32[S, W]
+//   last_rows, num_accepted int32[S]; places int32[K + 2, S], positions from the last accepted row's on; slots int64[K,
+//   S] of `places`, -1 if already written or beyond the blocks
 //   grid (ceil(S / 256)), block (256)
 //   reference: NumpyOps.plan_drafts
-//   roofline: none; a few kilobytes, about one launch
+//   roofline: none; about one launch
 #include "common/types.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)

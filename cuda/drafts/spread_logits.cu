@@ -1,8 +1,7 @@
-// spread_logits: logits of a draft vocabulary at their places in the model's: out[r, v] = logits[r, columns[v]], or
-// -inf where columns[v] is none of 0..N-1.
+// spread_logits: out[r, v] = logits[r, columns[v]], or -inf if columns[v] is outside 0..N-1.
 //
-//   logits float32[R, N], columns int32[V], out float32[R, V]
-//   grid (R, ceil(V / 1024)), block (256): four tokens a thread
+//   logits float32[R, N] of a draft vocabulary, columns int32[V], out float32[R, V]
+//   grid (R, ceil(V / 1024)), block (256)
 //   reference: NumpyOps.spread_logits
 //   roofline: 4 R V bytes written; the logits come from the L2
 #include "common/types.cuh"

@@ -2,8 +2,7 @@
 // experts_gemv takes at once.
 //
 //   With X_FP8 x and weight are e4m3, with x_scale float32 [P] and weight_scale float32 [E, N]; else both scales are
-//   null. `weight_map` is weight as a 2-D tensor map [E N, K] of 16-bit elements (of e4m3 two of K each) with boxes of
-//   64 x ROWS rows, `x_map` is x with boxes of 64 x COLS rows; both with the 128-byte swizzle.
+//   null. Maps as in small_m.cuh, of weight [E N, K].
 //   A build defines X_FP8, ROWS, COLS and the others of small_m.cuh; SPLIT is 1.
 //   grid: up to one block an SM; block THREADS
 //   reference: NumpyOps.experts_linear

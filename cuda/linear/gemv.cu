@@ -1,10 +1,7 @@
 // gemv: out[m] = x[m] @ weight.T + bias for a few rows; bound by reading the weights once.
 //
 //   x [M, K], weight [N, K], bias [N] or null, out [M, N]; M <= 8 COL_TILES
-//   A build defines WARPS (a block), ROW_TILES (weight rows of a tile, in sixteens), COL_TILES (rows of x, in eights),
-//   SPAN (elements of K that a warp takes in turn), STEP (those of a stage, default SPAN), STAGES (of a warp's ring in
-//   shared memory), X_AHEAD (x is read a step ahead, default 0), OUT_FLOAT: out has the build's type (0) or float32
-//   (1).
+//   A build defines the macros of gemv.cuh; OUT_FLOAT: out is of the build's type (0) or float32 (1).
 //   grid (up to ceil(N / (16 ROW_TILES))), block (32 WARPS), dynamic shared memory: rings, two sets of sums
 //   reference: NumpyOps.linear
 //   needs: x and weight aligned to 16 bytes, K a multiple of 8, 16-bit elements

@@ -1,7 +1,9 @@
 // The loop of the GEMV kernels: persistent blocks whose warps split K and read weights through rings in shared memory.
 //
-// A build defines WARPS, ROW_TILES, COL_TILES, SPAN and STAGES, and may define STEP and X_AHEAD, as for gemv.cu. The
-// warps' sums are added in their order: results are deterministic, and depend on WARPS and SPAN alone.
+// A build defines WARPS, ROW_TILES (weight rows of a tile, in sixteens), COL_TILES (rows of x, in eights), SPAN
+// (elements of K that a warp takes in turn), STEP (those of a stage, default SPAN), STAGES (of a warp's ring), X_AHEAD
+// (x is read a step ahead, default 0). The warps' sums are added in their order: a row's bits depend on K, WARPS and
+// SPAN alone.
 #pragma once
 
 #include "common/mma.cuh"
@@ -22,7 +24,7 @@ using Out = T;
 #define X_AHEAD 0
 #endif
 
-constexpr int MMA_COLS = 8;  // of an mma's B, which are rows of x
+constexpr int MMA_COLS = 8;  // rows of x
 constexpr int MAX_ROWS = MMA_COLS * COL_TILES;
 constexpr int TILE_ROWS = 16 * ROW_TILES;
 constexpr int PARTIAL_FLOATS = WARPS * MAX_ROWS * TILE_ROWS;
@@ -31,21 +33,20 @@ using GemvSums = float[ROW_TILES][COL_TILES][4];
 
 __device__ __forceinline__ uint4 load_shared(const char* from) { return *reinterpret_cast<const uint4*>(from); }
 
-// Weights of type W, rows of x of type X, both in vectors of 16 bytes of weights.
+// Weights of type W, rows of x of type X.
 template <typename W, typename X>
 struct Gemv {
     static constexpr int SIZE = 16 / sizeof(W);
-    static constexpr int VECS = STEP / SIZE;            // of a weight row in a stage
-    static constexpr int CHUNK = 4 * SIZE;              // elements of K: a vector for each of the four lanes of a row
+    static constexpr int VECS = STEP / SIZE;  // of a weight row in a stage
+    static constexpr int CHUNK = 4 * SIZE;  // a vector for each of the four lanes of a row
     static constexpr int CHUNKS = STEP / CHUNK;
     static constexpr int X_VECS = SIZE * sizeof(X) / 16;  // of x for one of weights
     static constexpr int STAGE_BYTES = TILE_ROWS * STEP * sizeof(W);
-    static constexpr int COPIES = TILE_ROWS * VECS / WARP_SIZE;  // of a lane for one stage
+    static constexpr int COPIES = TILE_ROWS * VECS / WARP_SIZE;
     static constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
     static_assert(SPAN % STEP == 0, "steps fill a span");
     static_assert(VECS % 8 == 0 && WARP_SIZE % VECS == 0, "a row of a stage fills whole lines of 128 bytes");
 
-    // A warp's position in the weights: its spans of K in one tile, then in the next.
     struct Position {
         int tile;  // first weight row
         int k;     // first element of K
@@ -62,8 +63,8 @@ struct Gemv {
 
     using XVecs = uint4[CHUNKS][COL_TILES][X_VECS];  // of a lane for a step
 
-    // The byte offset of a weight vector in its stage. Odd rows swap the halves of each 128 bytes, so that eight lanes
-    // that read together (two rows, four vectors each) touch all banks.
+    // The byte offset of a weight vector in its stage. Odd rows swap the halves of each 128 bytes: eight lanes that
+    // read together (two rows, four vectors each) touch all banks.
     static __device__ __forceinline__ int shared_offset(int row, int vec) {
         return (row * VECS + (vec ^ (row % 2 * 4))) * 16;
     }
@@ -83,7 +84,7 @@ struct Gemv {
         commit_copies();
     }
 
-    // `product` multiplies (begin_span, widen, multiply, end_span) and finishes a sum (start, finish).
+    // `product` multiplies and finishes sums.
     template <typename Product>
     static __device__ __forceinline__ void run(const X* x, const W* weight, Out* out, int num_rows, int n_size,
                                                int k_size, Product product) {
@@ -167,7 +168,7 @@ struct Gemv {
             if (at.tile == tile) continue;
 
             float* partial = partials + parity * PARTIAL_FLOATS;
-            parity ^= 1;  // double-buffered: the next tile's sums need no barrier
+            parity ^= 1;  // double-buffered: saves a barrier
 #pragma unroll
             for (int i = 0; i < ROW_TILES; i++) {
 #pragma unroll

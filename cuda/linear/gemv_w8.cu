@@ -1,13 +1,9 @@
-// gemv_w8: out[m] = x[m] @ (weight * its scales).T + bias with weights of 8 bits, for a few rows; bound by reading the
-// weights once.
+// gemv_w8: out[m] = x[m] @ (weight * its scales).T + bias: gemv with weights of 8 bits.
 //
-//   x [M, K], of the build's type with x_scale null (X_FP8 0) or e4m3 with x_scale float32 [M] (X_FP8 1, e4m3 weights);
-//   weight [N, K]; weight_scale float32 [N], or [ceil(N / 128), ceil(K / 128)] with BLOCK_SCALES; bias [N] or null,
-//   out [M, N]; M <= 8 COL_TILES
-//   A build defines WARPS, ROW_TILES, COL_TILES, SPAN, STAGES and OUT_FLOAT as for gemv.cu, WEIGHT_INT8 (widen.cuh), X_FP8
-//   and BLOCK_SCALES.
-//   grid, block, shared memory: as for gemv. The order of sums depends on K and the build alone: a row of x gives the
-//   same bits in any batch.
+//   x of the build's type with x_scale null (X_FP8 0) or e4m3 with x_scale float32 [M] (X_FP8 1, e4m3 weights);
+//   weight_scale float32 [N], or [ceil(N / 128), ceil(K / 128)] with BLOCK_SCALES
+//   A build defines the macros of gemv.cu, WEIGHT_INT8 (widen.cuh), X_FP8 and BLOCK_SCALES.
+//   grid, block, shared memory: as for gemv
 //   reference: NumpyOps.linear
 //   needs: x and weight aligned to 16 bytes, K a multiple of 16
 //   roofline: N K bytes moved; 0.9 of copy bandwidth from 64 MB of weights in e4m3, 0.8 with x of 16 bits

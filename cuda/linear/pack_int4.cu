@@ -1,8 +1,7 @@
-// pack_int4: arranges a matrix of 4-bit weights as int4.cuh says, once, when it is loaded.
+// pack_int4: arranges a loaded matrix of 4-bit weights as in int4.cuh.
 //
-//   data u8 [N, K / 2], column k in the low (even k) or high half of byte k / 2; scale 16-bit [N, K / G];
-//   zero u8 [N, K / G] or null -> tiles u32 [K / 128, N / 16, 2, 32, 4], packed_scale [K / G, N / 16, 16], packed_zero
-//   the same
+//   data u8 [N, K / 2], column k in the low (even k) or high half of byte k / 2; scale 16-bit [N, K / G]; zero u8 [N, K
+//   / G] or null -> tiles, packed_scale and packed_zero of int4.cuh
 //   grid over words of tiles, then scales; block of any size
 //   reference: pack_int4 of model/ops/int4.py
 //   needs: N a multiple of 16, K of 128

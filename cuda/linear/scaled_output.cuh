@@ -3,11 +3,11 @@
 
 #include "linear/small_m.cuh"
 
-// A warp's part of the output tile, and the scales (1 without `weight_scale`) and bias of this thread's two weight rows.
+// A warp's part of the output tile; scales (1 without `weight_scale`) and bias of this thread's two weight rows.
 struct OutputTile {
     Out* out;
     u32 x_scales;    // in shared memory
-    int first, end;  // weight rows: the first of this warp's sixteen, and where its tile ends
+    int first, end;  // weight rows of this warp
     int num_rows, n_size;
     float scale[2], bias[2];
 
@@ -23,7 +23,7 @@ struct OutputTile {
         }
     }
 
-    // Stores rows 8 chunk to 8 chunk + 7 of x.
+    // Stores rows 8 chunk .. 8 chunk + 7 of x.
     __device__ __forceinline__ void store(int chunk, const float (&four)[4]) const {
         const int t = threadIdx.x % 4;
         float by[2] = {1.0f, 1.0f};
@@ -52,7 +52,7 @@ struct OutputTile {
 #endif
     }
 
-    // Row g of these eight of x: lane t has elements 2t and 2t + 1 of the warp's sixteen, and 2t + 8 and 2t + 9.
+    // Row g of these eight of x: lane t has elements 2t, 2t + 1, 2t + 8, 2t + 9 of the warp's sixteen.
     __device__ __forceinline__ void store_pairs(int row_of_x, u32 near, u32 far) const {
         const int lane = threadIdx.x % WARP_SIZE, g = lane / 4, t = lane % 4, m = row_of_x + g;
         Out* row = out + static_cast<i64>(m) * n_size + first;

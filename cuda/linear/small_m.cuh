@@ -1,11 +1,13 @@
-// What the Hopper products of up to 256 rows share (sm_90a): a tile of out, transposed, is ROWS weight rows times COLS rows
-// of x, by wgmma, 64 weight rows a warpgroup. One more warp fetches both, 128 bytes of a weight row a stage.
+// Shared by the Hopper products (sm_90a) of up to 256 rows: a tile of out, transposed, is ROWS weight rows times COLS
+// rows of x, by wgmma, 64 weight rows a warpgroup. One more warp fetches both, 128 bytes of a weight row a stage.
 //
-// A build defines ROWS (at most 128), COLS, STAGES (of the ring in shared memory), AHEAD (stages whose weights do not wait
-// for the previous kernel: x would wait for more), SPLIT (1, or 2: two blocks split K of a tile, and each sends half of
-// its sums to the other, in a fixed order: results are deterministic), SHARED_BYTES and OUT_FLOAT. A kernel sets
-// WEIGHT_ELEMENTS (of K in 128 bytes of weights), X_BOXES (pieces of 128 bytes of x in a stage) and SCALE_BYTES (of x's
-// scales).
+// A build defines ROWS (at most 128), COLS, STAGES (of the ring), AHEAD (stages whose weights do not wait for the
+// previous kernel), SPLIT (2: two blocks split K of a tile, and each sends the other half of its sums, in a fixed
+// order), SHARED_BYTES and OUT_FLOAT. A kernel sets WEIGHT_ELEMENTS (of K in 128 bytes of weights), X_BOXES (of 128
+// bytes of x in a stage) and SCALE_BYTES (of x's scales).
+// `weight_map` is weight as a 2-D tensor map with boxes of 64 16-bit elements x ROWS rows, `x_map` x with boxes of 64 x
+// COLS rows, both with the 128-byte swizzle; 8-bit elements count as half of one. Arrays are aligned to 16 bytes, M <=
+// COLS. The order of an element's sums depends on K and SPLIT alone: a row of x gives the same bits in any batch.
 #pragma once
 
 #include "common/wgmma.cuh"
@@ -22,7 +24,7 @@ using Out = T;
 constexpr int WARPGROUPS = (ROWS + 63) / 64;
 constexpr int CONSUMERS = WARPGROUP_SIZE * WARPGROUPS;
 constexpr int THREADS = CONSUMERS + WARP_SIZE;
-constexpr int SPAN = WEIGHT_ELEMENTS;  // elements of K in a stage
+constexpr int SPAN = WEIGHT_ELEMENTS;
 constexpr int WEIGHT_BYTES = ROWS * 128;
 constexpr int BOX_BYTES = COLS * 128;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + X_BOXES * BOX_BYTES;
@@ -37,8 +39,8 @@ static_assert(ROWS % 8 == 0 && ROWS <= 128 && COLS % 16 == 0 && COLS <= 256, "wh
 static_assert(SHARED_BYTES == 1024 + STAGES * STAGE_BYTES + SENT_BYTES + BARRIER_BYTES + SCALE_BYTES + PAST_BYTES,
               "the launcher's memory is not this");
 
-// Shared memory: STAGES of weights and x, the sums from the other block, then barriers: full and empty for each stage,
-// and one for the sums sent; then the scales of x.
+// STAGES of weights and x; sums from the other block; barriers: full and empty for each stage, one for the sums; scales
+// of x.
 struct Shared {
     u32 base;
 
@@ -53,7 +55,7 @@ struct Shared {
     __device__ __forceinline__ u32 parity(u32 iteration) const { return iteration / STAGES % 2; }
 };
 
-// A block's share of the work: its split of K for one tile, then for the next. An iteration fills one stage.
+// A block's split of K for one tile, then for the next. An iteration fills one stage.
 struct BlockWork {
     int split, first_tile, num_tiles, first_span, num_spans;
 
@@ -73,9 +75,8 @@ struct BlockWork {
     }
 };
 
-constexpr int BOX_ELEMENTS = 64;  // 128 bytes, as the maps count
+constexpr int BOX_ELEMENTS = 64;  // 128 bytes
 
-// The thread that fetches.
 struct Producer {
     const Shared& shared;
     const BlockWork& work;
@@ -115,8 +116,8 @@ __device__ __forceinline__ void clear(Sums& sum) {
     for (int i = 0; i < COLS / 2; ++i) sum[i] = 0.0f;
 }
 
-// The sums of one tile over this block's split of K, which starts at `iteration`. Stage::multiply starts the products of a
-// stage, both operands in shared memory.
+// The sums of one tile over this block's split of K from `iteration` on. Stage::multiply starts the products of a
+// stage.
 template <typename Stage>
 __device__ __forceinline__ void sum_tile(Sums& sum, const Shared& shared, const BlockWork& work, u32 iteration) {
     const bool arrives = threadIdx.x % WARP_SIZE == 0;
@@ -175,7 +176,7 @@ __device__ __forceinline__ void store(const Sums& sum, const OutputTile& output,
         store_all(sum, output);
 }
 
-// Makes the barriers and fetches ahead. Returns whether this thread is a consumer: others are done.
+// Makes the barriers and fetches ahead; returns whether this thread is a consumer.
 __device__ __forceinline__ bool begin_block(const Shared& shared, const Producer& producer) {
     const bool is_producer = threadIdx.x == CONSUMERS;
     start_next_kernel();

@@ -1,23 +1,19 @@
-// small_m_fp8_sm90: out[m] = (x[m] @ weight.T) * x_scale[m] * weight_scale + bias on Hopper (sm_90a), both in e4m3, for
-// up to 256 rows. Up to 128 the time is that of reading the weights once.
+// small_m_fp8_sm90: out[m] = (x[m] @ weight.T) * x_scale[m] * weight_scale + bias on Hopper (sm_90a), both in e4m3. Up
+// to 128 rows the time is that of reading the weights once.
 //
-//   x e4m3 [M, K], x_scale float32 [M], weight e4m3 [N, K], weight_scale float32 [N], bias [N] or null, out [M, N];
-//   M <= COLS. `weight_map` is weight as a 2-D tensor map of 16-bit elements (two of K each), with boxes of 64 x ROWS
-//   rows, `x_map` is x with boxes of 64 x COLS rows; both with the 128-byte swizzle.
-//   A build defines ROWS, COLS (16, 32, 64, 96, 128, 192, 256) and the others of small_m.cuh.
+//   x e4m3 [M, K], x_scale float32 [M], weight e4m3 [N, K], weight_scale float32 [N], bias [N] or null, out [M, N]
+//   A build defines COLS (16, 32, 64, 96, 128, 192, 256) and the others of small_m.cuh.
 //   grid: up to one block a tile, with SPLIT 2 two; block THREADS
 //   reference: NumpyOps.linear
-//   needs: x, weight and out aligned to 16 bytes, K a multiple of 16
+//   needs: K a multiple of 16
 //   roofline: N K bytes moved; 0.9 of copy bandwidth from 100 MB of weights, up to M = 64
-//
-// The order of an element's sums depends on K and SPLIT alone: a row of x gives the same bits in any batch.
 #define WEIGHT_ELEMENTS 128
 #define X_BOXES 1
 #define SCALE_BYTES (COLS * 4)
 #include "linear/small_m.cuh"
 #include "linear/scaled_output.cuh"
 
-// The consumers copy the scales of x to shared memory: from global memory every store would wait for its own.
+// In shared memory: from global memory every store would wait for its own.
 __device__ __forceinline__ void keep_scales(const Shared& shared, const float* x_scale, int num_rows) {
     for (int m = threadIdx.x; m < COLS; m += CONSUMERS) {
         const float scale = m < num_rows ? x_scale[m] : 0.0f;

@@ -1,23 +1,21 @@
 // small_m_sm90: out[m] = x[m] @ weight.T + bias on Hopper (sm_90a), for more rows than gemv takes; bound by reading the
 // weights once.
 //
-//   x [M, K], weight [N, K], bias [N] or null, out [M, N]; M <= COLS. `weight_map` is weight as a 2-D tensor map with
-//   boxes of 64 elements x ROWS rows, `x_map` is x with boxes of 64 elements x COLS rows; both with the 128-byte
-//   swizzle.
-//   A build defines ROWS, COLS (32, 64, 96, 128) and the others of small_m.cuh.
+//   x [M, K], weight [N, K], bias [N] or null, out [M, N]
+//   A build defines COLS (32, 64, 96, 128) and the others of small_m.cuh.
 //   grid: up to one block a tile, with SPLIT 2 two; block THREADS
 //   reference: NumpyOps.linear
-//   needs: x, weight and out aligned to 16 bytes, K a multiple of 8, 16-bit elements
+//   needs: K a multiple of 8, 16-bit elements
 //   roofline: N K elements moved; 0.9 of copy bandwidth from 100 MB of weights
 #define WEIGHT_ELEMENTS 64
 #define X_BOXES 1
 #define SCALE_BYTES 0
 #include "linear/small_m.cuh"
 
-// A warp's part of the output tile, and the bias of this thread's two weight rows.
+// A warp's part of the output tile; bias of this thread's two weight rows.
 struct OutputTile {
     Out* out;
-    int first, end;  // weight rows: the first of this warp's sixteen, and where its tile ends
+    int first, end;  // weight rows of this warp
     int num_rows, n_size;
     float bias[2];
 
@@ -31,7 +29,7 @@ struct OutputTile {
         }
     }
 
-    // Stores rows 8 chunk to 8 chunk + 7 of x. 16-bit results are transposed first, so that a lane stores adjacent
+    // Stores rows 8 chunk .. 8 chunk + 7 of x. 16-bit results are transposed first, so that a lane stores adjacent
     // ones.
     __device__ __forceinline__ void store(int chunk, const float (&four)[4]) const {
         const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;

@@ -1,18 +1,16 @@
-// small_m_w8a16_sm90: out[m] = x[m] @ (weight * its scales).T + bias with weights of 8 bits on Hopper (sm_90a), for up to
-// 192 rows. Up to 64 the time is nearly that of reading the weights once.
+// small_m_w8a16_sm90: out[m] = x[m] @ (weight * its scales).T + bias with weights of 8 bits on Hopper (sm_90a). Up to
+// 64 rows the time is nearly that of reading the weights once.
 //
-//   x [M, K] as a 2-D tensor map with boxes of 64 x COLS rows; weight [N, K] as one of 16-bit elements (two of K each) with
-//   boxes of 64 x ROWS rows; both with the 128-byte swizzle. weight_scale float32 [N], or [ceil(N / 128), ceil(K / 128)]
-//   with BLOCK_SCALES; bias [N] or null, out [M, N]; M <= COLS
-//   A build defines ROWS, COLS (32, 64, 96, 128, 192), STAGES, AHEAD, SPLIT, SHARED_BYTES and OUT_FLOAT (small_m.cuh),
-//   WEIGHT_INT8 (widen.cuh), BLOCK_SCALES.
+//   x [M, K], weight [N, K]; weight_scale float32 [N], or [ceil(N / 128), ceil(K / 128)] with BLOCK_SCALES; bias [N] or
+//   null, out [M, N]
+//   A build defines COLS (32, 64, 96, 128, 192) and the others of small_m.cuh, WEIGHT_INT8 (widen.cuh), BLOCK_SCALES.
 //   grid: up to one block a tile, with SPLIT 2 two; block THREADS
 //   reference: NumpyOps.linear
-//   needs: x, weight and out aligned to 16 bytes, K a multiple of 16
+//   needs: K a multiple of 16
 //   roofline: N K bytes moved; 0.8 of copy bandwidth from 100 MB of weights, up to M = 64
 //
-// The threads widen their own weights into the registers that wgmma reads. Scales of blocks multiply them there, rounded
-// once to the build's type; scales of rows multiply the sums.
+// The threads widen weights into the registers that wgmma reads. Scales of blocks multiply them there, rounded to the
+// build's type; scales of rows multiply the sums.
 #include "common/widen.cuh"
 
 #define WEIGHT_ELEMENTS 128
@@ -32,7 +30,7 @@ using Pair = __nv_bfloat162;
 
 __device__ __forceinline__ Pair as_pair(u32 bits) { return *reinterpret_cast<const Pair*>(&bits); }
 
-// The scales of blocks for this thread's rows g and g + 8, in one span.
+// The scales of blocks for rows g and g + 8, in one span.
 struct BlockScales {
     u32 high[2], low[2];  // rounded to T, and what that leaves; each twice
 
@@ -73,7 +71,7 @@ __device__ __forceinline__ u32 load_two(u32 address) {
     return two;
 }
 
-// Widens 64 columns of a warp's 16 rows, which begin at `rows` in shared memory.
+// Widens 64 columns of a warp's 16 rows at `rows` in shared memory.
 __device__ __forceinline__ void widen_half(Fragments& a, u32 rows, int half, const BlockScales& scales) {
     const int lane = threadIdx.x % WARP_SIZE, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -87,8 +85,8 @@ __device__ __forceinline__ void widen_half(Fragments& a, u32 rows, int half, con
     }
 }
 
-// The sums of one tile over this block's split of K, which starts at `iteration`. While the tensor cores multiply one
-// half of a stage, the threads widen the next.
+// The sums of one tile over this block's split of K from `iteration` on. While the tensor cores multiply half a stage,
+// the threads widen the next.
 __device__ __forceinline__ void sum_widened(Sums& sum, const Shared& shared, const BlockWork& work, u32 iteration,
                                             const BlockScaleRows& block_scales) {
     const bool arrives = threadIdx.x % WARP_SIZE == 0;

@@ -1,7 +1,7 @@
-// unpack_int4: the matrix of packed 4-bit weights in the build's type: (weight - zero point) * scale, rounded once.
+// unpack_int4: packed 4-bit weights in the build's type: (weight - zero point) * scale, rounded once.
 //
-//   tiles, scale and zero (or null) as in int4.cuh -> out [N, K]; group_size is G
-//   A build defines those of int4.cuh, of which GROUPS is not used.
+//   tiles, scale and zero (or null) as in int4.cuh, whose macros but GROUPS a build defines -> out [N, K]; group_size
+//   is G
 //   grid (N / 16 * K / 64 / WARPS, rounded up), block (32 WARPS): a warp writes a tile
 //   reference: dequantise_int4 of model/ops/int4.py
 //   needs: out aligned to 16 bytes, N a multiple of 16, K of 128
@@ -12,7 +12,7 @@ constexpr int WARPS = 8;
 constexpr int COLUMNS = 64;
 constexpr int SIZE = Vec<T>::SIZE;
 constexpr int VECS = COLUMNS / SIZE;       // of a row
-constexpr int STRIDE = COLUMNS + SIZE;     // of rows in shared memory: rows begin in different banks
+constexpr int STRIDE = COLUMNS + SIZE;  // rows begin in different banks
 
 template <int I>
 __device__ __forceinline__ void put(T* row, u32 word, int column, u32 zero, float scale) {

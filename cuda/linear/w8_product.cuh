@@ -1,7 +1,5 @@
-// The product of gemv_w8 and experts_gemv_w8: rows of x times 8-bit weights, widened to 16 bits in registers.
-//
-// A build defines WEIGHT_INT8 (widen.cuh), X_FP8 and BLOCK_SCALES, and the others of gemv.cuh. e4m3 rows of x are multiplied
-// as float16, which holds both operands exactly.
+// The product of gemv_w8 and experts_gemv_w8: rows of x times 8-bit weights, widened to 16 bits in registers. e4m3 rows
+// of x are multiplied as float16, exactly.
 #pragma once
 
 #include "common/widen.cuh"
