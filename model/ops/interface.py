@@ -8,8 +8,7 @@
     L  layers                E  experts        k  experts of a token
     P  T * k, pairs of a token's row and an expert
 
-Activations are in `Ops.dtype` (float32, float16, bfloat16), the cache in `Ops.kv_dtype`, the same or uint8: bits of
-e4m3, with `kv_scales`; accumulation is in float32.
+Activations are in `Ops.dtype` (float32, float16, bfloat16), the cache in `Ops.kv_dtype`; accumulation is in float32.
 Returned arrays live until the surrounding `scratch()` ends.
 """
 
@@ -28,17 +27,17 @@ from model.ops.weight import Array as Array
 from model.ops.weight import ExpertWeights, Weight, WeightFormat
 
 NO_WINDOW = 1 << 30
-"""Window of a layer that attends to all preceding tokens."""
+"""Window of a layer that attends to all tokens."""
 
 MAX_EXACT_ROWS = 24
-"""Most rows of `Ops.exact_rows`: the first captured size that holds a sequence with 16 drafts."""
+"""Most rows of `Ops.exact_rows`: holds a sequence with 16 drafts."""
 
 
 @dataclass(frozen=True)
 class SamplingArrays:
     """Sampling parameters of R rows of logits, on the device.
 
-    `Penalties` and `Bias` are CSR: row r has entries `indptr[r]:indptr[r + 1]`; None if no row needs them. Token ids
+    `Penalties` and `Bias` are CSR, row r with entries `indptr[r]:indptr[r + 1]`; None if no row needs them. Token ids
     outside 0..V-1 are ignored.
     """
 
@@ -81,7 +80,7 @@ class Bias:
 
 @dataclass(frozen=True)
 class TokenMask:
-    """Tokens that a grammar allows: token i's bit is i % 32 of word i // 32; tokens beyond the words are forbidden."""
+    """Tokens that a grammar allows: bit i % 32 of word i // 32; tokens beyond the words are forbidden."""
 
     rows: Array  # int32[R], row of `words`; outside 0..M-1: all tokens
     words: Array  # uint32[M, W]
@@ -100,7 +99,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class TokenCandidates:
-    """The best token of a part of the vocabulary: that of the highest score, then tie, then of the lowest id."""
+    """The best token of a part of the vocabulary: by highest score, then tie, then lowest id."""
 
     token_ids: Array  # int32[R], or [R, parts]
     score: Array  # float32, of the same shape; NaN: the part holds NaN or infinity
@@ -153,7 +152,7 @@ class AttentionBatch:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """Positions and slots of K draft tokens of S sequences, from the last accepted row of a step on."""
+    """Positions and slots of K draft tokens of S sequences, after each one's last accepted row."""
 
     last_rows: Array  # int32[S]; -1: padding
     num_accepted: Array  # int32[S], drafts
@@ -174,7 +173,7 @@ class HeadRotation:
 
 @dataclass(frozen=True)
 class AdapterRows:
-    """The M rows of a step that have an adapter, ordered by its slot, in G tiles of one adapter each."""
+    """The M rows of a step that have an adapter, ordered by slot, in G tiles of one adapter each."""
 
     rows: Array  # int32[M], of the step's T
     tiles: Array  # int32[G, 3]: slot, first of `rows`, number of rows; 0 rows: padding
@@ -183,7 +182,7 @@ class AdapterRows:
 
 @dataclass(frozen=True)
 class AdapterMatrix:
-    """Adapters of one product x [T, K] -> [T, N], by slot. The outputs are P parts, each with an A of its own."""
+    """Adapters of one product x [T, K] -> [T, N], by slot, whose outputs are P parts with an A each."""
 
     a: Array  # [S, P, R, K] in `Ops.dtype`; undefined beyond an adapter's rank
     b: Array  # [S, N, R] in `Ops.dtype`, multiplied by the adapter's scale; zeros beyond its rank
@@ -204,49 +203,48 @@ class Device(Protocol):
     def upload_all(
         self, hosts: Sequence[np.ndarray], into: Array | None = None, rows: TableRows | None = None
     ) -> list[Array]:
-        """Copy small host arrays, and rows of a table, in one transfer without waiting.
+        """Copy small host arrays, and rows of a table, in one transfer without waiting; the hosts may change at once.
 
-        The hosts may change at once. The copies lie in `into` uint8[N] if given (equal shapes have equal offsets), else
-        live as `upload`'s.
+        The copies lie in `into` uint8[N] if given (equal shapes have equal offsets), else live as `upload`'s.
         """
 
     def load_parallel(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
         """Fill large contiguous arrays in several threads, and wait.
 
-        read(i, start, out) writes the flattened targets[i] from `start` on to `out` [n], of its dtype. Its exceptions
-        are raised here.
+        read(i, start, out) writes the flattened targets[i] from `start` on to `out` [n]. Its exceptions are raised
+        here.
         """
 
     def download(self, array: Array) -> np.ndarray:
-        """Return a host copy; waits for the work that makes it."""
+        """Return a host copy, once the array is computed."""
 
     def download_async(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
-        """Start to copy `arrays` as of all work submitted; calling the result waits for the copies."""
+        """Start to copy `arrays` as of all work submitted; calling the result waits."""
 
     def warm_up(self, work: Callable[[], None]) -> None:
-        """Run `work` for its kernels to be compiled; its results are not used.
+        """Run `work`, perhaps twice and first writing nothing, to compile its kernels; its results are not used.
 
-        It may run twice, first writing nothing: its control flow must not depend on results.
+        Its control flow must not depend on results.
         """
 
     def capture(self, work: Callable[[], None], warm_up_run: Callable[[], None] | None = None) -> Callable[[], None]:
         """Record `work` if the backend can; return a function that replays it on the same arrays.
 
-        `work` uses this backend's ops alone, on memory that stays allocated. It first runs once, or `warm_up_run`,
-        which must need the same kernels, product shapes and scratch.
+        `work` uses only this backend's ops, on memory that stays allocated. It first runs once, or `warm_up_run`, which
+        must need the same kernels, product shapes and scratch.
         """
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Allocate undefined memory that outlives every scratch."""
+        """Allocate undefined memory outside of scratches."""
 
     def temporary(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Allocate undefined memory that lives until the surrounding scratch ends."""
+        """Allocate undefined memory until the surrounding scratch ends."""
 
     def scratch(self) -> AbstractContextManager[None]:
-        """Free on exit arrays that ops returned within it. Scratches nest."""
+        """Free on exit the arrays that ops returned within. Scratches nest."""
 
     def host_blocks(self, kv: Array, num_blocks: int) -> HostBlocks:
-        """Allocate host memory for `num_blocks` blocks of `kv` [N, L, 2, Hkv, B, D], in the background."""
+        """Allocate `num_blocks` blocks of `kv` [N, L, 2, Hkv, B, D] on the host, in the background."""
 
     def memory_bytes(self) -> tuple[int, int]:
         """Return (free, total) bytes of the memory that `empty` uses."""
@@ -258,7 +256,7 @@ class Device(Protocol):
         """Record a point in the submitted work, for `elapsed_s`."""
 
     def elapsed_s(self, begin: Any, end: Any) -> float:
-        """Return device seconds between two events; waits for `end`."""
+        """Return device seconds between events; waits for `end`."""
 
 
 class Ops(Device, Protocol):
@@ -270,13 +268,13 @@ class Ops(Device, Protocol):
     has_fp8: bool  # products of e4m3 inputs; else FP8 weights are dequantised
 
     def find_nonfinite(self, x: Array, found: Array) -> None:
-        """Set found[0] = 1 if x, of `self.dtype`, any shape, holds NaN or infinity; found int32[1]."""
+        """Set found[0] = 1 if x, of `self.dtype`, holds NaN or infinity; found int32[1]."""
 
     def gather_rows(self, table: Array, ids: Array) -> Array:
         """table [N, H] of activations or float32, ids int32[T] -> [T, H]; zeros for an id outside 0..N-1."""
 
     def place_columns(self, x: Array, out: Array, first: int) -> None:
-        """Set out[:, first : first + H] = x; x [T, H], out [T, W], both of activations."""
+        """Set out[:, first : first + H] = x; x [T, H], out [T, W]."""
 
     def pick_tokens(self, token_ids: Array, previous: Array, source: Array) -> None:
         """Set token_ids[i] = previous[source[i]] if 0 <= source[i] < P; token_ids, source int32[T], previous
@@ -286,7 +284,7 @@ class Ops(Device, Protocol):
         """x [T, H] / sqrt(mean(x^2) + eps) * weight [H]; mean in float32."""
 
     def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float, out: Array | None = None) -> Array:
-        """residual [T, H] += x in its dtype; return rms_norm(residual), in `out` if given."""
+        """residual [T, H] += x in its dtype; return its rms_norm, in `out` if given."""
 
     def linear(
         self,
@@ -304,9 +302,9 @@ class Ops(Device, Protocol):
         """
 
     def prepare_weight(self, weight: Weight) -> Weight:
-        """Return a loaded weight in the form that `linear` reads; its memory may be reused, so call this once.
+        """Return a loaded weight in the form that `linear` reads, dequantised to DENSE if its format has no product.
 
-        A format without a product is dequantised to DENSE.
+        Call it once: the weight's memory may be reused.
         """
 
     def tune_linear(
@@ -314,12 +312,11 @@ class Ops(Device, Protocol):
     ) -> None:
         """Measure the fastest algorithm of `linear` for each of `num_rows`. Not within `capture`.
 
-        The weights, of one shape [N, K], are used in turn, to come from memory as in a step.
+        The weights [N, K] are used in turn, so that they come from memory as in a step.
         """
 
     def linear_sizes(self, most: int) -> list[int]:
-        """Return numbers of rows to run `linear` with: no number up to `most` then loads or plans anything. The last
-        may be larger."""
+        """Return numbers of rows to run `linear` with, after which none up to `most` loads or plans anything."""
 
     def rope_kv_write(
         self,
@@ -334,66 +331,61 @@ class Ops(Device, Protocol):
         """Normalise and rotate q and k per head, write k and v to the cache, return q [T, Hq, D].
 
         qkv [T, (Hq + 2 Hkv) * D]; positions int32[T]; slots int64[T] (block id * B + offset); kv [num_blocks, L, 2,
-        Hkv, B, D]. Element i is paired with i + D/2 (Hugging Face's layout). A slot outside the cache, or a position
-        outside the table, is not written; the latter gives q of zeros.
+        Hkv, B, D]. Element i is paired with i + D/2 (Hugging Face's layout). Slots outside the cache and positions
+        outside the table are not written; the latter give q of zeros.
 
         A uint8 cache stores e4m3(clamp(x / scale, -448, 448)), x in `self.dtype` first, the division in float32, to
         nearest even, NaN as 0x7F, by kv_scales float32[L, 2, Hkv]; attention reads stored * scale.
         """
 
     def normalise_qk(self, qkv: Array, q_norm: Array, k_norm: Array, eps: float) -> None:
-        """Replace q and k, the first columns of qkv [T, (Hq + 2 Hkv) * D], by their `rms_norm` over all heads.
-
-        q_norm [Hq * D], k_norm [Hkv * D].
-        """
+        """Replace q [T, Hq * D] and k [T, Hkv * D], the first columns of qkv, by their `rms_norm` over all heads."""
 
     def plan_decode_attention(self, num_heads: int, batch: AttentionBatch) -> Array | None:
         """Plan a decode's splits for every layer of this window; None if the backend plans nothing.
 
-        The plan serves arrays of the same shapes and `num_heads` query heads. Tables with the same visible block at one
-        index must agree on all blocks before it: a shared prefix may be read once.
+        The plan serves arrays of the same shapes. Tables with the same visible block at one index must agree on all
+        blocks before it: a shared prefix may be read once.
         """
 
     def exact_rows(self) -> AbstractContextManager[None]:
         """Give each decode row and each row of `linear` the bits of a batch of one, for at most MAX_EXACT_ROWS rows.
 
-        Decodes split keys as for one row, products sum in one row's order. Exceptions: products of float32, products
-        whose one row cuBLASLt computes, more than 16 rows of quantised weights, experts and adapters.
+        Exceptions: products of float32, products whose one row cuBLASLt computes, more than 16 rows of quantised
+        weights, experts and adapters.
         """
 
     def paged_decode_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
-        """Attend with one query per sequence, at position context_lens[s] - 1.
+        """Attend with one query per sequence, at position context_lens[s] - 1; q, out [S, Hq, D].
 
-        q, out [S, Hq, D]. Query head h reads kv head h // (Hq / Hkv). context_lens[s] = 0 is padding and gives zeros.
+        Query head h reads kv head h // (Hq / Hkv). context_lens[s] = 0 is padding and gives zeros.
         """
 
     def paged_prefill_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
-        """Attend causally with chunks of several sequences, whose keys are already cached.
+        """Attend causally with chunks of several sequences, whose keys are already cached; q, out [T, Hq, D].
 
-        q, out [T, Hq, D]; row i of sequence s has position context_lens[s] - (query_start[s + 1] - i). A sequence may
-        have no row; rows of no sequence are not written. A non-finite value reaches rows that see its key; in fp16 and
-        bf16 on a GPU also rows that share a tile with these.
+        Row i of sequence s has position context_lens[s] - (query_start[s + 1] - i). A sequence may have no row; rows of
+        no sequence are not written. A non-finite value reaches rows that see its key; in 16 bits on a GPU also rows
+        that share a tile with these.
         """
 
     def silu_mul(self, gate_up: Array) -> Array:
         """gate_up [T, 2 I] -> silu(gate_up[:, :I]) * gate_up[:, I:]."""
 
     def quantise_rows(self, x: Array, out: Fp8Rows | None = None) -> Fp8Rows:
-        """Round x [T, K] to e4m3 with scale = max(|row|) / 448, at least 1e-12; in `out` if given.
-
-        A row with NaN or infinity gets a non-finite scale.
-        """
+        """Round x [T, K] to e4m3 with scale = max(|row|) / 448, at least 1e-12; not finite for a row with NaN or
+        infinity."""
 
     def dequantise_rows(self, x: Fp8Rows) -> Array:
         """Return data * scale of x [T, K] in `self.dtype`."""
 
     def rms_norm_quantised(self, x: Array, weight: Array, eps: float) -> Fp8Rows:
-        """`quantise_rows` of `rms_norm`, rounded to `self.dtype` first."""
+        """Return `quantise_rows` of `rms_norm`, rounded to `self.dtype` first."""
 
     def add_rms_norm_quantised(
         self, x: Array, residual: Array, weight: Array, eps: float, out: Fp8Rows | None = None
     ) -> Fp8Rows:
-        """`quantise_rows` of `add_rms_norm`, in `out` if given; residual [T, H] += x in place."""
+        """Return `quantise_rows` of `add_rms_norm`, in `out` if given."""
 
     def silu_mul_quantised(self, gate_up: Array) -> Fp8Rows:
         """`quantise_rows` of `silu_mul`."""
@@ -404,17 +396,17 @@ class Ops(Device, Protocol):
         """Return each row's k = num_used most probable experts int32[T, k] and probabilities float32[T, k].
 
         logits float32[T, E]; softmax over all E, in float32; best first, ties by lower id. `renormalise` divides by the
-        sum of the k. A row that holds NaN or only -inf gives k different ids, and NaN. A row whose slot, of slots
-        int64[T], is outside 0..num_slots - 1 is padding: ids of -1 and zeros, so that it reads no weights.
+        sum of the k. A row with NaN or only -inf gives k different ids, and NaN. A row whose slot, of slots int64[T],
+        is outside 0..num_slots - 1 is padding: ids of -1 and zeros.
         """
 
     def group_by_expert(self, ids: Array, num_experts: int) -> ExpertGroups:
-        """Sort the pairs of ids int32[T, k], each in 0..num_experts - 1 and different within a row, or -1: left out."""
+        """Sort the pairs of ids int32[T, k], 0..num_experts - 1 and different within a row; leave out -1."""
 
     def route_to_groups(
         self, logits: Array, num_used: int, renormalise: bool, slots: Array | None = None, num_slots: int = 0
     ) -> tuple[Array, ExpertGroups]:
-        """`route_experts`, then `group_by_expert`: weights float32[T, k], and the groups."""
+        """Return weights float32[T, k] of `route_experts` and their `group_by_expert`."""
 
     def experts_linear(
         self, x: Array | Fp8Rows, weight: Weight, groups: ExpertGroups, *, is_sorted: bool = False
@@ -428,25 +420,25 @@ class Ops(Device, Protocol):
     def combine_experts(self, x: Array, groups: ExpertGroups, weights: Array) -> Array:
         """x [P, H] of sorted pairs, weights float32[T, k] -> [T, H]: the sum of weights[t, j] * x[places[t, j]].
 
-        Added in float32, from j = 0 on, so that a row's sum does not depend on other rows. Padding gives zeros.
+        Added in float32, from j = 0 on: no sum depends on other rows. Padding gives zeros.
         """
 
     def add_norm_experts(
         self, x: Array, residual: Array, weight: Array, eps: float, experts: ExpertWeights, routing: Routing
     ) -> Array:
-        """residual [T, H] += x in place -> [T, H]: the experts that its norm is routed to; zeros for padding."""
+        """residual [T, H] += x -> [T, H]: the experts that its norm is routed to; zeros for padding."""
 
     def gated_experts(self, x: Array, gate_up: Weight, down: Weight, groups: ExpertGroups, weights: Array) -> Array:
-        """x [T, H], gate_up [E, 2 I, H], down [E, H, I] -> [T, H]: `experts_linear`, `silu_mul`, `experts_linear` of
-        sorted pairs, `combine_experts`."""
+        """x [T, H], gate_up [E, 2 I, H], down [E, H, I] -> [T, H]: `experts_linear`, `silu_mul`, `experts_linear`,
+        `combine_experts`."""
 
     def copy_blocks(self, kv: Array, sources: Array, targets: Array) -> None:
         """Set kv[targets[i]] = kv[sources[i]]; int32[N] each. No target is a source or repeats. Ids outside the pool
         are ignored."""
 
     def top_logprobs(self, logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
-        """logits float32[R, V], token_ids int32[R] -> their log-probabilities float32[R], the K = num_best <= V best
-        ids int32[R, K], theirs float32[R, K]; best first, ties by lower id."""
+        """logits float32[R, V], token_ids int32[R] -> log-probabilities float32[R], the K = num_best <= V best ids
+        int32[R, K], theirs float32[R, K]; ties by lower id."""
 
     def sample(self, logits: Array, how: SamplingArrays, out: Array | None = None) -> Sampled:
         """Sample one token per row of logits float32[R, V], which do not change; ids go to `out` int32[R] if given.
@@ -462,7 +454,7 @@ class AsyncWrite(Protocol):
     """A copy to the device that runs while others compute."""
 
     def is_done(self) -> bool:
-        """Return whether it is done, without waiting. Raises what stopped it."""
+        """Return whether it is done. Raises what stopped it."""
 
     def wait(self) -> None:
         """Wait for the copy. Raises what stopped it."""
@@ -470,21 +462,18 @@ class AsyncWrite(Protocol):
 
 @runtime_checkable
 class AdapterOps(Protocol):
-    """LoRA adapters' products, on a backend that has them (`backend.adapter_ops`)."""
+    """LoRA products, on a backend that has them (`backend.adapter_ops`)."""
 
     def lora_tile_rows(self, num_rows: int) -> int:
-        """Return `AdapterRows.tile_rows` for a step of `num_rows` rows."""
+        """Return `AdapterRows.tile_rows` for `num_rows` rows."""
 
     def lora_shrink(self, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> Array:
-        """Return float32[C, M, P, R] for x [T, K], whose sum over C, the backend's choice, is x[rows] @ a[slot, p].T.
-
-        Undefined beyond an adapter's rank.
-        """
+        """Return float32[C, M, P, R] for x [T, K], whose sum over C, the backend's choice, is x[rows] @ a[slot, p].T;
+        undefined beyond an adapter's rank."""
 
     def lora_expand(self, shrunk: Array, matrix: AdapterMatrix, adapters: AdapterRows, out: Array) -> None:
         """Add shrunk[:, m, p].sum(0) @ b[slot, rows of part p].T to row rows[m] of out [T, N]; summed in float32,
-        rounded once. Rows without an adapter do not change.
-        """
+        rounded once."""
 
     def write_async(self, values: Iterable[tuple[Array, Array]]) -> AsyncWrite:
         """Start to copy host values to contiguous arrays of their shapes and dtypes, after all work submitted so far.
@@ -500,7 +489,7 @@ class DraftOps(Ops, Protocol):
     def draft_input(
         self, token_ids: Array, table: Array, hidden: Array, weights: tuple[Array, Array], eps: float
     ) -> Array:
-        """Return [T, 2 H]: rms_norm of table[token_ids] by weights[0], beside that of hidden [T, H] by weights[1].
+        """Return [T, 2 H]: rms_norm of table[token_ids] by weights[0], then of hidden [T, H] by weights[1].
 
         table [N, H], token_ids int32[T]; zeros for an id outside 0..N-1.
         """
@@ -528,10 +517,10 @@ class PartOps(Ops, Protocol):
     """A backend as one rank of a group, in one thread with the others."""
 
     def use(self) -> None:
-        """Make its device the thread's current one, as all other methods need."""
+        """Make its device the thread's current one, as other methods need."""
 
     def sample_part(self, logits: Array, how: SamplingArrays, first_token: int) -> TokenCandidates:
-        """Return each row's best token. logits [R, n] are those of tokens `first_token` to `first_token + n - 1`.
+        """Return each row's best token. logits [R, n] begin at token `first_token`.
 
-        Order, noise and ties as in `sample`; no mask, thresholds or log-probabilities.
+        As `sample`, without mask, thresholds or log-probabilities.
         """

@@ -27,13 +27,13 @@ class QueueUnavailable(Exception):
 
 
 class OutcomeUnknown(QueueUnavailable):
-    """The queue did not answer, and the call may take effect: repeat it under the same id."""
+    """The call may yet take effect: repeat it under the same id."""
 
 
 SUSPECT_AFTER_DEATHS = 2
 MAX_DEATHS = 3
 """Crashes without progress: after 2 a job runs alone, after 3 it is dead-lettered; after 4 if engines also died without
-it, since then or up to NEAR_DEATHS_S before."""
+it since, or up to NEAR_DEATHS_S before."""
 NEAR_DEATHS_S = 30.0
 PROGRESS_EVENTS = 3
 """A job that crashes every decode still emits a token per attempt."""
@@ -60,8 +60,8 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimBudget:
-    """Work that a worker can start. Jobs are claimed while any budget is left, so the last may exceed it. Then tenants
-    within their shares (service/fair_share.py) still reclaim slots."""
+    """Work that a worker can start. Jobs are claimed while any is left, so the last may exceed it; then tenants within
+    their shares (service/fair_share.py) still reclaim slots."""
 
     num_tokens: int | None = None  # prompts and histories; None: no limit
     num_reserved: int = 0  # branches, for tenants within their shares
@@ -260,7 +260,7 @@ class RequestStore(Protocol):
     async def put_request(
         self, record: RequestRecord, idempotency: str | None = None, limits: StorageLimits = UNLIMITED
     ) -> str:
-        """Keep a record until LOG_ENDED_TTL_S after its deadline; return its id, or that of a kept record with the same
+        """Keep a record until LOG_ENDED_TTL_S after its deadline; return its id, or that of one with the same
         `idempotency` (a hash). Raises StorageFull."""
 
     async def get_request(self, request_id: str) -> RequestRecord | None:
@@ -281,8 +281,7 @@ class RequestStore(Protocol):
 
 
 class IngressQueue(Protocol):
-    """Foreign producers' entries. A gateway renews its own every INGRESS_KEEP_S; after INGRESS_LEFT_S another gets
-    them."""
+    """Foreign producers' entries, renewed every INGRESS_KEEP_S; after INGRESS_LEFT_S another gateway gets them."""
 
     async def fetch_entries(self, producers: Sequence[str], max_entries: int, wait_s: float) -> Sequence[IngressEntry]:
         """Return new entries, each to one gateway."""
@@ -337,8 +336,7 @@ class GatewayQueue(Protocol):
         limits: StorageLimits = UNLIMITED,
     ) -> None:
         """Accept a job, once, atomically with its `record`, which is left out beyond `limits` if it ends with its
-        client. Raises QueueFull, StorageFull, QueueUnavailable, OutcomeUnknown if maybe accepted, or WireError if too
-        large."""
+        client. Raises QueueFull, StorageFull, QueueUnavailable, OutcomeUnknown, or WireError if too large."""
 
     async def backlog(self, tenant: str) -> Backlog: ...
 
@@ -347,8 +345,9 @@ class GatewayQueue(Protocol):
 
     def follow(self, job_id: str, after: int = 0) -> EventStream:
         """Iterate over the events after number `after`, in order, each once; cheapest before `submit`. Waits out
-        outages; a lost job ends with LOST. Iterating raises QueueUnavailable for a log with a gap or a closed queue.
-        Raises ValueError for an id outside [A-Za-z0-9_.-]{1,128}."""
+        outages; a lost job ends with LOST. Raises QueueUnavailable for a gap or a closed queue, ValueError for an id
+        outside [A-Za-z0-9_.-]{1,128}.
+        """
 
     async def last_events(self, job_ids: Sequence[str]) -> Sequence[Event | None]:
         """Return each log's last event."""
@@ -371,22 +370,22 @@ class GatewayQueue(Protocol):
 
 
 class WorkerQueue(Protocol):
-    """Jobs are the worker's for `lease_s` after each `renew`; then another may take them over, and its writes are
+    """Jobs are the worker's for `lease_s` after each `renew`; then others may take them over, and its writes are
     refused."""
 
     @property
     def lease_s(self) -> float: ...
 
     async def fetch(self, max_branches: int, wait_s: float, budget: ClaimBudget = UNLIMITED_BUDGET) -> Sequence[Claim]:
-        """Claim up to `max_branches` within `budget`, jobs claimed before first, waiting `wait_s` for one. End a
-        cancelled, expired or deadly job and one without its history. For one task at a time."""
+        """Claim up to `max_branches` within `budget`, jobs claimed before first, waiting `wait_s` for one. Ends
+        cancelled, expired and deadly jobs and those without their history. For one task at a time."""
 
     async def fetch_suspect(self) -> Claim | None:
         """Claim a suspect."""
 
     async def publish(self, events: Sequence[Event]) -> frozenset[str]:
         """Write a step's events in one atomic round trip; an `end` settles its job. Return jobs lost to others, of
-        which nothing was written. Repeatable after QueueUnavailable: no number is written twice."""
+        which nothing was written. Repeatable after QueueUnavailable."""
 
     async def renew(self) -> Lease:
         """Renew the lease while the engine progresses."""
