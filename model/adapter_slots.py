@@ -19,7 +19,7 @@ NO_SLOT = -1
 
 class AdapterSlots:
     def __init__(self, config: ModelConfig, ops: Ops, adapter_ops: AdapterOps, num_slots: int, max_rank: int):
-        """Allocate `num_slots` adapters of rank `max_rank` for every product of every layer, on each rank its part."""
+        """Allocate `num_slots` adapters of rank `max_rank` for every product, on each rank its part."""
         self.ops = ops
         self.adapter_ops = adapter_ops
         self.num_slots = num_slots
@@ -128,7 +128,7 @@ class StaticAdapterRows:
         )
 
     def host_rows(self, slots: np.ndarray) -> list[np.ndarray]:
-        """Return the arrays of int32[T] slots of rows, padded."""
+        """Return padded arrays of the rows' int32[T] slots."""
         padded = [np.zeros_like(array) for array in self.padding]
         for array, known in zip(padded, group_rows(slots, self._tile_rows), strict=True):
             array[: len(known)] = known

@@ -1,9 +1,8 @@
 """The forward pass on static buffers, captured once per size.
 
-A size is a number of decodes (single-token rows) and of further rows. Chunks follow a step's decodes directly, and so
-use rows that decodes leave. A step runs on the smallest size that holds it; padding has no context, writes no key, and
-its logits are not read. A step that fits no size runs uncaptured. Each size is captured without adapters, and with them
-if there are slots: a step of the base model alone launches nothing for adapters.
+A size is a number of decodes (single-token rows) and of further rows, which chunks use with those that decodes leave. A
+step runs on the smallest size that holds it, else uncaptured; padding has no context, writes no key, and its logits are
+not read. Each size is captured without adapters, and with them if there are slots.
 """
 
 from __future__ import annotations
@@ -25,21 +24,20 @@ from model.ops.packing import Packing, TableRows
 from model.step_inputs import NO_PENDING_ROW, ForwardInputs
 
 ROWS_BESIDE = tuple(range(64, 513, 64))
-"""Captured rows for chunks in addition to decodes. Larger steps hide their launches."""
+"""Captured rows for chunks in addition to decodes; larger steps hide their launches."""
 
 ROWS_BESIDE_FEW = (16, 48, *ROWS_BESIDE)
-"""The same for the fewest decodes: the uncached tail of a prompt waits for this step."""
+"""Captured rows besides the fewest decodes: the uncached tail of a prompt waits for this step."""
 
 ROWS_ALONE = (32, 48, 64, 128)
 """Captured sizes of chunks without decodes: one launch less a layer."""
 
 DRAFTED_ROWS = (*range(2, 10), 12, 16, 17, MAX_EXACT_ROWS)
-"""Captured rows of decodes with drafts: a sequence with up to 8 or with 16 drafts has no padding."""
+"""Captured rows of decodes with drafts: no padding for a sequence with up to 8 or with 16."""
 
 MAX_CHUNKS = 32
 
 NUM_TIMED = 3
-"""Replays in a measurement of `decode_seconds`."""
 
 MIN_GAIN = 1.05
 """Gain in rows/s for which tokens wait for the next step."""
@@ -185,8 +183,8 @@ class StepGraphs:
     def fit(self, num_decodes: int, num_tokens: int) -> int:
         """Return how many of `num_tokens` chunk tokens a step should take with its decodes.
 
-        All, unless a smaller captured size computes MIN_GAIN times the rows/s: rows run in waves of tiles, and one row
-        beyond a wave can cost a third of a step.
+        All, unless a smaller size computes MIN_GAIN times the rows/s: one row beyond a wave of tiles can cost a third
+        of a step.
         """
         decodes = _at_least(self._decodes_beside_chunks, num_decodes)
         room = decodes - num_decodes

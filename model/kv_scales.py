@@ -20,8 +20,7 @@ TOKEN_STEP = 7919
 """A prime: the ids spread over the vocabulary."""
 
 LARGEST_EXPONENT = 5
-"""The largest measured value is stored as 32 to 64: seven times as much still fits 448, and values down to 1/2048 of
-it keep all bits."""
+"""The largest measured value is stored as 32 to 64: seven times as much fits 448, and 1/2048 of it keeps all bits."""
 
 MAX_PASSES = 4
 CHANGE_OUT_OF_RANGE = np.float32(64)
@@ -55,8 +54,7 @@ def measure_kv_scales(model: Llama, block_size: int, max_model_len: int) -> np.n
     """Set and return `model.weights.kv_scales` float32[L, 2, Hkv]: a power of two per layer, side and head, from keys
     and values of a fixed token sequence.
 
-    The forward pass runs on a cache of its own, again until no scale changes; as powers of two the scales do not depend
-    on rounding, except at a boundary. A head without a measurable value gets 1.
+    The forward pass runs on a cache of its own, until no scale changes. A head without a measurable value gets 1.
     """
     ops, config = model.ops, model.config
     num_tokens = min(NUM_TOKENS, max_model_len)

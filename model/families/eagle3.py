@@ -1,8 +1,8 @@
-"""EAGLE-3 draft heads in the layout of the speculators library: one layer that continues a model's states.
+"""EAGLE-3 draft heads (Li et al.) in the layout of the speculators library: one layer that continues a model's states.
 
 At position p the head takes the embedding of token p + 1 and a hidden state: three states of the model, projected by
-`fc`, where the model has computed p, else its own output at p - 1. In NumPy, with few calls: on a CPU these are most of
-a small model's time. (Li et al., EAGLE-3.)
+`fc`, where the model has computed p, else its own output at p - 1. In NumPy, with few calls, most of a small model's
+time.
 """
 
 from __future__ import annotations

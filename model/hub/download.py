@@ -42,7 +42,7 @@ def download_model(name: str, revision: str, cache: Path, files: ServedFiles = M
     """Download what is served of `name` and return its snapshot folder. Raises ModelError with one line.
 
     The config is read before the weights are fetched. Until all hashes are checked, a marker keeps the snapshot from
-    being served; a later start completes it.
+    being served.
     """
     if not sys.stderr.isatty():
         disable_progress_bars()
@@ -86,7 +86,7 @@ def _fetch(name: str, revision: str, cache: Path, files: list[str]) -> Path:
 
 
 def _verify(pointers: Iterable[Path]) -> None:
-    """Check files against their blobs' names, which are hashes. Drops a wrong file and raises ModelError."""
+    """Check files against the hashes that their blobs are named by. Drops a wrong file and raises ModelError."""
     paths = list(pointers)
     with ThreadPoolExecutor(HASH_THREADS) as pool:
         wrong = [path for path, is_right in zip(paths, pool.map(_matches, paths), strict=True) if not is_right]
@@ -98,7 +98,7 @@ def _verify(pointers: Iterable[Path]) -> None:
 
 
 def _matches(pointer: Path) -> bool:
-    """Compare contents with the blob's name: sha256 of a large file, git's sha1 of a small one."""
+    """A large file's blob is named by sha256, a small one's by git's sha1."""
     blob = pointer.resolve()
     if _SHA256.fullmatch(blob.name):
         return _digest(blob, hashlib.sha256()) == blob.name
@@ -116,7 +116,7 @@ def _digest(path: Path, state: hashlib._Hash) -> str:
 
 
 def _reason(error: BaseException, name: str, revision: str, cache: Path) -> str:
-    """Return one line for an error of the client; the first cause that explains it counts."""
+    """Return one line for the client's error."""
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)

@@ -24,7 +24,7 @@ ReadIndex = Callable[[], dict[str, Any]]
 
 @dataclass(frozen=True)
 class ServedFiles:
-    """Choice of a kind of repository's files among those it has. Both raise ModelError with what is missing."""
+    """Choice of a kind of repository's files. Both raise ModelError with what is missing."""
 
     small: Callable[[Collection[str]], list[str]]
     weights: Callable[[Collection[str], ReadIndex], list[str]]
@@ -40,7 +40,7 @@ def small_files(available: Collection[str]) -> list[str]:
 
 
 def weight_files(available: Collection[str], read_index: ReadIndex) -> list[str]:
-    """Return the files that `Checkpoint` would read. Raises ModelError if there are none, or shards are missing."""
+    """Return the files that `Checkpoint` would read. Raises ModelError if any are missing."""
     if SINGLE_FILE in available:
         return [SINGLE_FILE]
     if INDEX_FILE in available:

@@ -38,10 +38,9 @@ class WantedBlob:
 
 
 def resume_killed(name: str, revision: str, folder: Path, wanted: list[WantedBlob]) -> None:
-    """Complete the wanted blobs of which a dead process left a part, and remove all other parts.
+    """Complete the wanted blobs of which a dead process left a part, and remove all other parts without a living owner.
 
-    `folder`: the repository's in the cache. A part that a living process holds the lock of is left alone. Raises what
-    the client raises; the part stays for the next start.
+    `folder`: the repository's in the cache. Raises what the client raises; the part stays for the next start.
     """
     by_hash = {blob.sha256: blob for blob in wanted}
     for sha256, parts in _parts(folder / "blobs").items():

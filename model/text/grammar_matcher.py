@@ -17,7 +17,7 @@ MAX_CACHED_CHARS = 1 << 20
 JSON = "%json"  # in every grammar of JSON
 ALL = np.uint32(0xFFFFFFFF)
 MAX_DIGITS = 32
-"""Consecutive digits where JSON allows something else: a model that repeats a digit may never stop."""
+"""Consecutive digits where JSON allows something else: a model may repeat a digit for ever."""
 
 
 class GrammarCompiler:
@@ -80,7 +80,7 @@ class Matcher:
 
     @property
     def has_failed(self) -> bool:
-        """True if it exceeded its limits or its text does not match; it then constrains nothing."""
+        """True once its limits are exceeded or its text does not match; it then constrains nothing."""
         return self._is_stuck or self._inner.is_error()
 
     @property
@@ -107,8 +107,7 @@ class Matcher:
         return self._inner.validate_tokens(list(token_ids))
 
     def forced_tokens(self) -> tuple[int, ...]:
-        """Return tokens of the text that the grammar allows alone, if any: its longest pieces, which a tokenizer mostly
-        chooses too."""
+        """Return tokens of the text that the grammar allows alone: its longest pieces."""
         if self._pieces is None or self.has_failed or self.is_finished:
             return ()
         return self._pieces.split(self._inner.compute_ff_bytes())
@@ -159,7 +158,7 @@ class _Pieces:
         self._longest = max(map(len, self._ids), default=0)
 
     def split(self, text: bytes) -> tuple[int, ...]:
-        """Return tokens of a beginning of `text`, the longest first. The last one is left out: more text may follow."""
+        """Return tokens of `text`, the longest first, but the last one: more text may follow."""
         found: list[int] = []
         start = 0
         while start < len(text):

@@ -25,7 +25,7 @@ NO_PLACEHOLDERS: Mapping[str, str] = MappingProxyType({})
 
 
 class Tokenizer:
-    """The tokenizer of a model folder. Immutable and thread-safe."""
+    """Immutable and thread-safe."""
 
     @classmethod
     def read(cls, directory: Path) -> Tokenizer:
@@ -44,7 +44,7 @@ class Tokenizer:
         return cls(backend, TokenizerConfig.read(directory), growth)
 
     def __init__(self, backend: tokenizers.Tokenizer, config: TokenizerConfig, growth: float = 1.0) -> None:
-        """Modify `backend`. `growth` bounds the length ratio of normalized to original text."""
+        """Modifies `backend`. `growth` bounds the length ratio of normalized to original text."""
         backend.no_truncation()
         backend.no_padding()
         specials = _mark_specials(backend, config)
@@ -144,10 +144,8 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def _mark_specials(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> dict[str, int]:
-    """Mark the configuration's special tokens in `backend`; return all special ids by text.
-
-    An ordinary pad token ("!") stays ordinary, or it would vanish from answers.
-    """
+    """Mark the configuration's special tokens in `backend`; return all special ids by text. An ordinary pad token ("!")
+    stays ordinary, or it would vanish from answers."""
     added = backend.get_added_tokens_decoder()
     own = {token.content for token in added.values()}
     ends = {config.named_tokens.get(name) for name in ("bos_token", "eos_token")}
@@ -159,10 +157,8 @@ def _mark_specials(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> di
 
 
 def _spell_out(backend: tokenizers.Tokenizer, specials: Mapping[str, int]) -> dict[int, list[int]]:
-    """Return ids that spell each special token that a model (Unigram) can produce from plain text.
-
-    The unknown token is left out: it controls nothing.
-    """
+    """Return ids that spell each special token, except the unknown one, that a Unigram model can produce from plain
+    text."""
     own = backend.get_vocab(with_added_tokens=False)
     special_ids = set(specials.values())
     unknown_ids = set(_model_ids(backend, UNKNOWN_CHARACTER))

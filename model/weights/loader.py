@@ -49,8 +49,8 @@ BYTE_STDS = {WeightFormat.FP8: 97.0, WeightFormat.FP8_BLOCK: 97.0, WeightFormat.
 class DummyWeights:
     """Random weights; every norm is 1.
 
-    Of a model with experts, each tensor starts at a place of its own in the random numbers: with equal layers, the
-    hidden states of all tokens align, and deep layers route them to the same few experts.
+    With experts, each tensor starts elsewhere in the random numbers: equal layers would route all tokens to the same
+    experts.
     """
 
     def __init__(self, config: ModelConfig, dtype: np.dtype, checkpoint: Checkpoint | None = None):

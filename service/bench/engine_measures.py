@@ -24,22 +24,20 @@ from service.engine.request import EngineRequest
 from service.errors import EndReason, StartupError
 
 WARM_STEPS = 8
-"""Decode steps at the full batch before the first timed one; kernels are built and graphs captured in them."""
+"""Decode steps before the first timed one, to build kernels and capture graphs."""
 
 WHOLE_STEPS = 1 << 20
-"""A prefill chunk that lets prompts use a step's whole budget while others decode."""
+"""A prefill chunk beyond every step's budget."""
 
 PREFILL_ROUNDS = 3
 
 FIRST_LOOK = 4
 LOOK_EVERY = 64
-"""Steps between two looks at the cache; looks are not timed."""
+"""Steps between two untimed looks at the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step by the host's clock."""
-
     seconds: float
     num_tokens: int  # output tokens
     num_running: int
@@ -47,7 +45,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceFigures:
-    """Figures of a trace run at once, by the host's clock around whole steps."""
+    """A trace at once, by the host's clock around whole steps."""
 
     num_requests: int
     num_shortened: int  # requests whose prompt was cut to the engine's length
@@ -83,8 +81,6 @@ class DecodeFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillFigures:
-    """Simultaneous prompts; the median round."""
-
     num_prompts: int
     prompt_tokens: int  # per prompt
     num_rounds: int
@@ -95,8 +91,7 @@ class PrefillFigures:
 def measure_trace(
     built: BuiltEngine, requests: Sequence[TracedRequest], *, engine_start_s: float
 ) -> tuple[TraceFigures, list[Step]]:
-    """Run all requests at once to their ends. Return the figures and every step. A prompt that leaves its answer no
-    room is cut.
+    """Run all requests at once to their ends, prompts cut to leave room for the answer; return also every step.
 
     Raises StartupError for an answer longer than the engine's length.
     """
@@ -178,7 +173,7 @@ def steady_decode(
 
 @contextmanager
 def _no_prompts(built: BuiltEngine) -> Iterator[None]:
-    """Make the forward pass return random logits without computing: equal tokens would take equal experts."""
+    """Return random logits instead of computing: equal tokens would take equal experts."""
     model, ops, num_rows = built.executor.model, built.ops, built.limits.max_num_seqs
     random = ops.upload(np.random.default_rng(0).random((num_rows, model.config.vocab_size), np.float32))
     first_row = itertools.count()
@@ -197,7 +192,6 @@ def _no_prompts(built: BuiltEngine) -> Iterator[None]:
 
 
 def randomize_cache(built: BuiltEngine) -> None:
-    """Fill the cache with random numbers."""
     ops, kv = built.ops, built.executor.kv
     assert kv is not None
     numbers = np.random.default_rng(0).standard_normal(1_000_003, np.float32).astype(ops.dtype)
@@ -218,8 +212,7 @@ def _fill(ops: Device, array: Array, numbers: np.ndarray) -> None:
 
 
 def measure_decode(built: BuiltEngine, batch: int, context: int, num_steps: int) -> DecodeFigures:
-    """Time `num_steps` steps of `batch` sequences with about `context` tokens each. Raises StartupError if pool or
-    model length is too small."""
+    """Time `num_steps` steps of `batch` sequences with about `context` tokens each. Raises StartupError as above."""
     with steady_decode(built, batch, context, num_steps):
         held_before = built.engine.stats().num_slots_filled
         start_s = time.perf_counter()
@@ -241,7 +234,7 @@ def measure_decode(built: BuiltEngine, batch: int, context: int, num_steps: int)
 
 
 def measure_prefill(built: BuiltEngine, num_prompts: int, length: int) -> tuple[PrefillFigures, list[float]]:
-    """Return the figures and the seconds of each round; rounds share no prompt. Raises StartupError."""
+    """Return figures and each round's seconds; rounds share no prompt. Raises StartupError."""
     _expect_room(built, num_prompts, length + 1)
     rounds_s = []
     for number in range(1 + PREFILL_ROUNDS):
@@ -272,7 +265,7 @@ def _expect_room(built: BuiltEngine, num_sequences: int, num_tokens: int) -> Non
 
 
 def _add(built: BuiltEngine, lengths: Sequence[tuple[int, int]], seed: int = 0) -> None:
-    """Add greedy requests of these (prompt, output) lengths with random tokens."""
+    """Add greedy requests of these (prompt, output) lengths."""
     random = np.random.default_rng(seed)
     for number, (num_prompt, num_output) in enumerate(lengths):
         prompt = tuple(random.integers(0, built.config.vocab_size, num_prompt).tolist())
@@ -299,7 +292,7 @@ NUM_LATER = 8
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixFigures:
-    """Users with a shared prefix: all at once on an empty cache, and one after another."""
+    """Users with a shared prefix: at once on an empty cache, and one after another."""
 
     num_users: int
     prefix_tokens: int

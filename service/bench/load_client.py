@@ -1,8 +1,8 @@
 """One client process of `quire bench serve`: sends its share of the requests when due, and records the answers.
 
 A script: it reads its task as a line of JSON from standard input, prints "ready", reads the start time (monotonic
-clock) as a second line, and prints a line of JSON: an `Answer` per request, in the task's order. All times count from
-when a request was due, not from when it was sent: a client that falls behind must not make the service look better.
+clock) as a second line, and prints a line of JSON: an `Answer` per request, in order. Times count from when a request
+was due, so that a late client does not flatter the service.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Task:
 
 @dataclass
 class Answer:
-    """Record of one request, in seconds after it was due."""
+    """One request, in seconds after it was due."""
 
     sent_s: float = 0.0
     chunks_s: list[float] = field(default_factory=list)  # of each event with text
@@ -49,7 +49,7 @@ class Answer:
 
 
 def body_of(task: Task, number: int, num_prompt: int, num_output: int, prompt: list[int] | None = None) -> bytes:
-    """Return the request. Without a prompt it is made of `number` alone, so that every run sends the same."""
+    """Return the request; without a prompt it depends on `number` alone."""
     prompt = prompt or random.Random(number).choices(range(task.vocab_size), k=num_prompt)
     params = {"max_tokens": num_output, "temperature": 0, "ignore_eos": task.ignore_eos, "stream": True}
     usage = {"stream_options": {"include_usage": True}}
@@ -112,7 +112,7 @@ def _note(event: bytes, now_s: float, answer: Answer) -> None:
 
 
 async def run(task: Task, wait_for_start: Callable[[], float]) -> list[Answer]:
-    """Run the task; `wait_for_start` is called once requests are prepared and returns the start."""
+    """Run the task; `wait_for_start` returns the start once requests are prepared."""
     prompts: Sequence[list[int] | None] = task.prompts or [None] * len(task.requests)
     bodies = [body_of(task, *request[:3], prompt) for request, prompt in zip(task.requests, prompts, strict=True)]
     places = nullcontext() if task.max_concurrency is None else asyncio.Semaphore(task.max_concurrency)
@@ -141,8 +141,7 @@ def main() -> None:
 
 
 def hand_over(line: bytes, descriptor: int) -> None:
-    """Write a line of megabytes completely. `print` on unbuffered stdout loses the rest of a write cut short by a
-    signal."""
+    """Write a long line completely: `print` on unbuffered stdout loses the rest of a write cut short by a signal."""
     with open(descriptor, "wb", closefd=False) as whole:
         whole.write(line)
 

@@ -32,15 +32,13 @@ from service.queue.embedded.die_with_parent import die_with_parent
 
 API_KEY_VARIABLE = "QUIRE_API_KEY"
 START_DELAY_S = 0.5
-"""Time from the last client's "ready" to the start."""
 
 GRACE_S = 30.0
-"""Time for clients to start and report."""
 
 ANSWER_LINE_BYTES = 1 << 28
 CURVE_POINTS = 400
 OPEN_PER_CLIENT = 64
-"""Open requests of one client process under --max-concurrency, so that few share the limit unevenly."""
+"""Open requests of one client process under --max-concurrency."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +59,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeFigures:
-    """Figures of all clients. Latencies count from a request's due time; a gap is between two chunks of one answer.
+    """Figures of all clients; a gap is between two chunks of one answer.
 
     `goodput_per_s` counts complete answers within the TTFT objective and, by mean gap, the gap objective.
     """
@@ -203,7 +201,6 @@ def read_plan(flags: argparse.Namespace) -> Plan:
 
 
 def summarize(plan: Plan, answers: Sequence[Answer]) -> ServeFigures:
-    """Return the figures of `answers`, which are in the order of the plan's requests."""
     whole = [answer for answer in answers if answer.error is None]
     ends_s = [each.arrival / plan.rate + answer.end_s for each, answer in zip(plan.requests, answers, strict=True)]
     total_s = max(ends_s)

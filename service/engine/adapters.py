@@ -25,7 +25,7 @@ log = logging.getLogger("quire.engine")
 class Adapters:
     """Loader of adapters: from disk to host memory on a thread of its own, then to the device beside the steps.
 
-    The last `num_kept` stay in host memory; open requests hold theirs as well.
+    Open requests and the last `num_kept` stay in host memory.
     """
 
     def __init__(
@@ -35,8 +35,7 @@ class Adapters:
         slots: AdapterSlotPool,
         num_kept: int,
     ):
-        """`read` is called on the thread; may raise ModelError, which fails the adapter's requests. `write` starts to
-        replace a slot's adapter."""
+        """`read`, called on the thread, may raise ModelError, which fails the adapter's requests."""
         self.slots = slots
         self._read = read
         self._write = write
@@ -64,7 +63,7 @@ class Adapters:
             self._loading[source.digest] = self._thread.submit(self._checked, source)
 
     def drain_loaded(self) -> list[tuple[SequenceGroup, bool]]:
-        """Return groups whose adapter was read since the last call, and whether each has it."""
+        """Return groups whose adapter was newly read, and whether each has it."""
         done = {digest: future for digest, future in self._loading.items() if future.done()}
         if not done:
             return []
@@ -80,7 +79,6 @@ class Adapters:
         return found
 
     def start_writes(self) -> None:
-        """Start to write the slots that the last plan gave away."""
         for slot, adapter in self.slots.drain_loads():
             self._writes[slot] = self._write(slot, adapter)
 

@@ -1,8 +1,7 @@
 """Beam search, with the rules of Hugging Face's `generate`.
 
-1. Candidates rank by summed log-probability, then by the rank of their beam, then by token id.
-2. A candidate that ends becomes a hypothesis if among the first `width`; the best `width` of the others are the next
-   beams.
+1. Candidates rank by summed log-probability, then by their beam's rank, then by token id.
+2. A candidate that ends becomes a hypothesis if among the first `width`; the best `width` others are the next beams.
 3. A hypothesis scores sum / length ** `length_penalty`; the best `width` are kept.
 4. With `width` hypotheses the search ends if `early_stopping` is True, or the best beam cannot beat the worst one: by
    its present score, or at full length if "never" and the penalty favours length.
@@ -79,7 +78,7 @@ class BeamSearch:
         self.hypotheses: list[BeamHypothesis] = []
 
     def rank(self, rows: Seq[TokenLogprob]) -> list[Candidate]:
-        """Return at most `width` next candidates, best first; none once the search is over. `rows`: one per beam."""
+        """Return at most `width` next candidates, best first; none once the search is over."""
         candidates = sorted(
             Candidate(-beam.sum_logprob - logprob, rank, token_id, logprob)
             for rank, (beam, row) in enumerate(zip(self.beams, rows, strict=True))

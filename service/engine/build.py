@@ -180,10 +180,8 @@ def size_engine(
     progress: bool,
     draft: PlannedDraftModel | None = None,
 ) -> SizedModel:
-    """Load a model and size its pool. Raises StartupError.
-
-    A GPU pool is sized after the largest steps. A CPU pool is sized before loading: others use its memory.
-    """
+    """Load a model and size its pool: a GPU's after the largest steps, a CPU's before loading, as others use its
+    memory. Raises StartupError."""
     wanted_len = wanted_model_len(settings, config)
     planned_format = planned_weights(settings, config, ops)
     weights, weight_format = planned_format.num_bytes, planned_format.label or ops.dtype.name

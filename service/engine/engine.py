@@ -51,13 +51,13 @@ class Executor(Protocol):
         """Start a plan without chunks."""
 
     def sample(self, launched: Any) -> None:
-        """Sample for sequences that need previous tokens; once a step, before the next launch."""
+        """Sample for sequences that need previous tokens, before the next launch."""
 
     def collect(self, launched: Any) -> StepResult:
-        """Wait for a sampled step; once a step, in launch order."""
+        """Wait for a sampled step, in launch order."""
 
     def finished_transfers(self) -> list[FinishedTransfer]:
-        """Return transfers finished since the last call, in order for each direction."""
+        """Return newly finished transfers, in order for each direction."""
 
     def wait_for_transfer(self) -> None:
         """Wait for one transfer in flight."""
@@ -125,8 +125,8 @@ class Engine:
         return 0 if self._kv.host is None else self._kv.host.num_transfers_in_flight
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queue a request. It ends at once if it can never fit (TOO_LARGE), asks a model without a head for tokens
-        (INVALID), or its history is complete."""
+        """Queue a request. It ends at once if it can never fit (TOO_LARGE), its model lacks a head (INVALID), or its
+        history is complete."""
         outputs = self._output_processor
         if request.request_id in outputs.open_groups:
             raise ValueError(f"request {request.request_id} is already here")
@@ -177,7 +177,7 @@ class Engine:
     def step(self) -> None:
         """Launch a step, then process the previous one while the device computes.
 
-        A later step may still compute a sequence whose blocks are free: their next owner writes in a still later one.
+        A later step may compute a sequence whose blocks are free: their next owner writes later still.
         """
         if not self._in_flight:
             self._collected_at_s = time.perf_counter()

@@ -121,8 +121,8 @@ class MaskBuilder:
         return TokenMask(np.array(rows, np.int32), words)
 
     def build_runs(self, samplers: Seq[Sequence], drafts: Seq[Seq[int]]) -> tuple[TokenMask | None, frozenset[int]]:
-        """Return the mask of each row after its `drafts`, and the rows whose matcher failed after them. Rows of a run
-        are adjacent, one more draft each."""
+        """Return the mask of each row after its `drafts`, and the rows whose matcher failed. Rows of a run are
+        adjacent, one more draft each."""
         rows: list[int] = []
         words: list[np.ndarray] = []
         failed = set()

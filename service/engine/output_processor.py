@@ -155,7 +155,7 @@ class OutputProcessor:
             self._emit_end(group, tuple(reversed(parts)), reason, group.choices())
 
     def _append_tokens(self, samplers: list[Sequence], result: StepResult) -> None:
-        """Append one token each. Plain ones are emitted together, before the others."""
+        """Append one token each; plain ones are emitted together, first."""
         branches, token_ids, nums_output_tokens = new_tokens = NewTokens([], [], [])
         first_index = len(self._outputs)
         for index, (sequence, token_id) in enumerate(zip(samplers, result.token_ids, strict=True)):
@@ -185,7 +185,6 @@ class OutputProcessor:
             self.num_output_tokens += len(branches)
 
     def _append_runs(self, samplers: list[Sequence], result: StepResult, indptr: Seq[int]) -> None:
-        """Append accepted drafts and the next token."""
         for index, sequence in enumerate(samplers):
             sequence.num_pending_tokens -= 1
             if sequence.status is SequenceStatus.ENDED:
@@ -207,7 +206,7 @@ class OutputProcessor:
                 self._append_run(sequence, result, run)
 
     def _append_plain_run(self, sequence: Sequence, token_ids: tuple[int, ...]) -> bool:
-        """Append a run that ends nothing, in a few calls: the next step waits. Return whether it is one."""
+        """Append a run that ends nothing, in few calls: the next step waits. Return whether it is one."""
         group, known = sequence.group, sequence.token_ids
         if (
             not sequence.emits_only_tokens
@@ -225,7 +224,7 @@ class OutputProcessor:
         return True
 
     def _append_run(self, sequence: Sequence, result: StepResult, run: range) -> None:
-        """Append tokens up to one that ends the branch; emit them together."""
+        """Append tokens up to one that ends the branch."""
         group, reason = sequence.group, None
         token_ids: list[int] = []
         logprobs: list[TokenLogprob] = []

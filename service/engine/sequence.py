@@ -30,8 +30,8 @@ TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
 class Sequence:
     """Branch that runs until `num_computed_tokens` reaches `num_tokens`: prefill, decode and recovery alike.
 
-    `num_pending_tokens` were sampled by steps in flight: ids unknown. The leader computes the common prefix; followers
-    hold no blocks (`is_waiting_for_leader`) until they diverge.
+    The ids of `num_pending_tokens` are still on the device. The leader computes the common prefix; followers hold no
+    blocks (`is_waiting_for_leader`) until they diverge.
     """
 
     def __init__(self, group: SequenceGroup, branch: int, num_alternatives: int | None):
@@ -100,7 +100,6 @@ class Sequence:
         self.status = status
 
     def share_prefix_with(self, others: list[Sequence]) -> None:
-        """Make branches without blocks wait for their common prefix."""
         for other in others:
             other.is_waiting_for_leader = True
             other.num_inherited_tokens = _num_inherited_tokens(self, other)
@@ -157,18 +156,15 @@ class SequenceGroup:
 
     @property
     def live(self) -> list[Sequence]:
-        """Branches not ended, leader first."""
         return [sequence for sequence in self.branches if sequence.status is not SequenceStatus.ENDED]
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """True until steps have planned all requested prompt log-probabilities."""
         wanted = self.request.sampling.prompt_logprobs is not None
         return wanted and max(1, self.num_scored_tokens) < self.num_prompt_tokens
 
     @property
     def wants_pooling(self) -> bool:
-        """True until steps have planned all requested pooling."""
         return self.request.sampling.pooling is not None and self.num_pooled_tokens < self.num_prompt_tokens
 
     @property
@@ -207,7 +203,6 @@ class SequenceGroup:
         return tuple(one.branch for one in good[: self.request.sampling.n])
 
     def wait_for_leader(self) -> None:
-        """Make the leader compute the common prefix, before the group runs."""
         leader, *others = self.live
         leader.share_prefix_with(others)
 

@@ -12,7 +12,7 @@ class Chunk(NamedTuple):
     """`length` tokens of a sequence from `start`, whose blocks are in its table.
 
     `samplers` sample from the last logits: the sequence and branches that fork there; none before its end. With
-    `drafts`, guesses at the end, the only sampler gets a token per right draft, and another one.
+    `drafts` at the end, the only sampler gets a token per right draft, and another one.
     """
 
     sequence: Sequence
@@ -49,8 +49,8 @@ class BlockCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Work of one step, one-token chunks first. `copies` run in order before any write; then `swap_outs` (GPU to
-    host) and `swap_ins` run while chunks are computed."""
+    """Work of one step, one-token chunks first. `copies` precede all writes; then `swap_outs` (to the host) and
+    `swap_ins` run while chunks are computed."""
 
     chunks: tuple[Chunk, ...]
     copies: tuple[BlockCopy, ...] = ()

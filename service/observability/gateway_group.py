@@ -41,7 +41,7 @@ class GatewayGroup:
 
 
 class SharedNumbers:
-    """Float64 numbers, a file per gateway. A restarted gateway adds to its predecessor's file. For one thread."""
+    """Float64 numbers, a file per gateway, which its successor continues. For one thread."""
 
     def __init__(self, name: str, num: int, group: GatewayGroup | None) -> None:
         self._all: list[memoryview[float]] = (
@@ -60,7 +60,7 @@ class SharedNumbers:
 
 
 class OpenCounts:
-    """Open requests by client. A group's two names share a slot once in 65,536."""
+    """Open requests by client. Two names share a slot once in 65,536."""
 
     FILE = "open_requests"
 

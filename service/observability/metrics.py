@@ -93,10 +93,10 @@ class LaneStats(NamedTuple):
 
 
 class GatewayMetrics:
-    """Metrics of one gateway, with their registry, or of a group of gateways.
+    """Metrics of one gateway, with their registry, or of a group.
 
-    In a group prometheus_client keeps each gateway's numbers in files of `group.folder`
-    (PROMETHEUS_MULTIPROC_DIR), and each gateway exposes the sums.
+    In a group prometheus_client keeps each gateway's numbers in files of `group.folder` (PROMETHEUS_MULTIPROC_DIR), and
+    each exposes the sums.
     """
 
     def __init__(self, model_name: str, group: GatewayGroup | None = None) -> None:

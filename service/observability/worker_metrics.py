@@ -187,8 +187,8 @@ WORKER_METRICS = (
 
 @dataclass(frozen=True)
 class WorkerHistogram:
-    """Histogram of a worker. Its Buckets are `stat`_0, `stat`_1, ... and `stat`_sum in WorkerCard.stats, zeros left
-    out but for the sum."""
+    """Histogram of a worker: Buckets `stat`_0, `stat`_1, ... and `stat`_sum in WorkerCard.stats, zeros left out but for
+    the sum."""
 
     stat: str
     name: str

@@ -84,7 +84,7 @@ class OfflineEngine:
     """Raises ValueError if the model cannot be read or does not fit."""
 
     def __init__(self, settings: Settings, seed: int | None) -> None:
-        """`seed`: of requests without one, which also get different ones by their order; None: random seeds."""
+        """`seed`: of requests without one, varied by their order; None: random."""
         try:
             self.model = ServedModel.read(settings)
             built = build_engine(settings, progress=True)
@@ -117,8 +117,8 @@ class OfflineEngine:
         lora: LoRARequest | None = None,
         model: ServedModel | None = None,
     ) -> PreparedRequest:
-        """Tokenize and resolve a request with one prompt. Callable from any thread. `model`: with another chat
-        template. Raises ValueError."""
+        """Tokenize and resolve a request with one prompt, on any thread. `model`: with another chat template. Raises
+        ValueError."""
         try:
             return self._prepared(request, request_id, lora, model or self.model)
         except RequestError as error:

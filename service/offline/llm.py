@@ -38,7 +38,7 @@ from service.offline.settings import read_keywords
 
 
 class LLM:
-    """A model in this process. Methods may be called from several threads; each blocks until its results are complete.
+    """A model in this process. Methods block until complete, and may be called from several threads.
 
     A context manager; `shutdown` or garbage collection ends the engine's thread.
     """
@@ -91,8 +91,8 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Return one output per conversation, like `generate`. `chat_template`: a file or a text, in place of the
-        model's. Tools are only in the prompt: calls and reasoning are part of the text."""
+        """Return one output per conversation, like `generate`. `chat_template`: a file or a text. Tools are only in the
+        prompt: calls and reasoning are part of the text."""
         model = self._engine.model if chat_template is None else self._with_template(chat_template)
         options = {
             "add_generation_prompt": add_generation_prompt,

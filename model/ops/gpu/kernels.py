@@ -68,8 +68,8 @@ class Kernels:
     ) -> None:
         """Run `work` after compiling its missing kernels in parallel.
 
-        If any is missing, `work` runs twice, first launching nothing from that kernel on: none reads what was not
-        written. It must not depend on results. `others` of a group launch nothing either; `use` selects this device.
+        If any is missing, `work` runs twice, first launching nothing from that kernel on, so it must not depend on
+        results. `others` of a group launch nothing either; `use` selects this device.
         """
         together = (self, *others)
         with ThreadPoolExecutor(thread_name_prefix="compile") as compilers:

@@ -50,8 +50,7 @@ class _Config(ctypes.Structure):
 class OverlappedLaunch:
     """The driver's launch call with attributes, for one thread.
 
-    Launches reuse one memory, which the driver copies within the call: describing a step's 300 launches anew took
-    longer than all else.
+    The driver copies the launch's memory within the call, so that all launches reuse it.
     """
 
     def __init__(self, stream: Stream, driver: ctypes.CDLL | None = None):

@@ -1,6 +1,6 @@
 """Products by cuBLASLt's algorithms, `gemv` for few rows, or Hopper's `small_m_sm90`.
 
-`tune` measures the fastest per shape and caches it (`gemm_tuning`); other shapes take cuBLASLt's first choice.
+`tune` measures and caches (`gemm_tuning`) the fastest per shape; other shapes take cuBLASLt's first choice.
 tests/bench/measure_products.py makes the shipped measurements.
 """
 
@@ -63,8 +63,8 @@ class Linear:
         self._tuning = {**read_tuning(SHIPPED_TUNING / self._path.name), **read_tuning(self._path)}
 
     def __call__(self, x: Array, weight: Array, bias: Array | None, out: Array, *, exact: bool = False) -> None:
-        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous, not empty. `exact`: by one row's algorithm
-        where that is gemv: each row has the bits of one row."""
+        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous, not empty. `exact`: with the bits of one
+        row if gemv computes that."""
         if exact and self._by_exact_gemv(x, weight, bias, out):
             return
         algorithm = self._tuning.get(_shape_of(x, weight, bias, out), FIRST_CHOICE) if self._tuning else FIRST_CHOICE
@@ -75,7 +75,7 @@ class Linear:
     def tune(self, weights: Sequence[Array], bias: Array | None, num_rows: Sequence[int], out_dtype: np.dtype) -> None:
         """Measure the fastest algorithm for each of `num_rows`, about 30 ms per new shape. Not while capturing.
 
-        The `weights` of one shape [N, K] are used in turn, and should far exceed the L2.
+        The `weights` [N, K] are used in turn, and should far exceed the L2.
         """
         device, (n, k), found = self._device, weights[0].shape, {}
         shapes = [GemmShape(m, n, k, device.dtype.name, out_dtype.name, bias is not None) for m in num_rows]

@@ -17,7 +17,7 @@ from model.ops.weight import Array
 
 
 class Section(NamedTuple):
-    """A run of an axis that is divided by itself, as q is in a stacked q, k and v."""
+    """A run of an axis that is divided by itself, as q in a stacked q, k and v."""
 
     size: int
     copies: int = 1  # neighbouring ranks that hold the same part
@@ -135,14 +135,13 @@ class PartialSums(GroupArray):
 
 
 def divided(array: Array, split: Split | None) -> Array:
-    """Return a group's array with this `split`; unchanged without one, or on a single device."""
+    """Return the array with this `split`; unchanged without one, or on a single device."""
     if split is None or not isinstance(array, GroupArray):
         return array
     return SplitArray(array.parts, split)
 
 
 def stacked(splits: Sequence[Split | None]) -> Split | None:
-    """Return the split of arrays stacked along the first axis, or of the only one."""
     first = splits[0]
     if first is None or first.axis:
         return first
@@ -150,13 +149,13 @@ def stacked(splits: Sequence[Split | None]) -> Split | None:
 
 
 def product_split(data: Array) -> Split | None:
-    """Return the split of products with a weight of this `data`: by columns, if the matrix is divided by rows."""
+    """Return the split of products with this weight: by columns, if the matrix is divided by rows."""
     is_by_rows = isinstance(data, SplitArray) and data.split.axis == 0
     return replace(data.split, axis=1) if is_by_rows else None
 
 
 def own_rows(array: GroupArray, split: Split) -> SplitArray:
-    """Return each rank's rows of an array that every rank has, padded to equal parts."""
+    """Return each rank's rows of an array that all have, padded to equal parts."""
     size = split.part_size(len(array.parts))
     return SplitArray(tuple(part[rank * size : (rank + 1) * size] for rank, part in enumerate(array.parts)), split)
 
@@ -179,7 +178,7 @@ def whole_nbytes(array: Array) -> int:
 
 
 _PLAIN = frozenset((type(None), bool, int, float, str))
-"""Types without parts, tried first: every operation of every rank asks."""
+"""Types without parts, tried first."""
 
 
 def on_rank(value: Any, rank: int) -> Any:
@@ -209,7 +208,7 @@ def _field_names(kind: type) -> tuple[str, ...]:
 
 
 def joined(values: Sequence[Any]) -> Any:
-    """Return the ranks' results as one: arrays, or dataclasses and tuples of them."""
+    """Return the ranks' results as one."""
     first = values[0]
     kind: Any = type(first)
     if isinstance(first, list | tuple):

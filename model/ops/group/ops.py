@@ -1,8 +1,8 @@
 """Tensor parallelism: the operations of a model whose matrices are divided among the ranks of a group.
 
 A product with a matrix divided by rows gives a rank its own outputs; one divided by columns gives `PartialSums`, which
-the norm after it sums. Logits are divided by the vocabulary: each rank samples its part, and the best token is taken;
-thresholds, masks and log-probabilities need them gathered. All else is done on every rank.
+the norm after it sums. Each rank samples its part of the vocabulary, and the best token is taken; thresholds, masks and
+log-probabilities need gathered logits. All else is done on every rank.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class GroupOps(GroupDevice):
     ) -> Array:
         """Return `PartialSums` for a matrix divided by columns, whose bias rank 0 adds; else each rank's outputs.
 
-        Each rank rescales its own product: scales of quantised inputs need not agree.
+        Ranks rescale their own products: scales of quantised inputs may differ.
         """
         x = self._inputs(x, weight)
         is_partial = _is_by_columns(weight)

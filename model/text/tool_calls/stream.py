@@ -1,7 +1,6 @@
 """Separates a streamed reply into text and function calls.
 
-A malformed, cut off or unknown call is text. The search for the next opening resumes within a malformed call, otherwise
-after it.
+A malformed, cut off or unknown call is text, within which the search for openings resumes.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class CallStart:
 
 @dataclass(frozen=True)
 class ArgumentsDelta:
-    """Part of a call's arguments; all are JSON together, unless the call is cut off or malformed."""
+    """Part of a call's arguments; together JSON, unless the call is cut off or malformed."""
 
     number: int
     text: str
@@ -66,7 +65,7 @@ Reader = JsonCallReader | XmlCallReader | PythonCallReader
 
 
 class ToolCallStream:
-    """Parser of one reply, in linear time. The split of the input does not change the result.
+    """Parser of one reply, in linear time, whatever the split of the input.
 
     Emits each character once, except syntax and adjacent blanks. Holds back at most MAX_UNPROVEN_CHARS, unless
     `holds_calls`.
@@ -126,7 +125,7 @@ class ToolCallStream:
         return events
 
     def flush(self) -> list[ToolCallEvent]:
-        """End the reply and return the held events."""
+        """Return the held events at the reply's end."""
         self._is_ended = True
         events = self.push("")
         rest = self._buffer[self._emitted :]
@@ -351,8 +350,8 @@ class ToolCallStream:
         return None
 
     def _may_begin_run(self, pos: int) -> bool:
-        """Return whether a bare run, or a call in one, may begin at `pos`: in text read for the first time if runs are
-        allowed anywhere, else only separated from the preceding text."""
+        """Return whether a bare run, or a call in one, may begin at `pos`: anywhere in new text if allowed, else only
+        separated from the preceding text."""
         char, is_new = self._buffer[pos], self._num_dropped + pos >= self._rescan_until
         if char == self._syntax.bare and is_new and not self._syntax.at_start_only:
             return True

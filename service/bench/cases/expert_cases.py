@@ -100,7 +100,6 @@ class ExpertCases:
         return ExpertGroups(*map(ops.upload, arrays))
 
     def _stack(self, kind: WeightFormat, width: int, inner: int) -> Weight:
-        """Return random weights [E, width, inner]."""
         key = (kind, width, inner)
         if key not in self._stacks:
             self._stacks[key] = self._ops.prepare_weight(self._random_stack(kind, width, inner))

@@ -1,5 +1,4 @@
-"""Cases of `quire bench kernels`: the operations of `Ops` at sizes where speed counts, with their least bytes and
-FLOPs."""
+"""Cases of `quire bench kernels`: operations of `Ops` where speed counts, with their least bytes and FLOPs."""
 
 from __future__ import annotations
 
@@ -72,15 +71,14 @@ GROUP_SIZE = 128
 FP8_SIZE = 97.0  # root of the mean square of random e4m3
 
 CACHE_LAYERS = 2
-"""Cache layers that attention cases alternate between."""
 
 Launch = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operation at one size. `num_bytes` and `num_flops` are its least work. `make(i)` returns the launch on the
-    i-th input set. `peer` describes the same work for `torch_reference.py`."""
+    """One operation at one size, with its least work. `make(i)` returns the launch on the i-th input set. `peer`
+    describes it for `torch_reference.py`."""
 
     op: str
     size: str
@@ -91,8 +89,6 @@ class Case:
 
 
 class KernelCases:
-    """Builder of the cases of a model's shape on a backend."""
-
     def __init__(self, ops: Ops, config: ModelConfig, sizes: Sizes, block_size: int = 16):
         self._ops = ops
         self._config = config
@@ -202,7 +198,7 @@ class KernelCases:
                 yield self._quantised_product(name, kind, rows, width, inner)
 
     def _quantised_product(self, name: str, kind: WeightFormat, rows: int, width: int, inner: int) -> Case:
-        """Return a case whose FLOPs are counted at 16 bits' rate; inputs of FP8 are e4m3 where the device has it."""
+        """FLOPs count at 16 bits' rate; inputs of FP8 are e4m3 where the device has it."""
         ops = self._ops
 
         def make(i: int) -> Launch:
@@ -261,7 +257,7 @@ class KernelCases:
         return Case("plan_decode_attention", _named(batch), 36 * len(tables), 0, make)
 
     def _decode(self, batch: Batch, *, planned: bool) -> Case:
-        """Return one layer's attention, planned beforehand as in a step, or with its own plan per call."""
+        """Return one layer's attention, planned beforehand as in a step, or by each call."""
         ops, num_heads, head_dim = self._ops, self._config.num_heads, self._config.head_dim
         tables, lengths = self._paged(batch)
         shape = (len(tables), num_heads, head_dim)
@@ -361,7 +357,6 @@ class KernelCases:
         return make
 
     def _paged(self, batch: Batch) -> tuple[Array, Array]:
-        """Return block tables scattered over the cache, and lengths."""
         lengths = np.concatenate([np.full(*group, np.int32) for group in batch])
         held = np.arange(-(-lengths.max() // self._block_size)) < -(-lengths[:, None] // self._block_size)
         tables = np.zeros(held.shape, np.int32)

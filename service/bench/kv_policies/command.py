@@ -33,7 +33,7 @@ from service.config.settings import Settings
 from service.errors import StartupError
 
 SIMULATED_REQUESTS = 300
-"""Default number of requests of a simulation: a steady state within seconds."""
+"""Requests of a simulation by default."""
 
 SHARES = ("tokens", "reserved", "internal", "external", "free")
 
@@ -224,7 +224,7 @@ def _print_sharing(rows: Sequence[SharingFigures]) -> None:
 
 
 def comparison_figure(comparison: Comparison, title: str) -> Figure:
-    """Return the paper's two drawings: use of the cache, and latency against rate."""
+    """Draw use of the cache, and latency against rate, as in the paper."""
     loaded = {row.policy: row.loaded.use for row in comparison.policies if row.loaded is not None}
     bars = [
         {"label": share, "x": list(loaded), "y": [100 * getattr(use, share) for use in loaded.values()]}

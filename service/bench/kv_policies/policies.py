@@ -1,8 +1,8 @@
-"""The KV cache policies that `quire bench memory` compares: paging, and the baselines of the PagedAttention paper (Kwon
-et al., SOSP 2023, sections 3.1 and 6.1).
+"""KV cache policies of `quire bench memory`: paging, and the baselines of the PagedAttention paper (Kwon et al., SOSP
+2023, sections 3.1 and 6.1).
 
-Each is a KV manager, so that the same scheduler, engine and kernels run under all: a contiguous region is a block table
-of consecutive ids. The static policies also form batches. Prefixes are not cached: a trace's requests share none.
+Each is a KV manager under the same scheduler, engine and kernels: a contiguous region is a block table of consecutive
+ids. The static policies also form batches. Prefixes are not cached.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from service.errors import StartupError
 
 
 class Regions(ABC):
-    """Allocator of ranges of block ids in 0..num_blocks, with a `BlockPool`'s counts."""
+    """Allocator of ranges of block ids, with a `BlockPool`'s counts."""
 
     num_cached = num_shared = 0
 
@@ -48,19 +48,19 @@ class Regions(ABC):
 
     @abstractmethod
     def take(self, count: int) -> range:
-        """Allocate a region of at least `count` blocks. Raises OutOfBlocks without a hole."""
+        """Allocate at least `count` blocks. Raises OutOfBlocks without a hole."""
 
     @abstractmethod
     def give_back(self, region: range) -> None:
-        """Free a region, given exactly as it was taken."""
+        """Free a region exactly as it was taken."""
 
     @abstractmethod
     def check_invariants(self) -> None:
-        """Check that regions and holes partition the pool, and that no two holes could be merged."""
+        """Check that regions and holes partition the pool, and holes are merged."""
 
 
 class BestFit(Regions):
-    """Best-fit allocator: cuts a region from the first smallest hole that is large enough; neighbouring holes merge."""
+    """Best fit: cuts a region from the first smallest hole that is large enough; neighbouring holes merge."""
 
     def __init__(self, num_blocks: int):
         super().__init__(num_blocks)
@@ -103,8 +103,8 @@ class BestFit(Regions):
 
 
 class Buddy(Regions):
-    """Buddy allocator: regions of a power of two, aligned to their size; a larger hole is halved until it fits, free
-    halves merge. A pool of another size is a row of such holes, the largest first."""
+    """Buddy: aligned regions of a power of two; a larger hole is halved until it fits, free halves merge. Another pool
+    is a row of such holes, the largest first."""
 
     def __init__(self, num_blocks: int):
         super().__init__(num_blocks)
@@ -183,10 +183,9 @@ class Holding(NamedTuple):
 
 
 class ContiguousKV(KVManager):
-    """KV manager with one region per sequence, from its start to its end.
+    """KV manager with one region per sequence, of `wanted_slots` slots.
 
-    `wanted_slots` returns a region's size. With `grows` a region only reserves memory: a sequence gets slots as it
-    fills them.
+    With `grows` a region only reserves memory: a sequence gets slots as it fills them.
     """
 
     def __init__(
@@ -200,8 +199,7 @@ class ContiguousKV(KVManager):
         self._regions: dict[Sequence, range] = {}
 
     def num_blocks_for_match(self, sequence: Sequence, match: Match) -> int:
-        """Return the blocks a sequence still needs: its region's, or more than the pool has if no hole is large
-        enough."""
+        """Return the blocks of the sequence's region, or more than the pool has if no hole is large enough."""
         wanted = self._wanted_blocks(sequence)
         return wanted if self.regions.fits(wanted) else self.regions.num_blocks + 1
 
@@ -210,7 +208,7 @@ class ContiguousKV(KVManager):
         return 0 if sequence in self._regions else self._wanted_blocks(sequence)
 
     def extend(self, sequence: Sequence, num_tokens: int) -> None:
-        """Allocate the sequence's region. Raises OutOfBlocks and then changes nothing."""
+        """Allocate the region. Raises OutOfBlocks and then changes nothing."""
         if sequence not in self._regions:
             wanted = self._wanted_blocks(sequence)
             region = self._regions[sequence] = self.regions.take(wanted)
@@ -224,7 +222,6 @@ class ContiguousKV(KVManager):
         raise AssertionError(f"{parent.request_id}: a contiguous region cannot be shared")
 
     def release(self, sequence: Sequence) -> None:
-        """Free the region and reset the sequence."""
         region = self._regions.pop(sequence, None)
         if region is not None:
             self.regions.give_back(region)
@@ -232,7 +229,6 @@ class ContiguousKV(KVManager):
         sequence.num_computed_tokens = sequence.num_exclusive_tokens = 0
 
     def holding(self, sequence: Sequence, num_computed: int) -> Holding:
-        """Return what a sequence with `num_computed` computed tokens holds."""
         if self._grows:
             return Holding(num_computed, num_computed)
         return Holding(self._wanted_slots(sequence), len(self._regions[sequence]) * self.block_size)
@@ -260,8 +256,6 @@ class ContiguousKV(KVManager):
 
 
 class PagedKV(KVManager):
-    """The engine's own manager, with `holding`."""
-
     def holding(self, sequence: Sequence, num_computed: int) -> Holding:
         """Return as `ContiguousKV.holding`."""
         held = len(sequence.block_table) * self.block_size
@@ -273,8 +267,6 @@ ComparedKV = ContiguousKV | PagedKV
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """The pool of a comparison."""
-
     num_blocks: int
     block_size: int
     max_model_len: int
@@ -285,14 +277,14 @@ class Pool:
 
     @property
     def num_longest(self) -> int:
-        """Return how many sequences of the greatest length fit. Such a region is whole blocks."""
+        """Return how many longest sequences fit, in whole blocks."""
         return self.num_blocks // -(-self.max_model_len // self.block_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """One policy. `max_batch` is None for continuous batching; else sequences run in batches of at most that size,
-    padded to the longest prompt and answer, done when all are."""
+    """One policy. `max_batch` None: continuous batching; else batches of that size, padded to the longest prompt and
+    answer, done when all are."""
 
     name: str
     make_kv: Callable[[Pool], ComparedKV]
@@ -300,7 +292,6 @@ class Policy:
 
 
 def power_of_two(count: int) -> int:
-    """Return the least power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
@@ -361,7 +352,7 @@ def _policies() -> dict[str, Policy]:
 POLICIES = _policies()
 
 PAPERS_ALLOCATOR = "buddy"
-"""Allocator of all three Orcas in the paper. Best fit is kinder to them: no server had it."""
+"""Allocator of all three Orcas in the paper, though best fit is kinder to them."""
 
 DEFAULT_POLICIES = ",".join(
     ["paged", *WANTED, "static-ft", "static-hf", *(f"{name}:best-fit" for name in WANTED)],
@@ -369,7 +360,7 @@ DEFAULT_POLICIES = ",".join(
 
 
 def read_policies(text: str) -> list[Policy]:
-    """Parse "paged,oracle:buddy", without repeats. Raises StartupError for an unknown name."""
+    """Parse "paged,oracle:buddy". Raises StartupError for a repeated or unknown name."""
     chosen: dict[str, Policy] = {}
     for name in (part.strip() for part in text.split(",")):
         full_name = f"{name}:{PAPERS_ALLOCATOR}" if name in WANTED else name
@@ -380,7 +371,7 @@ def read_policies(text: str) -> list[Policy]:
 
 
 def check_room(policies: Iterable[Policy], pool: Pool) -> None:
-    """Raises StartupError for a policy under which the longest sequence can never run."""
+    """Raises StartupError if the longest sequence can never run."""
     if pool.num_longest < 1:
         raise StartupError(f"memory: {pool.num_slots} slots hold no sequence of {pool.max_model_len} tokens")
     num_blocks = -(-pool.max_model_len // pool.block_size)

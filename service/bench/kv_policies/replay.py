@@ -1,7 +1,7 @@
 """Replay of a trace through an engine under one policy, on a real or a simulated clock.
 
 Requests arrive when they are due, open loop. A static policy forms a batch of the earliest waiting requests once the
-previous batch is done; all get its longest prompt and answer, and finish with it.
+previous batch is done.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from service.errors import EndReason
 
 
 class Lengths(NamedTuple):
-    """Lengths of a request, without padding."""
-
     num_prompt: int
     num_output: int
 
@@ -50,8 +48,6 @@ class SlotUse:
 
 
 class Slots(NamedTuple):
-    """Slots of one sequence, or of all."""
-
     tokens: int
     reserved: int
     internal: int
@@ -59,8 +55,7 @@ class Slots(NamedTuple):
 
 
 def slots_of(sequence: Sequence, num_computed: int, holding: Holding, lengths: Lengths) -> Slots:
-    """Split the slots of a sequence with `num_computed` filled ones by use. Padding is never used, and no slot is once
-    the answer is complete and only the batch continues."""
+    """Split the slots of a sequence by use. Padding is never used; no slot is while only the batch continues."""
     num_padding = sequence.num_prompt_tokens - lengths.num_prompt
     num_pads_held = min(num_padding, num_computed)
     is_needed = num_computed < sequence.num_prompt_tokens + lengths.num_output
@@ -103,7 +98,6 @@ class SlotLedger:
         return self._sums[0] / self.seconds if self.seconds else 0.0
 
     def use(self) -> SlotUse:
-        """Without a look all is free."""
         parts = self._sums[1:] if any(self._sums[1:]) else [0, 0, 0, 0, 1]
         tokens, reserved, internal, external, free = (part / sum(parts) for part in parts)
         return SlotUse(tokens=tokens, reserved=reserved, internal=internal, external=external, free=free)
@@ -130,7 +124,7 @@ LOOK_EVERY = 4
 """Steps between two looks, taken while a step runs."""
 
 WARM_SHARE = 0.2
-"""Share of requests to finish before a run counts as loaded: before, all running ones are young."""
+"""Share of requests to finish before a run counts as loaded."""
 
 
 class Clock(Protocol):
@@ -144,8 +138,6 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """The host's clock."""
-
     def __init__(self) -> None:
         self._start_s = time.perf_counter()
 
@@ -178,8 +170,7 @@ class WatchedExecutor:
 
 @dataclass(frozen=True)
 class Bench:
-    """Environment of a replay. `make_engine` returns a new engine over a KV manager, which reports each step before it
-    launches it, and its clock at 0."""
+    """Environment of a replay. `make_engine` returns a new engine over a KV manager and its clock at 0."""
 
     pool: Pool
     vocab_size: int
@@ -189,8 +180,8 @@ class Bench:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayFigures:
-    """One policy at one rate. A run is loaded while requests wait for memory and the first ones are done; if it never
-    is, the loaded figures are of the whole run."""
+    """One policy at one rate. A run is loaded while requests wait for memory and the first ones are done; without such
+    a time, the loaded figures are of the whole run."""
 
     policy: str
     rate: float | None  # requests/s; None: all at once
@@ -199,7 +190,7 @@ class ReplayFigures:
     requests_per_s: float
     output_tokens_per_s: float
     normalized_latency_s: float  # seconds from due to done per token of the answer, mean over requests
-    is_given_up: bool  # before the last end: the latency is a lower bound, the rest is of the time until then
+    is_given_up: bool  # the latency is a lower bound, the rest is of the time until then
     loaded_s: float
     loaded_tokens_per_s: float
     mean_running: float
@@ -209,7 +200,7 @@ class ReplayFigures:
 
 
 def fit_lengths(requests: Iterable[TracedRequest], max_model_len: int) -> list[TracedRequest]:
-    """Cut requests to the longest sequence: a prompt keeps at most half of it, an answer the rest."""
+    """Cut prompts to half the longest sequence, answers to the rest."""
     fitted = []
     for request in requests:
         num_prompt = min(request.num_prompt_tokens, max_model_len // 2)
@@ -227,7 +218,7 @@ class _Seen(NamedTuple):
 
 
 class Replay:
-    """One run. `requests` are as `fit_lengths` returns them; `rate` None: all at once."""
+    """One run of requests from `fit_lengths`; `rate` None: all at once."""
 
     def __init__(
         self,
@@ -259,7 +250,6 @@ class Replay:
         self._seen: _Seen | None = None
 
     def run(self) -> ReplayFigures:
-        """Run to the last request's end."""
         while self._num_ended < len(self._requests) and not self._is_over():
             self._admit()
             if self._engine.has_work:
@@ -281,7 +271,6 @@ class Replay:
         return self._latency_s() >= self._give_up_s
 
     def _latency_s(self) -> float:
-        """Return the mean normalised latency, with a lower bound for unfinished requests."""
         until_s = np.minimum(self._end_s, self._clock.now_s)
         return float(np.mean(np.maximum(0.0, until_s - self._due_s) / self._num_outputs))
 
@@ -297,8 +286,7 @@ class Replay:
             self._add_batch(self._max_batch)
 
     def _add_batch(self, max_batch: int) -> None:
-        """Form a batch of the earliest requests; it ends before a request that would pad it beyond the longest
-        sequence."""
+        """Form a batch of the earliest requests, up to one that would pad it beyond the longest sequence."""
         batch: list[int] = []
         longest_prompt = longest_output = 0
         while self._queue and len(batch) < min(max_batch, self._bench.max_num_seqs):

@@ -1,5 +1,4 @@
-"""Runs of a comparison: on the real engine, built once, or on a simulated machine, a process per core; and the rates at
-which policies are compared."""
+"""Runs of a comparison, on the real engine or simulated, a process per core; and the rates to compare at."""
 
 from __future__ import annotations
 
@@ -39,10 +38,8 @@ SIMULATED_PREFILL_CHUNK = 512
 SIMULATED_VOCAB = 32768
 
 WARM_REQUESTS = 8
-"""Warm-up requests."""
 
 Widths = Sequence[tuple[str, int]]
-"""Branch counts by method of `sharing`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +62,7 @@ Runs = Sequence[Run]
 
 @dataclass(frozen=True)
 class Ground:
-    """Runner of replays. Requests must fit the pool. `replay` yields figures in order; `share` those of a method and
-    width, all requests at once."""
+    """Replays. `replay` yields figures in order; `share` those of a method and width, all requests at once."""
 
     description: dict[str, Any]
     pool: Pool
@@ -75,7 +71,7 @@ class Ground:
 
 
 def real_ground(settings: Settings) -> Ground:
-    """Return a runner on the real engine, one model and cache for all policies. Raises StartupError."""
+    """Return a runner on the real engine, with one model and cache. Raises StartupError."""
     if settings.num_gpu_blocks is None:
         settings = replace(settings, num_gpu_blocks=MACHINES["opt-13b-a100"].num_blocks)
     built = build_engine(replace(settings, max_model_len=settings.max_model_len or PAPER_MAX_LEN), progress=True)
@@ -119,8 +115,6 @@ def simulated_ground(settings: Settings, machine_name: str) -> Ground:
 
 @dataclass(frozen=True)
 class _Simulation:
-    """Description of a simulated machine for a child process."""
-
     machine: str
     pool: Pool
     limits: Limits
@@ -157,7 +151,7 @@ def _share_in_processes(
 
 
 def _in_processes(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Open a pool of a process per core. They end with this process, which alone handles Ctrl-C."""
+    """Open a pool of a process per core, which end with this process; it alone handles Ctrl-C."""
     num_processes = min(os.cpu_count() or 1, len(tasks))
     if num_processes < 2:
         return [function(*task) for task in tasks]
@@ -181,7 +175,7 @@ def _end_with(parent: int) -> None:
 
 @contextmanager
 def _sigint_deferred() -> Iterator[None]:
-    """Block SIGINT in processes started inside; this one handles it afterwards."""
+    """Block SIGINT in processes started inside."""
     received: list[int] = []
     # The signal is delivered to a thread that does not block it.
     before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
@@ -233,7 +227,7 @@ def _share_in_turn(
 
 
 RATE_SHARES = (0.3, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25)
-"""Rates, as multiples of the loaded rate, near the bend of the latency."""
+"""Rates near the bend of the latency, as multiples of the loaded rate."""
 
 LATENCY_FACTOR = 5.0
 """Default latency limit, as a multiple of the first policy's least."""
@@ -267,8 +261,6 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """The runs of a comparison."""
-
     rates_of: Callable[[str, float | None], Sequence[float]]
     """Rates of a policy, by name and loaded rate."""
     latency_limit_s: float | None = None
@@ -318,14 +310,13 @@ def compare(
 
 
 def _ratio(ours: float | None, theirs: float | None) -> float | None:
-    """Return ours / theirs; None if one is unknown or all was done within one step."""
+    """Return None if one is unknown or all was done within one step."""
     return None if ours is None or not theirs else ours / theirs
 
 
 def rate_at(curve: Sequence[ReplayFigures], latency_limit_s: float) -> float | None:
-    """Return the rate at which the curve crosses the limit, linear between rates and logarithms of latencies; the last
-    rate if it never does; None if it begins above. A given-up run counts with its lower bound, so that the rate is
-    rather too high."""
+    """Return the rate at which the curve crosses the limit, linear in rates and logarithms of latencies; the last rate
+    if it never does; None if it begins above. A given-up run counts with its lower bound."""
     if not curve or curve[0].normalized_latency_s > latency_limit_s:
         return None
     for below, above in pairwise(curve):
@@ -340,10 +331,8 @@ def rate_at(curve: Sequence[ReplayFigures], latency_limit_s: float) -> float | N
 
 
 def read_rates(text: str | None, policies: Collection[str]) -> Callable[[str, float | None], list[float]]:
-    """Parse `Sweep.rates_of` from "20,1.25x;oracle=9,10": rates without a name are for all other policies.
-
-    Raises StartupError for a malformed rate or an unknown policy.
-    """
+    """Parse `Sweep.rates_of` from "20,1.25x;oracle=9,10": rates without a name are for all other policies. Raises
+    StartupError."""
     if text is None:
         return lambda policy, loaded_rate: [_share_of(loaded_rate, share) for share in RATE_SHARES]
     if text.strip() == "0":

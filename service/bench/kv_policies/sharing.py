@@ -1,7 +1,8 @@
-"""Cache saved by block sharing in parallel sampling and beam search, as in the paper's figure 15.
+"""Cache saved by block sharing in parallel sampling and beam search, as in the paper's figure 15, as a share of the
+blocks without sharing.
 
-The saving is a share of the blocks without sharing. Every branch has the trace's answer length. Random weights or
-prompts do not show how long beams share, so a real model writes its own prompts.
+Every branch has the trace's answer length. A real model writes its own prompts: random ones do not show how long beams
+share.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def params_for(method: str, width: int, num_output: int, seed: int) -> SamplingP
 def measure_sharing(
     engine: Engine, prompts: Sequence[tuple[int, ...]], requests: Sequence[TracedRequest], method: str, width: int
 ) -> SharingFigures:
-    """Run all requests at once to their ends. Raises StartupError if one is refused."""
+    """Run all requests at once. Raises StartupError if one is refused."""
     for number, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
         params = params_for(method, width, request.num_output_tokens, number)
         engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=params))

@@ -77,7 +77,7 @@ class SimulatedClock:
 
 
 class SimulatedExecutor:
-    """Executor that only advances the clock. Every token is 0."""
+    """Only advances the clock. Every token is 0."""
 
     runs_ahead = False
     num_host_blocks = 0
@@ -113,7 +113,7 @@ class SimulatedExecutor:
 
 class SimulatedSampler(SimulatedExecutor):
     """Random tokens: the likeliest has a share from a beta distribution of mean 2/3, each further one half of the rest.
-    Beam sharing hardly depends on the mean: 1/2 to 2/3 agree within 4 %."""
+    Means of 1/2 to 2/3 agree within 4 %."""
 
     def __init__(self, clock: SimulatedClock, costs: StepCosts, vocab_size: int):
         super().__init__(clock, costs)

@@ -87,8 +87,7 @@ class KVManager:
         return missing + self.pool.num_unreferenced(shared)
 
     def match_within_blocks(self, sequence: Sequence, num_blocks: int, should_swap_in: SwapInRule = always) -> Match:
-        """Match, dropping a partial-block hit if copying it would exceed `num_blocks`: a hit never costs more than a
-        miss."""
+        """Match, but drop a partial-block hit if copying it would exceed `num_blocks`."""
         match = self.match(sequence, should_swap_in)
         if match.partial is None or self.num_blocks_for_match(sequence, match) <= num_blocks:
             return match
@@ -98,8 +97,7 @@ class KVManager:
         return len(match.on_host) + self.pool.num_unreferenced(match.on_gpu) <= self.pool.num_available
 
     def attach(self, sequence: Sequence, match: Match) -> None:
-        """Attach the prefix just matched; not computable while in `swapping_in`. Raises OutOfBlocks, changing
-        nothing."""
+        """Attach a match, computable once out of `swapping_in`. Raises OutOfBlocks, changing nothing."""
         if self._cache is None:
             return
         shared, absent = match.on_gpu, match.on_host
@@ -157,7 +155,7 @@ class KVManager:
         sequence.num_exclusive_tokens = end * size
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Start a child without blocks from the parent's first `num_tokens` tokens, sharing even a partial block."""
+        """Start a child from the parent's first `num_tokens` tokens, sharing even a partial block."""
         child.block_table.extend(parent.block_table[: -(-num_tokens // self.block_size)])
         self.pool.share(child.block_table)
         child.num_computed_tokens = num_tokens
@@ -172,7 +170,7 @@ class KVManager:
         return any(copy.target in sequence.block_table for copy in self._copies)
 
     def copied_from(self, sequence: Sequence) -> dict[int, int]:
-        """Return the source of each block that was copied on write and is still in the table, by its index."""
+        """Return the source of each block of the table that was copied on write, by its index."""
         table, copies = sequence.block_table, self._copied.get(sequence, {})
         return {index: copy.source for index, copy in copies.items() if table[index] == copy.target}
 
@@ -181,7 +179,7 @@ class KVManager:
         return copies
 
     def cache_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        """Make the full blocks that this plan writes findable."""
+        """Make the full blocks of this plan findable."""
         tail = self._tails.get(sequence)
         if tail is not None:
             self._tails[sequence] = self._extend_tail(sequence, tail, num_tokens, may_replace=False)
@@ -227,7 +225,7 @@ class KVManager:
                 self._tails[sequence] = _ancestor(self._tails[sequence], num_computed // self.block_size)
 
     def swap_out(self, sequence: Sequence) -> None:
-        """Release the sequence; pin its cached blocks on the host until it is attached or ends."""
+        """Release the sequence; its cached blocks are pinned on the host until it is attached or ends."""
         path = self._tails[sequence].path() if sequence in self._tails else []
         self.release(sequence)
         host = self._host_cache
@@ -254,7 +252,6 @@ class KVManager:
         return self._prefix_caching
 
     def num_missing_for_all(self, sequence: Sequence) -> int:
-        """Return the blocks that all tokens lack, without the leader's."""
         if sequence.is_waiting_for_leader:
             return -(-sequence.num_tokens // self.block_size) - sequence.num_inherited_tokens // self.block_size
         return self.num_missing_blocks(sequence, sequence.num_tokens)

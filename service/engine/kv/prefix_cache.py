@@ -39,8 +39,8 @@ NO_MATCH = Match.of([], None, 0)
 
 
 class PrefixCache:
-    """Map from contents to blocks. A block is findable once planned: plans run in order. A copy needs it written by
-    an earlier plan."""
+    """Map from contents to blocks, findable once planned: plans run in order. A copy needs a block written by an
+    earlier plan."""
 
     def __init__(self, num_blocks: int, block_size: int, *, with_host: bool):
         self.pool = BlockPool(num_blocks, self._on_evict)
@@ -57,8 +57,8 @@ class PrefixCache:
         return self._tree.root(salt)
 
     def match(self, salt: str, token_ids: Sequence[int], should_swap_in: Callable[[int, int], bool]) -> Match:
-        """Return the longest cached prefix. `should_swap_in(num_tokens, num_blocks)`: True if `num_blocks` host
-        blocks are worth swapping in after `num_tokens` on the GPU."""
+        """Return the longest cached prefix. `should_swap_in(num_tokens, num_blocks)`: whether to swap in `num_blocks`
+        host blocks after `num_tokens` on the GPU."""
         found, closest = self._tree.find(salt, pack_tokens(token_ids))
         nodes = self._worth_swapping_in(found, should_swap_in)
         if len(nodes) < len(found) or closest is None or not self.is_written(closest[0]):
@@ -75,8 +75,8 @@ class PrefixCache:
     def insert(
         self, tail: PrefixNode, token_ids: Sequence[int], table: array[int], end: int, *, may_replace: bool
     ) -> PrefixNode:
-        """Insert full blocks from `tail` to block `end`; return the last node. A duplicate is replaced, or ends the
-        path without `may_replace`: still being written."""
+        """Insert full blocks from `tail` to block `end`; return the last node. A duplicate is replaced, or without
+        `may_replace` (still being written) ends the path."""
         size = self._block_size
         while tail.depth < end and tail.in_tree:
             index = tail.depth

@@ -1,8 +1,8 @@
 """The adapters in the device's slots.
 
-A group runs only while its adapter has a slot. A free slot is reserved for a waiting group while its adapter is
-copied there and until it runs. A group without a slot may be overtaken MAX_OVERTAKEN times. Then one slot is drained:
-younger groups neither join it nor take a free slot.
+A group runs only while its adapter has a slot, which is reserved while the adapter is copied there and until the group
+runs. A group without a slot may be overtaken MAX_OVERTAKEN times. Then one slot is drained: younger groups neither join
+it nor take a free slot.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from model.weights.lora.adapter import LoraAdapter
 from service.engine.sequence import Sequence, SequenceGroup
 
 MAX_OVERTAKEN = 16
-"""Limit of groups with other adapters that may start before a group that waits for a slot."""
+"""Groups with other adapters that may start before a group that waits for a slot."""
 
 
 class AdapterLoad(NamedTuple):
@@ -56,8 +56,8 @@ class AdapterSlotPool:
             self._drained = ""
 
     def admissible(self, waiting: Iterable[SequenceGroup]) -> Iterator[SequenceGroup]:
-        """Yield groups that need no slot or have one, and those whose adapter is being read. Start the loads of others
-        that find a slot."""
+        """Yield groups that need no slot or have one, and those whose adapter is being read. Start other loads that
+        find a slot."""
         for group in waiting:
             if not group.is_loaded:
                 yield group

@@ -210,7 +210,7 @@ class Scheduler:
     def _plan_admissions(self, budget: int) -> list[Chunk]:
         """Admit ready groups while the pool can hold their tokens, what running sequences lack, and a reserve.
 
-        This step may write their prefixes: admission follows preemption, so none is evicted.
+        Admission follows preemption, so no prefix that this step writes is evicted.
         """
         chunks = []
         spare = self._kv.pool.num_available - self._num_missing_blocks()
@@ -281,7 +281,7 @@ class Scheduler:
 
     @property
     def _num_reserve_blocks(self) -> int:
-        """Reserve: else an admitted group is the next victim."""
+        """A reserve, or an admitted group is the next victim."""
         return self._kv.pool.num_blocks // 100 if self.running else 0
 
     def _num_missing_blocks(self) -> int:

@@ -1,7 +1,7 @@
 """Cost of restoring a sequence by swapping or recomputing.
 
-Rates are measured at start and corrected by observation. Recomputing delays every running sequence, copies only those
-that wait: the more run, the more is swapped, until the bus is the bottleneck.
+Rates are measured at start and corrected by observation. Recomputing delays all running sequences, copies only waiting
+ones: the more run, the more is swapped, until the bus is the bottleneck.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class SwapCostModel:
         return self.rates.transfer_s + num_blocks * self.rates.block_out_s if num_blocks else 0.0
 
     def swap_s(self, num_out: int, num_in: int, load: EngineLoad) -> float:
-        """Return the seconds lost by copying `num_out` blocks, and later `num_in` back, after those in flight. One
-        sequence waits for copies out; every `block_size` steps another needs a block."""
+        """Return the seconds lost by copying `num_out` blocks out and later `num_in` back. One sequence waits for
+        copies out; every `block_size` steps another needs a block."""
         swap_out_s, swap_in_s = self.copy_out_s(num_out), self.copy_in_s(num_in)
         share = 1 / load.num_running
         loss_s = COPY_SLOWDOWN * (swap_out_s + swap_in_s)

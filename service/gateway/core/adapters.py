@@ -33,7 +33,7 @@ class Adapters:
         return self._settings.enable_lora and self._settings.lora_dir is not None
 
     async def find(self, name: str | None) -> AdapterRecord | None:
-        """Return the adapter that a request names; None for the base model. Raises RequestError: 404, 503."""
+        """Return the adapter, None for the base model. Raises RequestError: 404, 503."""
         if self._model.is_base(name):
             return None
         record = self._model.adapters.get(name or "")
@@ -47,7 +47,7 @@ class Adapters:
         return record
 
     async def records(self) -> Sequence[AdapterRecord]:
-        """Return every adapter. Raises RequestError (503)."""
+        """Raises RequestError (503)."""
         own = list(self._model.adapters.values())
         if not self.loads_at_run_time:
             return own
@@ -58,11 +58,11 @@ class Adapters:
         return own + [record for record in loaded if record.name not in self._model.adapters]
 
     async def loaded_names(self) -> Collection[str]:
-        """Return the names of adapters loaded at run time. Raises RequestError (503)."""
+        """Raises RequestError (503)."""
         return {record.name for record in await self.records()} if self.loads_at_run_time else ()
 
     async def load(self, name: str, path: str, *, in_place: bool) -> None:
-        """Check an adapter below --lora-dir, and serve it under `name` in every gateway.
+        """Serve an adapter below --lora-dir under `name` in every gateway, once checked.
 
         Raises RequestError: 400 for a name in use, another folder, or an adapter that is not supported; 503.
         """

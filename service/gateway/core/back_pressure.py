@@ -14,7 +14,7 @@ from service.queue.interface import Bounds, QueueFull
 
 MAX_RETRY_AFTER_S = 60
 REMEMBERED_S = 0.25
-"""A full queue counts as full that long: a flood costs neither parsing nor Redis calls."""
+"""A full queue counts as full this long: a flood costs neither parsing nor Redis calls."""
 FORGOTTEN_AFTER_S = 5.0
 DRAINED_SHARE = 0.1
 """Retry-After is the time to work off this share of the queue."""
@@ -41,8 +41,7 @@ class BackPressure:
         self._tokens_per_s = 0.0
 
     def check(self, tenant: str, num_jobs: int) -> None:
-        """Raises RequestError (429, 503) while the queue is known to be full. After REMEMBERED_S one request passes to
-        probe it."""
+        """Raises RequestError (429, 503) while the queue counts as full. After REMEMBERED_S one request probes it."""
         now_s = self._clock()
         for key in (tenant, ALL):
             if key not in self._full:
@@ -55,7 +54,7 @@ class BackPressure:
             raise self._refusal(QueueFull(of_tenant=False, num_jobs=num_jobs, num_tokens=0))
 
     def check_unread(self, tenant: str) -> None:
-        """Check before the body is parsed, without a probe. Raises RequestError (429, 503)."""
+        """`check` before the body is parsed, without a probe. Raises RequestError (429, 503)."""
         for key in (tenant, ALL):
             if key in self._full and self._full[key][0] > self._clock():
                 raise self._refusal(self._full[key][1])
@@ -86,7 +85,7 @@ class BackPressure:
         return min(MAX_RETRY_AFTER_S, max(1, math.ceil(num_tokens * DRAINED_SHARE / self._tokens_per_s)))
 
     def observe(self, view: FleetView) -> None:
-        """Update the fleet's token rate from its counters, which restart with each worker."""
+        """Update the token rate from the workers' counters, which restart with them."""
         counters = (STAT_PROMPT_TOKENS_TOTAL, STAT_GENERATION_TOKENS_TOTAL)
         tokens = sum(card.stats.get(name, 0.0) for card in view.cards for name in counters)
         seen_at_s, before = self._worked_off

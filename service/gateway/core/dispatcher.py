@@ -91,8 +91,8 @@ class RequestDispatcher:
                 self._mark_last(accepted)
 
     async def keep(self, accepted: AcceptedRequest, read: Reader = read_to_end) -> None:
-        """Submit the jobs and follow them without a client: a background request to its end, any other until it was
-        unwatched for `resume_grace` seconds. Return once the jobs are queued. Raises RequestError."""
+        """Submit the jobs and follow them without a client: a background request to its end, others until unwatched for
+        `resume_grace` seconds. Return once the jobs are queued. Raises RequestError."""
         submitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         submitted.add_done_callback(asyncio.Future.exception)  # the client may have left before it is read
         task = asyncio.create_task(self._keep(accepted, submitted, read))
@@ -123,8 +123,7 @@ class RequestDispatcher:
                 submitted.set_exception(unavailable())
 
     async def _end_unwatched(self, accepted: AcceptedRequest, scope: _Scope) -> None:
-        """End the scope after NUM_MISSING_MARKS missing marks; one may be lost, or expire early when Redis' clock is
-        set."""
+        """End the scope after NUM_MISSING_MARKS missing marks: one may be lost, or expire early with Redis' clock."""
         num_missing = 0
         while num_missing < NUM_MISSING_MARKS:
             await asyncio.sleep(self._grace_s / LOOKS_PER_GRACE)
@@ -172,7 +171,7 @@ class RequestDispatcher:
             is_kept, refused = False, error.code  # a job failed
             raise
         except QueueUnavailable:
-            # The jobs may exist: a retry finds them running or done.
+            # The jobs may exist.
             reason = EndReason.INTERNAL
             raise unavailable() from None
         except TimeoutError:
@@ -211,8 +210,7 @@ class RequestDispatcher:
             job_stream.note_accepted(self._track(job))
 
     async def _withdraw(self, accepted: AcceptedRequest, num_accepted: int) -> None:
-        """Forget a refused request, so that a flood leaves no records; then cancel its accepted jobs: while it can be
-        found, it may be asked for."""
+        """Forget a refused request, so that a flood leaves no records; only then cancel its jobs."""
         if num_accepted == 0 and accepted.idempotency is None:
             return  # no record was written
 

@@ -1,4 +1,4 @@
-"""An open request's answer: events in, `ChoiceDelta`s out. Equal events give equal deltas in every gateway."""
+"""An open request's answer: events in, `ChoiceDelta`s out, the same in every gateway."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class ResponseAssembler:
         """The last event's, or STOP once stop strings ended every choice."""
 
     def push(self, event: Event) -> tuple[list[ChoiceDelta], list[int]]:
-        """Return the event's deltas and the branches that it ended by a stop string."""
+        """Return the event's deltas and the branches that a stop string ended."""
         stopped = []
         if event.number == 1 and event.usage is not None:
             self.cached_tokens = event.usage.cached_tokens
@@ -137,7 +137,7 @@ class ResponseAssembler:
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Number over all branches; None: the answer is not parsed for reasoning."""
+        """Number over all branches; None: not parsed for reasoning."""
         if self._reasoning is ReasoningState.OFF:
             return None
         return sum(branch.num_reasoning_tokens for branch in self._branches.values())
@@ -237,7 +237,7 @@ class _Branch:
             self.finish_reason, self._stop = (_STOP if last.stopped else finish_reason), last.stop
 
     def _decode(self, ids: Sequence[int]) -> tuple[int, DecodedText]:
-        """Decode `ids`. Return how many precede the content, one at a time to count those of the reasoning."""
+        """Decode `ids`; return how many precede the content."""
         if self._reasoning is None:
             decoded = self._text.push(ids)
             self._unsent += decoded.text
@@ -267,7 +267,7 @@ class _Branch:
 
     @property
     def mean_logprob(self) -> float:
-        """Mean over unsent tokens: all tokens of a ranked branch."""
+        """Mean over unsent tokens: all of a ranked branch."""
         scores = [one.logprob for one in self._unsent_logprobs]
         return sum(scores) / max(1, len(scores))
 
@@ -344,7 +344,6 @@ class JobStream:
         self._ready: deque[ChoiceDelta] = deque()
 
     def note_submitting(self) -> None:
-        """The job may be in the queue from now on."""
         self._is_queued = True
 
     def note_accepted(self, timer: RequestTimer) -> None:
@@ -407,7 +406,6 @@ class ResponseStream:
         return self._deltas
 
     def leave(self, reason: EndReason, *, jobs_go_on: bool) -> None:
-        """Call `leave` on every job."""
         if isinstance(self._deltas, _MergedStream):
             self._deltas.close()
         for job in self._jobs:
@@ -443,8 +441,6 @@ class ResponseStream:
 
 
 class _MergedStream:
-    """Merges the deltas of several jobs; the first failure fails all."""
-
     def __init__(self, jobs: Sequence[JobStream]) -> None:
         self._ready: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue(MAX_AHEAD)
         self._num_open = len(jobs)

@@ -140,8 +140,8 @@ class ServedModel:
         return self.name if name is None or self.is_base(name) else name
 
     def require(self, name: str | None, loaded: Container[str] = ()) -> None:
-        """Raises RequestError (404) unless `name` is None, one of this model's, or an adapter's (`loaded`: those loaded
-        at run time)."""
+        """Raises RequestError (404) unless `name` is None, one of this model's, or an adapter's (`loaded`: at run
+        time)."""
         if not self.is_base(name) and name not in self.adapters and name not in loaded:
             message = "The model does not exist; GET /v1/models names the one that is served."
             raise RequestError(404, message, param="model", code="model_not_found")
@@ -198,7 +198,7 @@ class ServedModel:
         return state_after(self.reasoning_format, end)
 
     def reasoning_stream(self, state: ReasoningState) -> ReasoningStream | None:
-        """Return a parser of one answer; None: all text is content."""
+        """Return a parser; None: all text is content."""
         if self.reasoning_format is None or state is ReasoningState.OFF:
             return None
         return ReasoningStream(self.reasoning_format, state)

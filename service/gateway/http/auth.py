@@ -1,8 +1,8 @@
 """API keys: hashes from the settings and from a file that is reread when it changes.
 
-A line of the file is `name:sha256$<64 hex digits>`, then optionally `:tenant=NAME` and `:max_open=N`. Several lines may
-have one name, so that a key can be replaced without a gap. Empty lines and comments (#) are ignored. A plain hash is
-enough: `quire key` makes keys of 256 random bits.
+A line of the file is `name:sha256$<64 hex digits>`, then optionally `:tenant=NAME` and `:max_open=N`. Lines may share a
+name, so that a key is replaced without a gap. Empty lines and comments (#) are ignored. A plain hash is enough: `quire
+key` makes keys of 256 random bits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HASH = re.compile(r"sha256\$([0-9a-f]{64})")
 
 @dataclass(frozen=True)
 class Client:
-    """The owner of a key. `tenant` selects its share of the machine and its prefix cache."""
+    """The owner of a key. `tenant` selects its share and its prefix cache."""
 
     name: str
     tenant: str
@@ -51,7 +51,7 @@ class HashedKey:
 
 
 class KeyRing:
-    """Authenticates requests. Without keys and without a file, every client is ANONYMOUS."""
+    """Authenticates requests. Without keys or a file, every client is ANONYMOUS."""
 
     def __init__(self, keys: Sequence[str], path: Path | None = None, clock: Callable[[], float] = time.monotonic):
         self._fixed = [_unnamed(key) for key in keys]

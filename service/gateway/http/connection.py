@@ -26,10 +26,10 @@ log = logging.getLogger("quire.gateway")
 
 MAX_URL_BYTES = 8190
 MAX_HEADER_BYTES = 8192
-"""A header's name and value. Differs from the URL's limit, so that aiohttp's refusal distinguishes them."""
+"""A header's name and value; unlike the URL's limit, to tell aiohttp's refusals apart."""
 MAX_HEADERS = 100
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
-"""An interim response, which may be repeated; HTTP/1.1 clients skip it."""
+"""May be repeated; HTTP/1.1 clients skip it."""
 PARSE_DELAY_S, FIRST_PROBE_S, MAX_PROBE_S = 0.01, 0.05, 1.0
 TCP_CLOSE = 7  # state of a reset socket in Linux's TCP_INFO
 LINGER_S = 1.0
@@ -67,7 +67,7 @@ class Connections:
             del self._by_client[client]
 
     def close_later(self, transport: asyncio.Transport) -> None:
-        """Close a refused connection after LINGER_S: closed at once, unread input would discard the answer."""
+        """Close after LINGER_S: closed at once, unread input would discard the answer."""
         if len(self._lingering) >= MAX_LINGERING:
             transport.close()
             return
@@ -137,10 +137,7 @@ class Protocol(web.RequestHandler):
             super().data_received(data)
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio reads it; aiohttp declares None
-        """Return whether the connection stays open for writing.
-
-        A FIN means that the client has half-closed or is gone; if gone, it resets the connection when written to.
-        """
+        """Return whether the connection stays open for writing: unless half-closed, the client resets it then."""
         is_idle = self._waiter is not None and not self._messages
         # A refused or closing connection is not aiohttp's.
         if is_idle or self.transport is None or self.transport.get_extra_info("sslcontext") is not None:
@@ -161,14 +158,14 @@ class Protocol(web.RequestHandler):
             self.transport.close()
 
     def _can_probe(self) -> bool:
-        """Return whether the request is complete and its client can be sent bytes without meaning."""
+        """Return whether the request is complete and its client can be sent fillers."""
         request = self._current_request
         if request is None or request.version < HttpVersion11 or not request.content.is_eof():
             return False
         return not request.writer.output_size or self._send_filler is not None
 
     def _probe(self, again_in_s: float) -> None:
-        """Send bytes without meaning and check for a reset, until the answer is over."""
+        """Send fillers and check for a reset, until the answer is over."""
         transport, request = self.transport, self._current_request
         if transport is None or transport.is_closing() or request is None:
             return

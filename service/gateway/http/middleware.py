@@ -36,7 +36,7 @@ PAGE = "/ui"
 
 TENANT: web.RequestKey[str] = web.RequestKey("tenant", str)
 ACCEPTED: web.RequestKey[str] = web.RequestKey("accepted", str)
-"""Id of an accepted request in answers, sent with each, errors included."""
+"""Id of an accepted request, sent with each answer, errors included."""
 BODY_RESERVATION: web.RequestKey[BodyReservation] = web.RequestKey("reservation", BodyReservation)
 """Memory for the body, held until the answer is sent."""
 REQUEST_ID = "X-Request-Id"
@@ -49,9 +49,9 @@ CHUNK_BYTES = 64 << 10
 """A body of unknown length is reserved in steps of this size."""
 CLIENT_LEFT = 499
 TRACED = "/v1/"
-"""Prefix of the routes with spans; probes and polled pages have none."""
+"""Prefix of the routes with spans."""
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-"""They change nothing, and pages of other origins cannot read their answers."""
+"""They change nothing, and other origins cannot read their answers."""
 
 
 class AccessControl:
@@ -169,15 +169,12 @@ def with_openai_errors(handler: BaseHandler, write_timeout_s: float) -> BaseHand
 
 
 async def record_begun_response(http: web.Request, response: web.StreamResponse) -> None:
-    """Record the response that has begun, on `on_response_prepare`."""
     http[BEGUN_RESPONSE] = response
 
 
 def _first_response(http: web.Request, response: web.StreamResponse) -> web.StreamResponse:
-    """Return the response that has begun, if any: a second one would be written into its body.
-
-    It is cut off, so that the client does not take it for complete.
-    """
+    """Return the response that has begun, if any, cut off so that it is not taken for complete: a second one would be
+    written into its body."""
     begun: web.StreamResponse = http.get(BEGUN_RESPONSE, response)
     if begun is not response:
         log.error("response aborted %s", fields(route=route_of(http), status=response.status))
@@ -187,7 +184,7 @@ def _first_response(http: web.Request, response: web.StreamResponse) -> web.Stre
 
 
 async def _send(http: web.BaseRequest, response: web.StreamResponse, timeout_s: float) -> None:
-    """Write the response or the rest of a stream; aiohttp alone would wait for ever for a client that does not read."""
+    """Write the response or the rest of a stream; aiohttp would wait for ever for a client that does not read."""
     try:
         async with asyncio.timeout(timeout_s):
             await response.prepare(http)
@@ -200,7 +197,7 @@ async def _send(http: web.BaseRequest, response: web.StreamResponse, timeout_s: 
 
 
 def client_id(http: web.Request) -> str | None:
-    """Return the client's id of the request; None without a usable one: proxies send these unasked."""
+    """Return the client's id of the request; None without a usable one, as proxies send these unasked."""
     name = http.headers.get(REQUEST_ID, "")
     return name if is_client_id(name) else None
 

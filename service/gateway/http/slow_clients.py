@@ -31,10 +31,7 @@ def abort_connection(transport: asyncio.Transport | None) -> None:
 
 
 async def drain_writes(http: web.BaseRequest) -> None:
-    """Wait until the kernel has taken all written bytes.
-
-    aiohttp counts bytes below the high-water mark as written, and a closed transport waits for its client for ever.
-    """
+    """Wait until the kernel has taken all bytes: aiohttp counts those below the high-water mark as written."""
     transport = http.transport
     if transport is None or not transport.get_write_buffer_size():
         return

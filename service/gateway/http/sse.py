@@ -69,7 +69,7 @@ class SseStream:
             await self._write(b"%bid: %d\ndata: %b\n\n" % (name, self._number, encode_json(data)))
 
     async def send_unnumbered(self, data: Json, kind: str | None = None) -> None:
-        """Send an event after which no client resumes: an error, or one without a fixed position. Raises ClientGone."""
+        """Send an event after which no client resumes. Raises ClientGone."""
         name = b"" if kind is None else b"event: %b\n" % kind.encode()
         await self._write(b"%bdata: %b\n\n" % (name, encode_json(data)))
 
