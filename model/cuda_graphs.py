@@ -1,8 +1,8 @@
 """The forward pass on static buffers, captured once per size.
 
-A size is a number of decodes (single-token rows) and of further rows, which chunks use with those that decodes leave. A
-step runs on the smallest size that holds it, else uncaptured; padding has no context, writes no key, and its logits are
-not read. Each size is captured without adapters, and with them if there are slots.
+A size is a number of decodes (single-token rows) and of further rows; chunks use these and the rows that decodes leave.
+A step runs on the smallest size that holds it, else uncaptured; padding has no context, writes no key, and its logits
+are not read. Each size is captured without adapters, and with them if there are slots.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ log = logging.getLogger("quire.engine")
 
 
 class Adapters:
-    """Loader of adapters: from disk to host memory on a thread of its own, then to the device beside the steps.
+    """Loader of adapters: from disk to host memory on a thread, then to the device while steps run.
 
     Open requests and the last `num_kept` stay in host memory.
     """

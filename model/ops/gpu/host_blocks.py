@@ -1,7 +1,6 @@
 """Cache blocks in pinned host memory: one copy a block, a stream per direction.
 
-Pinning gigabytes takes seconds, so a thread does it in pieces. Each is touched first, so that the driver's lock is held
-shortly.
+Pinning gigabytes takes seconds, so a thread does it in pieces, touched first to hold the driver's lock shortly.
 """
 
 from __future__ import annotations

@@ -189,8 +189,8 @@ class CudaOps(CudaDevice):
     ) -> None:
         """Measure about 30 ms per number of rows; results are kept on disk.
 
-        Unmeasured products take cuBLASLt's first choice. FP8 of e4m3 inputs needs none: rows choose its kernel. Other
-        quantised weights are measured for rows that multiply by 16-bit copies.
+        FP8 of e4m3 inputs needs none: rows choose its kernel. Other quantised weights are measured for rows that
+        multiply by 16-bit copies.
         """
         first = weights[0]
         if first.format is WeightFormat.INT4_TILED:

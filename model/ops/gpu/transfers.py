@@ -1,7 +1,7 @@
 """Copies arrays between host and device through pinned memory; small copies do not block the host.
 
-A kernel makes the small ones, as copy engines may be busy with cache blocks. It runs on a stream per direction,
-concurrently with earlier work; later work waits only for a copy within the device.
+A kernel makes the small ones, on a stream per direction, as copy engines may be busy with cache blocks; later work
+waits only for a copy within the device.
 """
 
 from __future__ import annotations
@@ -85,10 +85,9 @@ class Transfers:
         return packing.views(into, hosts)
 
     def load_parallel(self, targets: Sequence[cupy.ndarray], read: Callable[[int, int, np.ndarray], None]) -> None:
-        """Implement `Device.load_parallel`.
+        """Implement `Device.load_parallel`. Each thread reads into one pinned buffer while its other is copied.
 
-        Each thread reads into one pinned buffer while its other is copied. They are pinned on demand: 0.4 ms a MiB, one
-        thread at a time.
+        They are pinned on demand: 0.4 ms a MiB, one thread at a time.
         """
         device = cupy.cuda.Device()
         self._stream.synchronize()  # their memory may be in use
@@ -166,8 +165,6 @@ class Transfers:
 
 
 class _Ring:
-    """Buffers of one direction, used in turn."""
-
     def __init__(self, stream: cupy.cuda.Stream):
         self._stream = stream
         self._buffers = [self._buffer(USUAL_BYTES) for _ in range(NUM_PIECES)]

@@ -65,7 +65,7 @@ Reader = JsonCallReader | XmlCallReader | PythonCallReader
 
 
 class ToolCallStream:
-    """Parser of one reply, in linear time, whatever the split of the input.
+    """Parser of one reply, in linear time; the split of the input does not matter.
 
     Emits each character once, except syntax and adjacent blanks. Holds back at most MAX_UNPROVEN_CHARS, unless
     `holds_calls`.

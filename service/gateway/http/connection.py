@@ -26,7 +26,7 @@ log = logging.getLogger("quire.gateway")
 
 MAX_URL_BYTES = 8190
 MAX_HEADER_BYTES = 8192
-"""A header's name and value; unlike the URL's limit, to tell aiohttp's refusals apart."""
+"""A header's name and value; unlike the URL's limit, so that aiohttp's refusals differ."""
 MAX_HEADERS = 100
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 """May be repeated; HTTP/1.1 clients skip it."""

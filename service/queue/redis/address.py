@@ -34,8 +34,8 @@ CLUSTER_PORT = 6379
 MAX_NODES = 64
 MAX_PASSWORD_BYTES = 4096
 PLAIN = {"protocol": 2, "driver_info": None, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
-"""No retries: the queue knows which commands may be repeated. Redis 7.0 refuses driver_info. A socket_timeout has
-redis-py write in a task whose cancel Python before 3.12 may lose."""
+"""No retries: the queue knows which commands may be repeated. Redis 7.0 refuses driver_info. With a socket_timeout
+redis-py writes in a task whose cancel Python before 3.12 may lose."""
 URL_OPTIONS = {
     "db",
     "ssl_ca_certs",

@@ -1,5 +1,5 @@
-"""Redis may come back without its last second of writes, or empty. So a worker keeps a job's events until shortly after
-its end; after an outage it asserts its claims and completes the logs."""
+"""Redis may return without its last second of writes, or empty: a worker keeps a job's events until shortly after its
+end, asserts its claims after an outage and completes the logs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTLED_KEPT_S = 3.0
 """Life of an ended job here, longer than `appendfsync everysec` may lose."""
 REPLAY_EVENTS = 512
 MAX_CALL_BYTES = 4 << 20
-"""Bytes per call. Redis takes 16 MB (`proto-max-bulk-len`), and a refused call would repeat for ever."""
+"""Bytes per call: Redis takes 16 MB (`proto-max-bulk-len`)."""
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")

@@ -13,8 +13,8 @@ LEASE_S = 10.0
 
 
 async def open_gateway_queue(url: str, name: str | None = None, timeout_s: float = TIMEOUT_S) -> RedisGatewayQueue:
-    """Connect as gateway `name`, unique among live processes; a successor gets its ingress entries. Commands fail after
-    `timeout_s`. Raises StartupError for an unusable URL or server, QueueUnavailable if none answers."""
+    """Connect as gateway `name`, unique among live processes; a successor gets its ingress entries. Raises StartupError
+    for an unusable URL or server, QueueUnavailable if none answers within `timeout_s`."""
     return RedisGatewayQueue(await open_link(url, timeout_s), name or own_name())
 
 

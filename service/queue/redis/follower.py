@@ -1,5 +1,5 @@
-"""Events of one job in order, each once. After a gap, full buffer, silence or outage they come from the log, so that a
-slow follower needs no memory."""
+"""Events of one job in order, each once. After a gap, full buffer, silence or outage they come from the log: a slow
+follower needs no memory."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class RedisLink:
         return answer
 
     async def script_until_known(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """Repeat an idempotent script until answered. Raises OutcomeUnknown after two timeouts."""
+        """Repeat an idempotent script. Raises OutcomeUnknown after two timeouts."""
         give_up_s = time.monotonic() + 2 * self._timeout_s
         lost = Outage(name)
         while True:

@@ -1,4 +1,4 @@
-"""Builds of the kernels of experts, chosen by host integers: how many pairs and experts, not which."""
+"""Builds of the kernels of experts, by how many pairs and experts there are, not which."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from model.ops.gpu.w8.builds import GemvW8Build, SmallMW8Build
 
 MAX_EXPERTS = 1024
 GEMV_PAIRS = 8
-"""Mean pairs of an expert up to which weights are read once by the GEMV kernels; not measured yet."""
+"""Mean pairs of an expert up to which the GEMV kernels read weights once; not measured yet."""
 
 MAX_REREAD_PAIRS = 32
-"""Mean pairs of an expert up to which the GEMV kernels read 8-bit weights again for each 16 pairs; more are widened for
+"""Mean pairs of an expert up to which the GEMV kernels read 8-bit weights again for each 16; more are widened for
 experts_sm90. Not measured yet."""
 
 
@@ -33,7 +33,6 @@ class GemvW4Build:
         return sizes | layout.defines
 
     def shared_bytes(self, layout: Int4Layout) -> int:
-        """Bytes of rings and two sets of sums."""
         ring = self.stages * self.row_tiles * (_SPAN_BYTES + layout.parameter_bytes)
         sums = 2 * 8 * self.col_tiles * BLOCK_ROWS * self.row_tiles * 4
         return self.warps * (ring + sums)
@@ -55,19 +54,17 @@ def gemv_build(num_rows: int, mean_pairs: float) -> GemvBuild:
 
 
 def gemv_w8_build(num_rows: int, mean_pairs: float) -> GemvW8Build:
-    """Return the build of experts_gemv_w8."""
     return _GEMV_W8[_takes_two_tiles(num_rows, mean_pairs)]
 
 
 def gemv_w4_build(num_rows: int, mean_pairs: float) -> GemvW4Build:
-    """Return the build of experts_gemv_w4a16."""
     return _GEMV_W4[_takes_two_tiles(num_rows, mean_pairs)]
 
 
 def takes_sm90(num_rows: int, mean_pairs: float) -> bool:
-    """Return whether experts have more rows than the GEMV kernels read weights once for.
+    """Return whether experts have more rows than the GEMV kernels take at once.
 
-    The two add in different orders: a row's last bits depend on the number of rows in its step, as `linear`'s do.
+    The two add in different orders: a row's last bits depend on the number of rows in its step.
     """
     return num_rows > 2 * GEMV_PAIRS and mean_pairs > GEMV_PAIRS
 
@@ -102,7 +99,7 @@ def _cols(mean_pairs: float) -> int:
 
 
 def _num_stages(one: int, two: int, all_bytes: int) -> int:
-    """Return the stages of a ring in `all_bytes` of shared memory, of which builds of one and two stages take these."""
+    """Return the stages of a ring in `all_bytes`, of which builds of one and two stages take these."""
     return 1 + (all_bytes - one) // (two - one)
 
 

@@ -65,7 +65,7 @@ class _Call:
         return tuple(map(np.int32, (len(self.weight.data), *self.weight.shape)))
 
     def num_blocks(self, tile_rows: int, most: int) -> int:
-        """Return the grid for tiles of so many weight rows, in at most `most` blocks."""
+        """Return the grid for tiles of `tile_rows` weight rows, in at most `most` blocks."""
         return min(len(self.out) * math.ceil(self.weight.shape[0] / tile_rows), most)
 
     def sorted_x(self) -> Array | Fp8Rows:
@@ -94,7 +94,7 @@ def experts_linear(
 
 
 def pack_stack(weight: Weight, pack: Callable[[Weight], Weight]) -> Weight:
-    """Return a stack of INT4 as INT4_TILED, in its memory: `pack` does so for a matrix."""
+    """Return a stack of INT4 as INT4_TILED, in its memory, by `pack` of each matrix."""
     packed, *_ = [pack(weight.expert(index)) for index in range(len(weight.data))]
 
     def stacked(array: Array | None, one: Array | None) -> Array | None:

@@ -68,7 +68,6 @@ class GemvW4Build:
         return sizes | {"BLOCKS_PER_SM": self.blocks_per_sm} | layout.defines
 
     def shared_bytes(self, k: int, layout: Int4Layout) -> int:
-        """Bytes of rings, two sets of sums, and x."""
         ring = self.stages * self.row_tiles * (_SPAN_BYTES + layout.parameter_bytes)
         sums = 2 * self.x_rows * BLOCK_ROWS * self.row_tiles * 4
         return self.warps * (ring + sums) + self.x_rows * 2 * k
@@ -124,7 +123,6 @@ class SmallMW4Build:
 
     @functools.cached_property
     def shared_bytes(self) -> int:
-        """Bytes of ring, scales and barriers."""
         stage = self.cols * SPAN * 2 + self.blocks * (_SPAN_BYTES + self.layout.parameter_bytes)
         return 1024 + self.stages * (stage + 16) + 16
 

@@ -25,12 +25,10 @@ DenseLinear = Callable[[Array, Array, "Array | None", Array], None]
 """Takes x, weight [N, K], bias or None, out."""
 
 MAX_GEMV_ROWS = 8
-"""Rows of x up to which gemv_w4a16 beats small_m_w4a16_sm90. H200, weights [4096, 4096]: 6.5 us to 9.1 for 8 rows, 11.4
-to 9.0 for 16."""
+"""Rows of x up to which gemv_w4a16 beats small_m_w4a16_sm90 (H200)."""
 
 MAX_FUSED_ROWS = 2048
-"""Rows of x up to which unpacking in registers beats a 16-bit product. H200, a layer of Llama-3.1-8B: 325 us to 440 for
-512 rows, twice 611 to 1,432 for 2,048."""
+"""Rows of x up to which unpacking in registers beats a 16-bit product (H200, layers of Llama-3.1-8B)."""
 
 _FLOAT32 = np.dtype(np.float32)
 _UINT8 = np.dtype(np.uint8)
@@ -64,8 +62,8 @@ class Int4Linear:
         self._dense = dense
 
     def __call__(self, x: Array, weight: Weight, bias: Array | None, out: Array, *, exact: bool = False) -> None:
-        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous, not empty. `exact`: by gemv_w4a16 where a
-        build holds the rows, so that each gets the bits of one row."""
+        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous, not empty. `exact`: by gemv_w4a16 if a
+        build holds the rows, with the bits of one row."""
         ops, m = self._ops, len(out)
         if weight.input_order is not None:
             x = self._gather_columns(x, weight.input_order)

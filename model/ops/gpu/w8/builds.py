@@ -1,4 +1,4 @@
-"""Builds of the kernels of 8-bit weights: `gemv_w8.cu`, `small_m_fp8_sm90.cu`, `small_m_w8a16_sm90.cu`."""
+"""Builds of the kernels of 8-bit weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ class GemvW8Build:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of rings and two sets of sums."""
         rows = 16 * self.row_tiles
         return self.warps * rows * (self.stages * self.span + 2 * 8 * self.col_tiles * 4)
 
@@ -84,7 +83,6 @@ class SmallMW8Build:
 
     @functools.cached_property
     def shared_bytes(self) -> int:
-        """Bytes of ring, partner's sums, barriers, scales, and rows past the ring."""
         sent = 128 * self._warpgroups * self.cols if self.split == 2 else 0
         x_rows = self.x_boxes * self.cols
         past = max(0, 64 * self._warpgroups - self.rows - x_rows) * _SPAN_BYTES
@@ -120,8 +118,8 @@ def _small_m_build(
 ) -> SmallMW8Build | None:
     """Size tiles for all SMs to get equally many.
 
-    If they would waste much of a warpgroup's 64 rows, two blocks split K: by `n` alone, so that `m` does not change the
-    order of a sum.
+    If they would waste much of a warpgroup's 64 rows, two blocks split K: by `n` alone, so that a sum's order does not
+    depend on `m`.
     """
     if m > all_cols[-1]:
         return None

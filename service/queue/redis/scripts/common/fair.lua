@@ -1,9 +1,9 @@
 -- The order of waiting jobs. Part of every script, before common.lua.
 --
--- The tenant with the least virtual time, the tokens served so far, is next. An absent tenant is set to the clock,
--- saving no turns. A job costs its estimate when claimed, its actual tokens from its end. A tenant's jobs go by rank:
--- arrival (s), AGE_S later or earlier per priority step, so none starves. Lane `batch` runs when no other job waits, or
--- by turns once its next job is BATCH_AGE_S old.
+-- The tenant with the least virtual time, the tokens served so far, is next; an absent tenant is set to the clock. A
+-- job costs its estimate when claimed, its actual tokens from its end. A tenant's jobs go by rank: arrival (s), AGE_S
+-- later or earlier per priority step, so none starves. Lane `batch` runs when no other job waits, or by turns once its
+-- next job is BATCH_AGE_S old.
 --
 -- {quire}:waiting:lane:<lane>           sorted set: tenants by virtual time
 -- {quire}:waiting:jobs:<lane>:<tenant>  sorted set: jobs by rank
