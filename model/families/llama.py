@@ -130,7 +130,7 @@ class Llama:
         return normed
 
     def _hidden_norm_after(self, residual: Array, batch: Batch, kv: Array, plans: Mapping[int, Array | None]) -> Array:
-        """Return the final norm [T, H]; each `add_rms_norm` overwrites the previous one's norm."""
+        """Return the final norm [T, H]; each `add_rms_norm` overwrites the previous norm."""
         ops, eps, final_norm = self.ops, self.config.residual_eps, self.weights.final_norm
         normed = ops.temporary(residual.shape, ops.dtype)
         for index, layer in enumerate(self.weights.layers):
@@ -195,7 +195,7 @@ class Llama:
         return self._product(index, "output", self._input(out.reshape(len(out), -1), layer.output), batch)
 
     def _rotated(self, index: int, qkv: Array, batch: Batch, kv: Array) -> Array:
-        """qkv [T, (Hq + 2 Hkv) * D] -> q [T, Hq, D], normed and rotated; write keys and values to `kv`."""
+        """qkv [T, (Hq + 2 Hkv) * D] -> q [T, Hq, D], normed and rotated; keys and values go to `kv`."""
         ops, layer, eps = self.ops, self.weights.layers[index], self.config.rms_norm_eps
         target = (batch.positions, batch.slots, kv, index, self.weights.kv_scales)
         tables, norms = layer.rotation, (layer.q_norm, layer.k_norm)
@@ -211,7 +211,7 @@ class Llama:
         return q
 
     def _normed_mlp(self, index: int, x: Array, residual: Array, batch: Batch, kv: Array) -> Array:
-        """Add x [T, H] to residual; return [T, H]: SwiGLU of its norm, dense or of experts."""
+        """Add x [T, H] to residual; return [T, H], SwiGLU of its norm."""
         ops, layer, eps = self.ops, self.weights.layers[index], self.config.residual_eps
         if layer.router is not None and self.config.experts is not None:
             experts = ExpertWeights(layer.router, layer.gate_up, layer.down)
@@ -226,7 +226,7 @@ class Llama:
         return self._product(index, "down", activation(gate_up), batch)
 
     def _product(self, index: int, name: str, x: Array | Fp8Rows, batch: Batch) -> Array:
-        """x [T, K] @ a layer's matrix `name` plus its bias, and what the batch's adapters add -> [T, N]."""
+        """x [T, K] @ matrix `name` plus bias and adapters -> [T, N]."""
         layer = self.weights.layers[index]
         out = self.ops.linear(x, getattr(layer, name), getattr(layer, f"{name}_bias"))
         if batch.adapters is not None:
@@ -242,12 +242,12 @@ class Llama:
     def _add_norm(
         self, x: Array, residual: Array, norm: Array, is_fp8: bool, out: Array | Fp8Rows | None = None
     ) -> Array | Fp8Rows:
-        """Add x to residual; return its norm, in e4m3 if `is_fp8`, in `out` if given."""
+        """Add x to residual; return its norm, in e4m3 if `is_fp8`."""
         add_norm = self.ops.add_rms_norm_quantised if is_fp8 else self.ops.add_rms_norm
         return add_norm(x, residual, norm, self.config.residual_eps, out)
 
     def _norm_outputs(self, first: Array | Fp8Rows, shape: tuple[int, int]) -> dict[bool, Array | Fp8Rows]:
-        """Return memory that outlives a layer's scratch, e4m3 (True) or not (False): `first` is one."""
+        """Return memory that outlives a layer's scratch, by whether it is e4m3; `first` is one."""
         ops, is_fp8 = self.ops, isinstance(first, Fp8Rows)
         if is_fp8:
             return {True: first, False: ops.temporary(shape, ops.dtype)}

@@ -161,7 +161,7 @@ def _variables(
 
 
 def _cut_after(rendered: str, content: str) -> str:
-    """Cut `rendered` after its last `content`, whose outer blanks the template may have dropped."""
+    """Cut `rendered` after its last `content`, perhaps without its outer blanks."""
     core = content.strip()
     start = rendered.rfind(core)
     if not core or start < 0:
@@ -175,7 +175,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _given_text(given: str) -> str:
-    """Return the file's text, or `given` itself if it is a template: no file name has a brace, as in vLLM."""
+    """Return the file's text, or `given` itself if it has a brace, as in vLLM."""
     source = read_text(Path(given), MAX_CONFIG_BYTES) if "{" not in given else given
     if source is None:
         raise ModelError(f"--chat-template: {given}: no such file")

@@ -71,7 +71,7 @@ class ByteDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """Fits any decoder: decodes the last few tokens again with each new one and emits the difference."""
+    """Decodes the last few tokens again with each new one and emits the difference."""
 
     def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int], text_ids: Container[int]) -> None:
         """Continue the text of `context`; only `text_ids` have text."""

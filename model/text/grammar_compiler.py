@@ -73,8 +73,8 @@ class TextCompiler:
     def compile(self, grammar: str) -> LLMatcher:
         """Compile a grammar, usually within milliseconds. Raises GrammarError.
 
-        llguidance bounds neither time nor memory for intersecting patterns: compile a client's grammar in a process
-        that can be killed.
+        Compile a client's grammar in a process that can be killed: llguidance bounds neither time nor memory for
+        intersecting patterns.
         """
         if len(grammar.encode("utf-8", "replace")) > MAX_GRAMMAR_BYTES:
             raise GrammarError(f"The grammar takes more than {MAX_GRAMMAR_BYTES} bytes.")

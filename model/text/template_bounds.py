@@ -44,8 +44,6 @@ _PRINTF = re.compile(r"%(?P<name>\([^)]{0,200}(?P<end>\))?)?(?P<width>[^a-zA-Z%]
 
 @dataclass(frozen=True, kw_only=True)
 class RenderLimits:
-    """Limits of one rendering; SecurityError beyond."""
-
     max_chars: int = 16 * 2**20  # rendered text, or any intermediate value
     max_total_chars: int = 512 * 2**20  # all values together, dropped ones included
     max_s: float = 2.0  # CPU time
@@ -63,14 +61,12 @@ class Meter:
             raise SecurityError("the template takes too long")
 
     def charge(self, num_chars: int) -> None:
-        """Charge `num_chars` in advance. Raises SecurityError beyond the limits."""
         self.check_time()
         self._num_charged += num_chars
         if num_chars > self._limits.max_chars or self._num_charged > self._limits.max_total_chars:
             raise SecurityError("a value is too large")
 
     def charge_items(self, num_items: int) -> None:
-        """Charge a list in advance. Raises SecurityError beyond the limits."""
         if num_items > MAX_ITEMS:
             raise SecurityError("a list is too long")
         self.charge(ITEM_CHARS * num_items)

@@ -1,7 +1,7 @@
 """The Jinja environment of chat templates: Hugging Face's, with limits on time and size.
 
 Every operation that makes a value and every loop iteration is charged in advance. Unbounded functions are missing:
-`lipsum`, and all that `template_bounds` does not list. Nothing is computed during compilation.
+`lipsum`, and all that `template_bounds` does not list.
 """
 
 from __future__ import annotations
@@ -248,7 +248,6 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     @pass_context  # Jinja then does not call it for constants while compiling
     def _checked_output(self, context: Context, value: Any) -> Any:
-        """Charge the value of `{{ ... }}` before it is written."""
         if not isinstance(value, str):
             self.meter.charge(REPR_GROWTH * self.meter.measure(value))
         return value

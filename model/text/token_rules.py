@@ -109,7 +109,7 @@ class RulesMatcher:
 
 
 class _ReasoningCount:
-    """Counts the tokens of the reasoning, and forces its end marker after the last allowed one."""
+    """Counts the reasoning's tokens, and forces its end marker after the last allowed one."""
 
     def __init__(self, budget: ReasoningBudget, pieces: Sequence[bytes]) -> None:
         self._budget = budget

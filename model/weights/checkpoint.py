@@ -53,7 +53,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def loaded_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return `expected_shapes`, and the head that tied embeddings have where a factor is folded into them."""
+    """Return `expected_shapes`, and the head of tied embeddings if a factor is folded into them."""
     shapes = expected_shapes(config)
     return shapes if config.shares_embedding else shapes | {LM_HEAD: shapes[EMBEDDING]}
 
@@ -82,7 +82,7 @@ class Checkpoint:
 
     @staticmethod
     def open(directory: Path, config: ModelConfig) -> Checkpoint:
-        """Read headers and check them against `config`. Raises ModelError with the file and the tensor."""
+        """Read headers and check them. Raises ModelError with the file and the tensor."""
         directory = Path(directory)
         if (directory / SINGLE_FILE).exists():
             tensors = read_safetensors(directory / SINGLE_FILE)
@@ -229,7 +229,7 @@ def _module_of(name: str, modules: Container[str]) -> tuple[str | None, str]:
 
 
 def layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a layer, by its name after the layer's."""
+    """Return the shapes of a layer's tensors, by their names in it."""
     hidden, tensors = config.hidden_size, config.tensors
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     modules = {

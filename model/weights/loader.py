@@ -203,7 +203,7 @@ def load_model(
 
 
 def _kv_scales(source: DummyWeights | Checkpoint, config: ModelConfig, ops: Ops) -> tuple[Array | None, bool]:
-    """Return the scales of an fp8 cache, and whether they are the checkpoint's; (None, False) for another cache."""
+    """Return the scales of an fp8 cache, and whether the checkpoint has them; (None, False) for another cache."""
     if ops.kv_dtype != np.uint8:
         return None, False
     stored = source.kv_scales()
@@ -361,7 +361,7 @@ class _Plan:
         )
 
     def _order(self, name: str, order: np.ndarray) -> Array:
-        """Upload int32[..., K]: to each rank its columns of a matrix divided by them. Raises ModelError."""
+        """Upload int32[..., K], to each rank its columns. Raises ModelError."""
         split = self._split([name])
         if split is None or split.axis == 0:
             return self._ops.upload(order)
@@ -382,7 +382,7 @@ class _Plan:
         return {name: self._ops.empty((*leading, *shape), dtype) for name, (shape, dtype) in total.items()}
 
     def _fill_rows(self, arrays: dict[str, Array], names: Sequence[str], parts: list[StoredMatrix]) -> None:
-        """Plan to fill a matrix's arrays. Raises ModelError unless the parts can be stacked and divided."""
+        """Plan to fill arrays. Raises ModelError unless the parts can be stacked and divided."""
         check_stackable(parts)
         form, shapes = parts[0].form, self._part_shapes(names, parts)
         splits = [self._sharding.array_splits(name, part) for name, part in zip(names, parts, strict=True)]

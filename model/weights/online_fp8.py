@@ -125,7 +125,7 @@ class OnlineFp8:
 
 
 def _groups(matrices: Sequence[_Matrix], max_size: int) -> Iterator[list[_Matrix]]:
-    """Yield runs of at most `max_size` elements in total, or one larger matrix."""
+    """Yield runs of at most `max_size` elements, or one larger matrix."""
     group: list[_Matrix] = []
     for matrix in matrices:
         if group and sum(each.size for each in group) + matrix.size > max_size:

@@ -147,7 +147,7 @@ def _read_header(path: Path) -> tuple[int, int, bytes]:
 
 
 def _checked_entry(what: str, entry: Any) -> tuple[tuple[int, ...], np.dtype, int, int]:
-    """Return (shape, dtype, first byte, byte after the last) of a header's entry."""
+    """Return (shape, dtype, first byte, byte after the last)."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ModelError(f"{what}: not described by dtype, shape and data_offsets")
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in STORED_DTYPES:

@@ -99,7 +99,7 @@ async def _follow(http: aiohttp.ClientSession, url: str, body: bytes, due_s: flo
 
 
 def _note(event: bytes, now_s: float, answer: Answer) -> None:
-    """Parse only the few events that are not plain text: the client must cost little."""
+    """Parse only events that are not plain text: the client must cost little."""
     if b'"usage":{' in event or b'"usage": {' in event or event.startswith(b'{"error"'):
         parsed = json.loads(event)
         if "error" in parsed:

@@ -41,7 +41,7 @@ def add_check_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_check(settings: Settings, flags: argparse.Namespace) -> int:
-    """Return 0 if the model fits, else 1. On a GPU the largest steps run on dummy weights, to measure the workspace."""
+    """Return 0 if the model fits, else 1. On a GPU the largest steps run, to measure the workspace."""
     length = None if flags.length is None else whole_number("--length", flags.length)
     config = read_model_config(settings)
     wanted_len = wanted_model_len(settings, config)
@@ -77,7 +77,7 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
 
 
 def _by_ranks(settings: Settings, config: ModelConfig, ops: Ops) -> str:
-    """Return a rank's bytes for each number of ranks that divides the model; a CPU's ranks share its memory."""
+    """Return a rank's bytes for each number of ranks that divides the model."""
     free_bytes, sizes = ops.memory_bytes()[0], []
     for num_ranks in SIZES:
         try:

@@ -33,7 +33,7 @@ def take_model_argument(flags: argparse.Namespace) -> None:
 
 
 def with_model(settings: Settings) -> Settings:
-    """Return the settings with the model's folder and name; a download happens here. Raises StartupError."""
+    """Return settings with the model's folder and name; may download. Raises StartupError."""
     if settings.model_config is not None and settings.model is None:
         return replace(settings, model=DEMO_MODEL)
     found = located(settings.model or DEMO_MODEL, settings.revision, settings.download_dir)

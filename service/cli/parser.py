@@ -72,7 +72,7 @@ def _add_flags(parser: argparse.ArgumentParser, verb: str) -> None:
 
 
 def translated(words: Sequence[str], parser: argparse.ArgumentParser) -> Translation:
-    """Return a command line in Quire's words: one of a verb that takes a model may have vLLM's. Raises StartupError."""
+    """Return a command line in Quire's words: verbs that take a model accept vLLM's. Raises StartupError."""
     if words and words[0] == BENCH:
         return Translation([SHORT_FLAGS.get(word, word) for word in words])
     if not words or words[0] not in MODEL_VERBS:
@@ -84,7 +84,7 @@ def translated(words: Sequence[str], parser: argparse.ArgumentParser) -> Transla
 
 
 def unknown_word(word: str, parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> str:
-    """Return the error for `word`, with the most similar flag of the chosen verbs."""
+    """Return the error for `word`, with the most similar flag."""
     known = [*_known_flags(parser, chosen)]
     if chosen.verb in MODEL_VERBS:
         known += [f"--{name}" for name, flag in VLLM_FLAGS.items() if flag.note]

@@ -31,7 +31,7 @@ _GUARDS = ("api_key", "api_key_file")
 
 
 def add_flags(parser: argparse.ArgumentParser, verb: str) -> None:
-    """Add the flags of `verb`, None by default, so that `read_settings` knows which were given."""
+    """Add the flags of `verb`, None by default to see which were given."""
     parser.add_argument(
         _flag(CONFIG), metavar="FILE", help="TOML file of settings, named as the flags but with '_' (default: none)"
     )
@@ -74,7 +74,6 @@ def read_settings(verb: str, flags: argparse.Namespace, environ: Mapping[str, st
 
 
 def _file_lines(path: str) -> dict[str, str]:
-    """Return a file's settings as texts, including other verbs'."""
     try:
         with open(path, "rb") as file:
             lines = tomllib.load(file)

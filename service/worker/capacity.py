@@ -1,6 +1,6 @@
 """Claim budget of a worker: as much as its engine can start.
 
-Holdings over a share can be reclaimed: others may claim jobs even without a free slot.
+Holdings over a share can be reclaimed, so jobs may be claimed even without a free slot.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class SlotCapacity:
         self._mark_seen(held.tenant, now_s)
 
     def claim_budget(self, num_free_tokens: int, now_s: float) -> tuple[int, ClaimBudget]:
-        """Return the branches to claim, 0 or less if none, and the rest of the budget. `num_free_tokens`: capacity
-        of available blocks."""
+        """Return the branches to claim, 0 or less if none, and the rest of the budget. `num_free_tokens`: capacity of
+        available blocks."""
         while self._seen_at_s and next(iter(self._seen_at_s.values())) < now_s - RECENT_S:
             self._seen_at_s.popitem(last=False)
         num_tokens = num_free_tokens - self._num_tokens

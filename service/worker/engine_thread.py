@@ -128,7 +128,7 @@ class EngineThread:
             self._on_death(error)
 
     def _run_commands(self) -> bool:
-        """Run queued commands; wait for one without work. Return False after Stop."""
+        """Run queued commands; without work wait for one. Return False after Stop."""
         self._turn()
         while True:
             try:

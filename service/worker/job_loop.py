@@ -126,8 +126,7 @@ class JobLoop:
         await self._fetching_ended.wait()
 
     async def abandon(self, in_flight: Collection[str], cause: str) -> None:
-        """Publish a dead engine's outputs and return open jobs. Jobs of requests `in_flight` become
-        suspects because of `cause`."""
+        """Publish a dead engine's outputs and return open jobs, those `in_flight` as suspects because of `cause`."""
         self._draining = True
         await self._fetching_ended.wait()
         await self._publish_all()
@@ -158,7 +157,6 @@ class JobLoop:
         self._fetching_ended.set()
 
     async def _fetch_some(self, max_branches: int, budget: ClaimBudget) -> None:
-        """Fetch jobs, or a suspect, which runs alone."""
         self._runs_alone = False
         if self._runs_suspects:
             suspect = await self._queue.fetch_suspect()
@@ -216,7 +214,6 @@ class JobLoop:
             self._engine.send(Cancel(request_id, cancel.reason, cancel.branch))
 
     async def _publish(self) -> None:
-        """Publish in rounds: a slow Redis makes batches."""
         while True:
             await self._inbox.arrived.wait()
             await self._publish_all()
@@ -252,7 +249,6 @@ class JobLoop:
         return events, leaving
 
     def _clear_suspect(self) -> None:
-        """Return a suspect that made progress alone."""
         for job in self._open.values():
             if job.cleared_at_number is not None and job.next_number > job.cleared_at_number and not job.is_leaving:
                 job.is_leaving = True

@@ -117,7 +117,6 @@ def _start(
 
 
 async def _announced(job_loop: JobLoop, ends: Sequence[asyncio.Task[Any]]) -> bool:
-    """Return False if one of `ends` comes before the worker's card."""
     announced = asyncio.create_task(job_loop.announced.wait())
     await asyncio.wait([announced, *ends], return_when=asyncio.FIRST_COMPLETED)
     if announced.done():
@@ -162,7 +161,7 @@ def _card(worker_id: str, settings: Settings, built: BuiltEngine, engine: Engine
 
 
 def _joined(names: Sequence[str]) -> str:
-    """Return names of up to MAX_NAMES_BYTES, comma-separated: a card has a limit."""
+    """Return names of up to MAX_NAMES_BYTES, comma-separated."""
     sizes = accumulate(len(name.encode()) + 1 for name in names)
     return ",".join(name for name, size in zip(names, sizes, strict=True) if size <= MAX_NAMES_BYTES)
 

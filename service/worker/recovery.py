@@ -28,8 +28,7 @@ async def keep_lease(
 ) -> None:
     """Renew the lease while the engine makes progress; call `take_over` for expired ones.
 
-    `silent_s`: seconds since the engine's last turn: a hung engine loses its lease and jobs. `on_lease` gets each
-    renewal.
+    `silent_s`: seconds since the engine's last turn: a hung engine loses its lease. `on_lease` gets each renewal.
     """
     beat_s = queue.lease_s / BEATS_PER_LEASE
     look_s = min(MAX_LOOK_S, beat_s)

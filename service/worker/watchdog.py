@@ -29,8 +29,8 @@ class EngineHung(Exception):
 class Watchdog:
     """Watch of the thread that calls `on_turn` between steps; `on_hang` gets an EngineHung once, on another thread.
 
-    If the hung step holds the GIL, the watchdog cannot run. Then faulthandler's C thread, which `on_turn` postpones,
-    prints all stacks and ends the process.
+    If the hung step holds the GIL, faulthandler's C thread, which `on_turn` postpones, prints all stacks and ends the
+    process.
     """
 
     def __init__(self, step_timeout_s: float, supervisor: Supervisor):
@@ -42,7 +42,7 @@ class Watchdog:
         self._stderr = sys.__stderr__ or sys.stderr
 
     def on_turn(self, now_s: float) -> None:
-        """Postpone the end: the engine is between steps, or idle. `now_s`: monotonic."""
+        """Postpone the end. `now_s`: monotonic."""
         self._supervisor.feed()
         if now_s - self._postponed_at_s >= self._look_every_s and not self._stopped.is_set():
             self._postponed_at_s = now_s

@@ -99,7 +99,7 @@ class Scrape:
         return cls(time.monotonic(), samples)
 
     def each(self, name: str, **labels: str) -> Iterator[tuple[dict[str, str], float]]:
-        """Yield labels and value of the samples with this name and these labels."""
+        """Yield labels and value of matching samples."""
         for (found, pairs), value in self.samples.items():
             if found == name and labels.items() <= pairs:
                 yield dict(pairs), value
@@ -140,7 +140,7 @@ def render(before: Scrape, now: Scrape, width: int) -> Iterator[str]:
 
 
 def _percentiles(before: Scrape, now: Scrape, name: str) -> str:
-    """Return percentiles between the two scrapes, as upper bounds of the histogram's buckets."""
+    """Return percentiles between two scrapes, as upper bounds of buckets."""
     counts: dict[float, float] = {}
     for scrape, sign in ((now, 1), (before, -1)):
         for labels, value in scrape.each(name + "_bucket"):

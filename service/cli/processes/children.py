@@ -50,7 +50,7 @@ class ChildProcess:
 
     @classmethod
     async def start(cls, verb: str, settings: Settings, environ: Mapping[str, str] = NO_VARIABLES) -> ChildProcess:
-        """Start `quire <verb>` in its own session, so that Ctrl-C reaches it only through us. `environ` is added."""
+        """Start `quire <verb>` in its own session: Ctrl-C reaches it only through us. `environ` is added."""
         inherited = {name: value for name, value in os.environ.items() if name not in SUPERVISOR_VARIABLES}
         process = await asyncio.create_subprocess_exec(
             sys.executable,

@@ -64,7 +64,7 @@ def _member(settings: Settings, group: GatewayGroup) -> RestartingChild:
 
 
 def share_of(settings: Settings, group: GatewayGroup) -> Settings:
-    """Return the settings of one gateway of the group: bounds of a process are divided. Raises StartupError."""
+    """Return settings with the bounds of a process divided. Raises StartupError."""
 
     def part(whole: int) -> int:
         return -(-whole // group.size)

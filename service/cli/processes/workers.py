@@ -47,7 +47,7 @@ def _member(settings: Settings, number: int, environ: Mapping[str, str]) -> Rest
 
 
 async def hand_over_jobs(settings: Settings) -> None:
-    """Return a dead worker's jobs to the queue, before its lease ends or its successor is ready."""
+    """Return a dead worker's jobs to the queue before its lease ends."""
     try:
         async with open_queue(settings, partial(open_worker_queue, lease_s=settings.lease)) as queue:
             await queue.take_over()

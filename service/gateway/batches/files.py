@@ -156,7 +156,7 @@ class Files:
         return response
 
     async def _send(self, response: web.StreamResponse, file: StoredFile, pieces: Sequence[bytes]) -> None:
-        """Raises QueueUnavailable (also if the file was deleted meanwhile), TimeoutError, ConnectionError."""
+        """Raises QueueUnavailable (also if the file was deleted), TimeoutError, ConnectionError."""
         num_pieces = num_bytes = 0
         while pieces:
             for piece in pieces:

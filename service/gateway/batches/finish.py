@@ -31,7 +31,7 @@ class _Files:
 
 
 async def write_result_files(queue: GatewayQueue, batch: Batch, input_file: InputFile) -> Batch:
-    """Write the batch's files, resuming an interrupted run, and return it with their ids. Raises QueueUnavailable."""
+    """Write the batch's files, or resume, and return it with their ids. Raises QueueUnavailable."""
     files = _Files(*(f"file-{batch.batch_id.removeprefix('batch_')}-{kind}" for kind in ("output", "error")))
     marks = await queue.batches.line_marks(batch.batch_id)
     number = (await queue.batches.moved_lines(batch.batch_id)).num_lines

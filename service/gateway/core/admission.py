@@ -183,7 +183,7 @@ class Admission:
 
 
 def _shown_ids(prompts: Sequence[list[int]]) -> tuple[tuple[int, ...], ...]:
-    """Return the prompts for the answer and the request's record. Raises RequestError (400)."""
+    """Raises RequestError (400)."""
     if sum(map(len, prompts)) > MAX_SHOWN_IDS:
         raise refusal("return_token_ids", f"is for prompts of at most {MAX_SHOWN_IDS} tokens in all")
     return tuple(map(tuple, prompts))

@@ -73,7 +73,7 @@ class PromptReader:
         return prompt[-num_kept:]
 
     def _prompt_texts(self, request: GenerationRequest, prompts: Sequence[list[int]]) -> tuple[str, ...]:
-        """Return the prompts that the answer repeats: as sent, or as truncated."""
+        """Return the prompts that the answer repeats, as sent or truncated."""
         if not request.echo:
             return ()
         decode = self._model.tokenizer.decode

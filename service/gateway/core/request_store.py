@@ -90,7 +90,7 @@ class RequestStore:
         return replace(earlier, jobs=unsubmitted, idempotency=digest)
 
     async def _named(self, accepted: AcceptedRequest) -> AcceptedRequest:
-        """Give a request its client's id, unless another kept request of the tenant has it. Raises RequestError."""
+        """Give a request its client's id unless it is taken. Raises RequestError."""
         if not accepted.request.client_id:
             return accepted
         named = replace(accepted, client_id=accepted.request.client_id)
@@ -144,7 +144,7 @@ class RequestStore:
         return None if record is None or record.tenant != tenant else record
 
     async def state(self, accepted: AcceptedRequest, *, was_accepted: bool = False) -> RequestState:
-        """`was_accepted` just now: if the queue is away it counts as queued. Else raises RequestError (503)."""
+        """`was_accepted`: just now, so it counts as queued if the queue is away. Else raises RequestError (503)."""
         try:
             events = await self._queue.last_events(accepted.job_ids)
             position = None if any(events) else await self._queue.queue_position(accepted.request_id)

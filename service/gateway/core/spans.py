@@ -61,7 +61,6 @@ def http_span(
 
 @contextmanager
 def admission_span(tracing: Tracing) -> Iterator[Callable[[AcceptedRequest], None]]:
-    """Open an admission's span; yield a function to call with the accepted request."""
     span = tracing.start_span("admission", current_traceparent(), {})
     failure: str | None = "cancelled"
 
@@ -93,7 +92,7 @@ def begin_generation(tracing: Tracing, accepted: AcceptedRequest) -> Span:
 
 
 def end_generation(span: Span, stream: ResponseStream, reason: EndReason, refused: str | None) -> None:
-    """`reason`: for jobs that have not ended; `refused`: code of the error that ended the request."""
+    """`reason`: for jobs that have not ended; `refused`: code of the error."""
     reasons = stream.reasons(reason)
     outcome = stream.outcome
     span.set_attributes(

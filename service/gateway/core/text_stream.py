@@ -52,7 +52,7 @@ class TextStream:
         return DecodedText(text + held, 0)
 
     def _match(self, text: str) -> tuple[str, str | None]:
-        """Return the final part of held and new text, and the complete stop string, the longest of several."""
+        """Return the final text, and the longest complete stop string."""
         pending = self._held + text
         for index, char in enumerate(text, len(self._held) + 1):
             # A list, not a generator: every matcher must see the character.

@@ -23,7 +23,7 @@ from service.queue.embedded.die_with_parent import die_with_parent
 NICENESS = 3
 """The event loop and the engine take precedence."""
 SPENT_BYTES = 64 << 20
-"""Growth after which the process is replaced: freed memory does not return to the system."""
+"""Growth after which the process is replaced: freed memory stays with it."""
 TOO_BIG = "The grammar takes more than {} MiB to compile."
 
 
@@ -76,7 +76,7 @@ def _compiled(data: bytes, hello: Hello, compiler: TextCompiler) -> tuple[str | 
 
 
 def _receive(link: socket.socket) -> bytes | None:
-    """Return the next frame; None once the gateway has closed the connection."""
+    """Return the next frame; None once the gateway has closed."""
     head = _receive_exactly(link, LENGTH.size)
     return None if head is None else _receive_exactly(link, LENGTH.unpack(head)[0])
 
@@ -101,7 +101,7 @@ def _limit_memory(max_bytes: int) -> None:
 
 
 def _silence() -> None:
-    """Silence Rust's messages about failed allocations; the gateway reports them itself."""
+    """Silence Rust's messages about failed allocations."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)

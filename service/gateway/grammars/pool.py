@@ -150,7 +150,7 @@ class GrammarPool:
                 self._drop_unwanted(job)
 
     def _drop_unwanted(self, job: CompileJob) -> None:
-        """Drop a job that no request waits for. A running one continues, and its result is kept."""
+        """Drop a job that no request waits for; a running one's result is kept."""
         self._queue.remove(job)
         if job.slot is None:
             self._jobs.pop((job.tenant, job.key), None)
@@ -236,7 +236,7 @@ class GrammarPool:
         except TimeoutError:
             result = Result(None, self.limits.out_of_time, is_final=False, ending="out_of_time")
         except ProcessEnded as ended:
-            # The process may have died before: a first crash does not prove the grammar at fault.
+            # A first crash does not prove the grammar at fault.
             is_crash = not (ended.was_out_of_time or ended.was_out_of_memory)
             if slot.is_interrupted or (is_crash and job.num_crashes == 0):
                 job.num_crashes += is_crash and not slot.is_interrupted

@@ -68,14 +68,12 @@ class CompileQueue:
         self._num_bytes[job.tenant] += len(job.task)
 
     def remove(self, job: CompileJob) -> None:
-        """Remove a job if it waits."""
         own = self._waiting.get(job.tenant)
         if own is not None and job in own:
             own.remove(job)
             self._uncount(job)
 
     def next_job(self, running: Collection[CompileJob]) -> CompileJob | None:
-        """Return the next job allowed next to `running`, if any."""
         by_tenant = Counter(job.tenant for job in running)
         num_heavy = sum(self.is_heavy(job.tenant) for job in running)
         has_room = num_heavy < max(1, self._num_processes - 1)

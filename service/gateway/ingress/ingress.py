@@ -1,7 +1,7 @@
 """Queue ingress: serves the jobs that foreign producers write to their ingress streams.
 
-A job passes the validation and admission of an HTTP request. While the queue is full it waits; a draining gateway
-leaves its entry to the next one; any other outcome settles the entry.
+A job passes an HTTP request's validation and admission. While the queue is full it waits; a draining gateway leaves its
+entry to the next one; any other outcome settles the entry.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class QueueIngress:
                 task.cancel()
 
     async def _keep(self) -> None:
-        """Renew the hold on open entries; stop serving entries that another gateway took."""
+        """Renew open entries; stop serving those that another gateway took."""
         while True:
             await asyncio.sleep(INGRESS_KEEP_S)
             try:
@@ -114,7 +114,6 @@ class QueueIngress:
             incident(error, "queue")
 
     async def _answer(self, entry: IngressEntry, replies: ReplyWriter) -> bool:
-        """Return whether the entry has its final reply."""
         loop = asyncio.get_running_loop()
         give_up_at_s = loop.time() + self._service.settings.request_timeout
         try:
@@ -156,7 +155,7 @@ class QueueIngress:
 
     async def _answer_job(self, job: IngressJob, entry: IngressEntry, replies: ReplyWriter) -> None:
         request = await self._read(job, entry.producer)
-        # The same id in every gateway: the next one finds the same jobs and reads the same events.
+        # The same id in every gateway: the next one finds the same jobs and events.
         request_id = request_id_of("ingress", entry.producer, entry.entry_id)
         accepted = await self._service.admit(request, entry.producer, request_id)
         options = self._service.model.call_options(request.tools)

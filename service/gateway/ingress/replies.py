@@ -63,8 +63,7 @@ class EntryTaken(Exception):
 
 
 class ReplyWriter:
-    """Writes the replies to one entry, numbered from 1, each exactly once, also when Redis' answers are lost or another
-    gateway takes over."""
+    """Writes the replies to one entry, numbered from 1, each exactly once, also by several gateways."""
 
     def __init__(self, service: InferenceService, entry: IngressEntry, reply_id: str) -> None:
         self._service = service
@@ -77,7 +76,7 @@ class ReplyWriter:
 
     async def begin(self) -> bool:
         """Return whether any reply is missing. Raises RequestError (409) if another open job has the id, to reply under
-        the entry's own id; EntryTaken; QueueUnavailable if the queue stays away."""
+        the entry's own id; EntryTaken; QueueUnavailable."""
         queue = self._service.queue
         found = await persist(
             lambda: queue.ingress.begin_replies(self._entry, self._id), self._service.settings.request_timeout

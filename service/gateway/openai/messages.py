@@ -101,7 +101,7 @@ def _reasoning(message: Message, param: str) -> str | None:
 
 
 def template_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the client's variables of the chat template. Raises RequestError (400)."""
+    """Return variables of the chat template. Raises RequestError (400)."""
     param = "chat_template_kwargs"
     if len(options) > MAX_TEMPLATE_OPTIONS:
         raise refusal(param, f"has more than {MAX_TEMPLATE_OPTIONS} entries")
@@ -121,7 +121,7 @@ def check_length(param: str, text: str, max_chars: int) -> None:
 
 
 def read_tools(body: ChatBody) -> ToolSpec | None:
-    """Return the functions that the answer may call; None: no calls. Raises RequestError (400)."""
+    """Return the functions that the answer may call, if any. Raises RequestError (400)."""
     _check_tools(body.tools)
     choice = body.tool_choice
     if choice is None:
@@ -193,7 +193,7 @@ def _described(tool: Tool) -> Json:
 
 
 def _calls_of(calls: Sequence[ToolCall], param: str) -> list[Json]:
-    """Return an assistant message's calls with parsed arguments, as templates expect. Raises RequestError (400)."""
+    """Return calls with parsed arguments, as templates expect. Raises RequestError (400)."""
     if len(calls) > MAX_CALLS_IN_MESSAGE:
         raise refusal(param, f"has more than {MAX_CALLS_IN_MESSAGE} entries")
     return [_call(call, f"{param}[{i}]") for i, call in enumerate(calls)]

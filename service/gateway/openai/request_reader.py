@@ -172,7 +172,7 @@ def _read_pooling(fields: Mapping[str, Any]) -> GenerationRequest:
 
 
 def _read_pooled(body: EmbeddingBody) -> GenerationRequest:
-    """Return a completion of one token, which is dropped: only the prompt's vector is used."""
+    """Return a completion whose one token is dropped."""
     if body.encoding_format not in ("float", "base64"):
         raise refusal("encoding_format", "must be float or base64")
     same = {name: getattr(body, name) for name in ("model", "truncate_prompt_tokens", "timeout", "priority", "user")}
@@ -259,7 +259,6 @@ _SAMPLING_IN_BEAMS = {"temperature": (0, 1), "top_p": (1,), "top_k": (-1, 0), "m
 
 
 def _choices(body: GenerationBody) -> tuple[int, BeamSearch | None]:
-    """Return `best_of` and the beam search, if any. Raises RequestError (400)."""
     if body.use_beam_search:
         return _beams(body)
     for name, neutral in (("beam_width", None), ("length_penalty", 1.0), ("early_stopping", False)):
@@ -352,7 +351,7 @@ def _request(
 
 
 def _includes_usage(body: GenerationBody) -> bool:
-    """Return whether a stream ends with its usage. As in vLLM, usage in every chunk implies it unless refused."""
+    """Return whether a stream ends with its usage; as in vLLM, usage in every chunk implies it unless refused."""
     options = body.stream_options
     if options != StreamOptions() and not body.stream:
         raise refusal("stream_options", "needs 'stream' to be true")

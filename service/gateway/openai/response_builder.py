@@ -254,7 +254,7 @@ class ChoicesBuilder(ABC):
         return texts[index * len(texts) // self._options.num_choices] if texts else ""
 
     def _of_prompt(self, delta: ChoiceDelta) -> Sequence[TokenLogprob | FirstToken]:
-        """Return the prompt's log-probabilities to put before the answer's, once per choice."""
+        """Return the prompt's log-probabilities, once per choice."""
         if delta.index in self._scored or not self._options.first_ids or self._options.prompt_logprobs:
             return ()
         self._scored.add(delta.index)
@@ -275,7 +275,7 @@ class ChoicesBuilder(ABC):
         """Put the prompt's ids into the first chunk of a choice."""
 
     def _prompt_logprobs(self, index: int, deltas: Sequence[ChoiceDelta]) -> Json:
-        """Return vLLM's field, null unless asked for; only whole answers have it."""
+        """Return vLLM's field, null unless asked for, of whole answers only."""
         if not self._options.prompt_logprobs:
             return {"prompt_logprobs": None}
         scored = next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs), ())

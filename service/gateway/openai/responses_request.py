@@ -240,7 +240,7 @@ def read_response_body(fields: Mapping[str, Any]) -> ResponseBody:
 
 
 def in_own_words(error: RequestError, name: Callable[[str], str] | None = None) -> RequestError:
-    """Rename the fields in an error of the chat or completion that a response or embedding was read as."""
+    """Rename the fields in an error of the chat or completion that was read."""
     if error.param is None:
         return error
     own = (name or _own_name)(error.param)

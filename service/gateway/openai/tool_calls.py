@@ -17,7 +17,7 @@ class ToolCallWriter:
     """Splits the text of one answer's choices into content and calls."""
 
     def __init__(self, request_id: str, options: CallOptions, *, is_streamed: bool = True) -> None:
-        """A malformed or cut-off call counts as text, unless a stream has sent its beginning."""
+        """A malformed or cut-off call is text, unless a stream has sent its beginning."""
         self._request_id = request_id
         self._options = options
         self._is_streamed = is_streamed
