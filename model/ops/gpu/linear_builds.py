@@ -20,9 +20,8 @@ AHEAD_BYTES = 32 << 10
 0.3."""
 
 _MIN_ROWS_AHEAD, _MIN_WIDE_ROWS, _MAX_ROWS_AHEAD = 5, 13, 16
-"""Rows of x, of exact rows: from the first on x is read a step ahead, from the second on tiles are wide, and past the
-third registers are short. H200, a layer of Llama-3.1-8B: 107.7 us for 108.5 (8 rows), 118.6 for 128.5 (16), 130.4 for
-154.8 (24); below 5 rows nothing changes, 12 rows are slower in wide tiles."""
+"""Exact rows: least that read x a step ahead, least in wide tiles, most of these that read ahead (registers). H200, a
+layer of Llama-3.1-8B: 107.7 us for 108.5 (8 rows), 118.6 for 128.5 (16), 130.4 for 154.8 (24)."""
 
 _SPAN_BYTES = 128
 _TILE_ROWS = 128  # at most
@@ -84,9 +83,9 @@ def gemv_build(num_rows: int, max_shared_bytes: int) -> int | None:
 
 
 def exact_gemv_build(index: int, num_rows: int, max_shared_bytes: int) -> GemvBuild | None:
-    """Return a build for `num_rows` rows of x, in the order of sums of GEMV_BUILDS[index], or None.
+    """Return a build for `num_rows` rows of x in the order of sums of GEMV_BUILDS[index], or None.
 
-    Many rows take tiles of twice the weight rows, in half steps, if they fit: they read x half as often.
+    Wide tiles have twice the weight rows, in half steps: x is read half as often.
     """
     if num_rows > MAX_EXACT_ROWS:
         return None
