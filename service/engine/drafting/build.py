@@ -90,6 +90,15 @@ def build_drafter(wanted: SpeculativeConfig | None) -> Drafter | None:
     )
 
 
+def check_experts(draft: ModelConfig, model: ModelConfig, ops: Ops) -> None:
+    """Raise StartupError for two models with experts on one GPU: blocks of `experts_row` wait for each other, and those
+    of two streams could each hold some SMs."""
+    if ops.name == "cuda" and ops.num_ranks == 1 and draft.experts is not None and model.experts is not None:
+        raise StartupError(
+            "--speculative-config: model with experts beside another on one GPU is not supported (dense)"
+        )
+
+
 def load_drafter(
     draft: PlannedDraftModel, model: Llama, kv: Array, max_model_len: int
 ) -> Eagle3Drafter | DraftModelDrafter:
@@ -97,6 +106,7 @@ def load_drafter(
     kv, embedding = on_rank((kv, model.weights.embedding), 0)
     try:
         if isinstance(draft.config, ModelConfig):
+            check_experts(draft.config, model.config, model.ops)
             device = "cuda" if model.ops.name == "cuda" else "cpu"
             ops = open_ops(device, model.ops.dtype.name, draft.config.dtype)  # its cache is not rounded
             drafting = load_model(draft.folder, draft.config, ops, max_model_len)

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
+from model.presets import PRESETS
 from model.sampling_params import SamplingParams
 from service.config.settings import Settings
 from service.config.speculative import SpeculativeConfig
 from service.engine.build import build_engine
-from service.engine.drafting.build import check_speculation
+from service.engine.drafting.build import check_experts, check_speculation
 from service.engine.request import EngineRequest
 from service.errors import StartupError
 from tests.support.demo_engine import DEMO
@@ -35,6 +36,19 @@ def test_a_built_engine_drafts_as_asked(wanted, source, num_ranks):
     drafted = engine.stats().num_drafted_by_source
     assert sum(drafted) == drafted[source]
     assert (drafted[source] > 0) == (wanted is not None)
+
+
+def test_two_models_with_experts_do_not_share_a_gpu():
+    class Gpu(NumpyOps):
+        name = "cuda"
+
+    dense, routed, group = PRESETS["llama-3.1-8b"], PRESETS["qwen3-30b-a3b"], Gpu()
+    with pytest.raises(StartupError, match=r"^--speculative-config: model with experts beside another on one GPU"):
+        check_experts(routed, routed, Gpu())
+    group.num_ranks = 2
+    for draft, model, ops in ((dense, routed, Gpu()), (routed, dense, Gpu()), (routed, routed, group)):
+        check_experts(draft, model, ops)
+    check_experts(routed, routed, NumpyOps())
 
 
 def test_a_gpu_refuses_what_a_head_does_not_go_with():
