@@ -132,8 +132,8 @@ __device__ __forceinline__ void store_widened(u32 to, uint2 eight) {
 }
 
 #if QUIRE_DTYPE == 2
-// bfloat16 queries become float16 times a power of two, the largest at least 2^14 and exact down to 2^-28 of it. Scores
-// are multiplied by `down`.
+// bfloat16 queries become float16 times a power of two: the largest is at least 2^14, and numbers down to 2^-28 of it
+// are exact. Scores are multiplied by `down`.
 struct QueryScale {
     __nv_bfloat162 up;
     float down;

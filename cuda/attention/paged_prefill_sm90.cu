@@ -143,7 +143,7 @@ constexpr int FIRST_CONSUMER_BARRIER = 1;  // one a consumer, then one for all
 constexpr int ALL_CONSUMERS_BARRIER = FIRST_CONSUMER_BARRIER + NUM_CONSUMERS;
 static_assert(QUIRE_DTYPE != 0 && (HEAD_DIM == 64 || HEAD_DIM == 128), "fp16 or bf16, rows of 128 or 256 bytes");
 
-__device__ u32 num_taken;
+__device__ u32 num_taken;  // beyond the first of each CTA
 constexpr u32 NONE_TAKEN = ~0u;
 
 __device__ __forceinline__ int next_tile_index(u32& taken) {
@@ -278,7 +278,7 @@ __device__ __forceinline__ void clear_masked_values(u32 values, const QueryTile&
 struct Consumer {
     const Shared& shared;
     int index;
-    int first_row;
+    int first_row;  // this thread's row of half 0
     float scale_log2;
     int window;
     PipelineState pipeline;

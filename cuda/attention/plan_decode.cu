@@ -53,7 +53,7 @@ struct SizeOrder {
 
 // A sequence's shared prefix. Comparing one index finds groups; a binary search, the length.
 struct CommonPrefix {
-    int tokens = 0;  // a multiple of TILE
+    int tokens = 0;  // a multiple of TILE; 0: no group
     int member_index = 0;
     int num_members = 0;  // set in the group's first member
     int num_groups = 0;

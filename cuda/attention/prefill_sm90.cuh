@@ -132,7 +132,7 @@ struct Rows {
     }
 };
 
-// `last`: tokens from the tile's first key to a row's last visible.
+// Minus infinity for masked keys. `last`: tokens from the tile's first key to a row's last visible.
 __device__ __forceinline__ void mask_tile(float (&score)[KEYS / 2], const int (&last)[2],
                                           const int (&num_visible)[2]) {
 #pragma unroll
@@ -176,7 +176,7 @@ __device__ __forceinline__ void rescale_sums(Rows& rows, const float (&correctio
     for (int i = 0; i < HEAD_DIM / 2; ++i) rows.sum[i] *= correction[i / 2 % 2];
 }
 
-// Both, if no product with values is in flight.
+// Both steps, if no product with values is in flight.
 __device__ __forceinline__ void weigh_tile(Rows& rows, float (&score)[KEYS / 2], float scale_log2) {
     float correction[2];
     weigh_scores(rows, correction, score, scale_log2);

@@ -6,7 +6,7 @@
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 struct VisibleRange {
-    int first, origin, end;  // a multiple of TILE; `origin` is where its own splits begin
+    int first, origin, end;  // `origin`, a multiple of TILE, begins its own splits
 
     // `prefix`: common tokens, a multiple of TILE.
     __device__ __forceinline__ VisibleRange(int context_len, int max_tokens, int window, int prefix) {

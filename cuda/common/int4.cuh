@@ -41,7 +41,7 @@ template <int I>
 __device__ __forceinline__ u32 raised(u32 word) {
     constexpr int SHIFT = 4 * I - RAISED_BIT;
     const u32 moved = SHIFT < 0 ? word << (SHIFT < 0 ? -SHIFT : 0) : word >> (SHIFT < 0 ? 0 : SHIFT);
-    u32 fragment;  // (moved & mask) | RAISED, for which the compiler emits two instructions
+    u32 fragment;  // (moved & mask) | RAISED in one instruction: the compiler emits two
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(fragment) : "r"(moved), "n"(0x000f000fu << RAISED_BIT), "r"(RAISED));
     return fragment;
 }

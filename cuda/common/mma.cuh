@@ -1,4 +1,4 @@
-// Tensor-core and asynchronous-copy instructions of sm_80 in inline PTX: mma.h does not compile under NVRTC.
+// Tensor-core and asynchronous-copy instructions from sm_80 on in inline PTX: mma.h does not compile under NVRTC.
 //
 // Fragment layouts, g = lane / 4 and t = lane % 4 (rows x columns, two 16-bit elements a register, low half first):
 //   A, 16 x 16   a[0] = A[g][2t, 2t+1]   a[1] = A[g+8][2t, 2t+1]   a[2] = A[g][2t+8, 2t+9]   a[3] = A[g+8][2t+8, 2t+9]

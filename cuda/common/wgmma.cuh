@@ -64,7 +64,7 @@ __device__ __forceinline__ bool is_elected() {
     return is_it != 0;
 }
 
-// Copies one box of a tensor map, at coordinates in elements. Elements outside become zeros.
+// Starts to copy one box of a tensor map, at coordinates in elements. Elements outside become zeros.
 __device__ __forceinline__ void copy_box(u32 to_shared, const TensorMap& map, int x, int y, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"

@@ -164,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const u32 ring_address = shared_address(ring);
 
     start_next_kernel();
-    wait_for_previous_kernel();  // offsets may be its
+    wait_for_previous_kernel();  // which may have made `offsets`
     const Items items(offsets, reinterpret_cast<int*>(partials + 2 * PARTIAL_FLOATS), num_experts, n_size);
     Position ahead = {items.at(blockIdx.x), warp};
     Position at = ahead;

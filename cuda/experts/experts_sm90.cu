@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         publish_barriers();
     }
-    wait_for_previous_kernel();  // offsets may be its
+    wait_for_previous_kernel();  // which may have made `offsets`
     const Items items(offsets, ends, num_experts, n_size);
     if (threadIdx.x >= CONSUMERS) {
         if (is_producer) fetch_items(shared, items, weight_map, x_map, work.num_spans);

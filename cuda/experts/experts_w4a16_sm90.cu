@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         publish_barriers();
     }
-    wait_for_previous_kernel();  // offsets may be its
+    wait_for_previous_kernel();  // which may have made `offsets`
     const Items items(offsets, ends, num_experts, n_size);
     if (threadIdx.x >= CONSUMERS) {
         give_up_registers<PRODUCER_REGISTERS>();

@@ -61,7 +61,7 @@ __device__ __forceinline__ void route_padding(int* to_ids, float* to_weights, in
     }
 }
 
-// group_by_expert for few rows, `ids` in shared memory; every thread of the block calls, one or more a pair.
+// group_by_expert for few rows, `ids` in shared memory; every thread of the block calls, at least one a pair.
 __device__ __forceinline__ void group_few(const int* ids, int* rows, int* places, int* offsets, int num_pairs,
                                           int num_experts, int num_used) {
     const int pair = threadIdx.x;

@@ -274,7 +274,7 @@ class Ops(Device, Protocol):
         """table [N, H] of activations or float32, ids int32[T] -> [T, H]; zeros for an id outside 0..N-1."""
 
     def place_columns(self, x: Array, out: Array, first: int) -> None:
-        """Set out[:, first : first + H] = x; x [T, H], out [T, W]."""
+        """Set out[:, first : first + H] = x; x [T, H], out [T, W], both of activations."""
 
     def pick_tokens(self, token_ids: Array, previous: Array, source: Array) -> None:
         """Set token_ids[i] = previous[source[i]] if 0 <= source[i] < P; token_ids, source int32[T], previous
@@ -316,7 +316,10 @@ class Ops(Device, Protocol):
         """
 
     def linear_sizes(self, most: int) -> list[int]:
-        """Return numbers of rows to run `linear` with, after which none up to `most` loads or plans anything."""
+        """Return numbers of rows to run `linear` with, after which none up to `most` loads or plans anything.
+
+        The last may exceed it.
+        """
 
     def rope_kv_write(
         self,
@@ -339,13 +342,16 @@ class Ops(Device, Protocol):
         """
 
     def normalise_qk(self, qkv: Array, q_norm: Array, k_norm: Array, eps: float) -> None:
-        """Replace q [T, Hq * D] and k [T, Hkv * D], the first columns of qkv, by their `rms_norm` over all heads."""
+        """Replace q [T, Hq * D] and k [T, Hkv * D], the first columns of qkv, by their `rms_norm` over all heads.
+
+        q_norm [Hq * D], k_norm [Hkv * D].
+        """
 
     def plan_decode_attention(self, num_heads: int, batch: AttentionBatch) -> Array | None:
         """Plan a decode's splits for every layer of this window; None if the backend plans nothing.
 
-        The plan serves arrays of the same shapes. Tables with the same visible block at one index must agree on all
-        blocks before it: a shared prefix may be read once.
+        The plan serves arrays of the same shapes and `num_heads` query heads. Tables with the same visible block at one
+        index must agree on all blocks before it: a shared prefix may be read once.
         """
 
     def exact_rows(self) -> AbstractContextManager[None]:
@@ -373,8 +379,10 @@ class Ops(Device, Protocol):
         """gate_up [T, 2 I] -> silu(gate_up[:, :I]) * gate_up[:, I:]."""
 
     def quantise_rows(self, x: Array, out: Fp8Rows | None = None) -> Fp8Rows:
-        """Round x [T, K] to e4m3 with scale = max(|row|) / 448, at least 1e-12; not finite for a row with NaN or
-        infinity."""
+        """Round x [T, K] to e4m3 with scale = max(|row|) / 448, at least 1e-12; in `out` if given.
+
+        A row with NaN or infinity gets a non-finite scale.
+        """
 
     def dequantise_rows(self, x: Fp8Rows) -> Array:
         """Return data * scale of x [T, K] in `self.dtype`."""
