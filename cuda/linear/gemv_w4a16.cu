@@ -1,19 +1,17 @@
-// gemv_w4a16: out[m] = x[m] @ weight.T + bias with 4-bit weights, for a few rows; bound by reading
-// the weights once.
+// gemv_w4a16: out[m] = x[m] @ weight.T + bias with 4-bit weights, for a few rows; bound by reading the weights once.
 //
-//   x [M, K]; tiles, scale and zero (or null) as in int4.cuh; bias [N] or null, out [M, N]; M <= X_ROWS; group_spans are
-//   the spans of 128 columns in a group (1 with GROUPS > 1)
-//   A build defines WARPS (a block), ROW_TILES (weight rows of a tile, in sixteens), X_ROWS (1, 4, 8 or 16), STAGES
-//   (of a warp's ring in shared memory, a span each), BLOCKS_PER_SM, OUT_FLOAT: out has the build's type (0) or float32 (1), and
-//   those of int4.cuh.
+//   x [M, K]; tiles, scale and zero (or null) as in int4.cuh; bias [N] or null, out [M, N]; M <= X_ROWS; group_spans:
+//   spans of 128 columns in a group (1 with GROUPS > 1)
+//   A build defines WARPS (a block), ROW_TILES (weight rows of a tile, in sixteens), X_ROWS (1, 4, 8 or 16), STAGES (of
+//   a warp's ring in shared memory, a span each), BLOCKS_PER_SM, OUT_FLOAT as for gemv.cu, and those of int4.cuh.
 //   grid (up to N / (16 ROW_TILES), rounded up), block (32 WARPS), dynamic shared memory: rings, two sets of sums, x.
-//   The warps of a block split K, and their sums are added in the order of the warps: results are deterministic.
+//   The warps split K, and their sums are added in their order.
 //   reference: NumpyOps.linear
 //   needs: all arrays aligned to 16 bytes, N a multiple of 16, K of 128
 //   roofline: N K / 2 bytes and the scales moved; 0.85 of copy bandwidth at one row
 //
-// No weight is rounded: OFFSET + q is multiplied by x and summed in float for each group; (OFFSET + zero point) times the
-// sum of x, which a product with ones gives, is taken off, and the rest is scaled in float.
+// No weight is rounded: OFFSET + q is multiplied by x and summed in float for each group; (OFFSET + zero point) times
+// the sum of x, which a product with ones gives, is subtracted, and the rest is scaled in float.
 #include "common/int4.cuh"
 
 #if QUIRE_DTYPE == 0
@@ -37,9 +35,9 @@ constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
 constexpr int PIECES = GROUPS * ROW_TILES * 2;  // of 16 bytes of a stage's scales: a lane copies one
 static_assert(PIECES <= WARP_SIZE, "a lane copies a piece");
 
-// Copies a warp's spans of one tile, then of the next, into its ring. The integer units are as busy as the memory, so all
-// but increments is computed once a tile. (Loads to registers would share a scoreboard: a wait for the first is one for
-// the last.)
+// Copies a warp's spans of one tile, then of the next, into its ring. The integer units are as busy as the memory, so
+// all but increments is computed once a tile. (Loads to registers would share a scoreboard: a wait for the first waits
+// for the last.)
 struct Loader {
     const u8* tiles;
     const u8* scale;
@@ -98,8 +96,8 @@ struct Loader {
     }
 };
 
-// x in shared memory, rows one after another. The 16-byte chunks of each 128 bytes are XORed with the row, so that
-// ldmatrix reads one chunk of eight rows without bank conflicts.
+// x in shared memory, row after row. The 16-byte chunks of each 128 bytes are XORed with the row: ldmatrix reads one
+// chunk of eight rows without bank conflicts.
 struct SharedX {
     char* base;
     int row_bytes;
@@ -145,7 +143,6 @@ __device__ __forceinline__ void clear(Sums& sum) {
     for (int n = 0; n < ROW_TILES * COL_TILES * 4; n++) sum[n / 4 / COL_TILES][n / 4 % COL_TILES][n % 4] = 0.0f;
 }
 
-// Adds the products of one span.
 __device__ __forceinline__ void add_span(Sums& sum, const char* stage, const u32 (&x_at)[COL_TILES], int span) {
     const int lane = threadIdx.x % WARP_SIZE;
     constexpr int HALF_GROUPS = GROUPS == 4 ? 2 : 1;  // that a half of the span has, or has a part of
@@ -267,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
             stage = stage == STAGES - 1 ? 0 : stage + 1;
             span += WARPS;
         } while (span < num_spans);
-        // The buffers alternate, so that the next tile's sums need no barrier.
+        // The buffers alternate, which saves a barrier.
         store_tile(sum, partials + parity * PARTIAL_FLOATS, loader.first_block(tile) * BLOCK_ROWS, bias, out, num_rows,
                    n_size);
         parity ^= 1;

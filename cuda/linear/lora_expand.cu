@@ -1,14 +1,13 @@
-// lora_expand: out[rows[m], n] += sum over c of shrunk[c, m, part of n] . b[slot, n], where row m of the step has the
-// adapter in `slot`.
+// lora_expand: out[rows[m], n] += sum over c of shrunk[c, m, part of n] . b[slot, n], by the adapter in the `slot` of
+// row m.
 //
 //   shrunk float32[C, M, P, R] of lora_shrink; b [S, N, R], scaled, and out [T, N] of the build's type
 //   rows int32[M], tiles int32[G, 3], ranks int32[S]: as in lora_shrink; b is finite beyond the rank
-//   parts of the outputs end at first_end, second_end and N, P of them; unused ends are N; all and R are multiples of 8
+//   the P parts of the outputs end at first_end, second_end and N; unused ends are N; all and R are multiples of 8
 //   grid (sum over parts of ceil(columns / 512), G), block 256: a warp makes 64 columns of a tile's rows
-//   reference: NumpyOps.lora_expand. shrunk is multiplied as the sum of two 16-bit numbers, which keep 16 bits or more
-//   of it (float16: magnitudes up to 65,504); added to `out` in float32 and rounded once
-//   roofline: decodes read each adapter of the step once, N R elements, the first of them before the previous kernel
-//   has ended, and move 2 M N of the outputs
+//   reference: NumpyOps.lora_expand. shrunk is multiplied as the sum of two 16-bit numbers, which keep at least 16 of
+//   its bits (float16: magnitudes up to 65,504); added to `out` in float32 and rounded once
+//   roofline: as lora_shrink with N R elements, and 2 M N of the outputs moved
 #include "common/mma.cuh"
 
 constexpr int WARPS = 8;
@@ -150,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP_SIZE)
     lora_expand(T* out, const float* shrunk, const T* b, const int* rows, const int* tiles, const int* ranks,
                 int num_splits, int num_rows, int width, int num_parts, int max_rank, int first_end, int second_end) {
     start_next_kernel();
-    // Tiles, ranks and adapters are older than the step: they may be read before the previous kernel has ended.
+    // As in lora_shrink.
     const int slot = tiles[3 * blockIdx.y], first = tiles[3 * blockIdx.y + 1], count = tiles[3 * blockIdx.y + 2];
     const int rank = ranks[slot], stride = num_parts * max_rank;
     if (count <= 0 || rank == 0) {

@@ -1,5 +1,4 @@
-// lora_shrink: shrunk[c, m, o] = x[rows[m]] . a[slot, o] over split c of K, where row m of the step has the adapter in
-// `slot`.
+// lora_shrink: shrunk[c, m, o] = x[rows[m]] . a[slot, o] over split c of K, by the adapter in the `slot` of row m.
 //
 //   x [T, K], a [S, P * R, K] of the build's type; shrunk float32[C, M, P * R]; o = p * R + r, r below the rank
 //   rows int32[M]: rows of x, those of an adapter adjacent; ranks int32[S]
@@ -7,7 +6,7 @@
 //   K and R are multiples of 8, split_inputs of 256; x and a are aligned to 16 bytes
 //   grid (ceil(P R / (8 ROW_TILES)), G, C), block 128: four warps take chunks of 64 inputs of the same outputs in turn,
 //   through rings in shared memory (48 KiB in all)
-//   reference: NumpyOps.lora_shrink; beyond the rank, up to the next multiple of 8, anything may be written
+//   reference: NumpyOps.lora_shrink; undefined beyond the rank, up to the next multiple of 8
 //   roofline: decodes read each adapter of the step once, P rank K elements, the first of them before the previous
 //   kernel has ended; x comes from L2 for every 8 ROW_TILES outputs
 #include "common/mma.cuh"
@@ -16,8 +15,8 @@ constexpr int WARPS = 4;
 constexpr int TILE_ROWS = 16 * ROW_TILES;
 constexpr int COL_TILES = ROW_TILES;
 constexpr int OUTPUTS = 8 * COL_TILES;
-constexpr int CHUNK = 64;            // inputs of a warp at a time
-constexpr int STEP = WARPS * CHUNK;  // of a block
+constexpr int CHUNK = 64;
+constexpr int STEP = WARPS * CHUNK;
 constexpr int STAGES = 4 / ROW_TILES;
 
 struct Tile {
@@ -26,7 +25,6 @@ struct Tile {
 
 #if QUIRE_DTYPE == 0
 
-// One output of one row by one warp after the other.
 __device__ void shrink_tile(float* shrunk, const T* x, const T* a, const int* rows, Tile tile, int rank, int num_inputs,
                             int width, int max_rank, int output, int begin, int end) {
     wait_for_previous_kernel();
@@ -49,14 +47,14 @@ __device__ void shrink_tile(float* shrunk, const T* x, const T* a, const int* ro
 constexpr int VECS = CHUNK / 8;  // of 16 bytes in a row of a chunk
 constexpr int ROW_BYTES = 2 * CHUNK;
 constexpr int STAGE_BYTES = (OUTPUTS + TILE_ROWS) * ROW_BYTES;
-constexpr int LANE_ROWS = WARP_SIZE / VECS;  // rows that a warp copies at once
+constexpr int LANE_ROWS = WARP_SIZE / VECS;
 
 // The byte offset of a vector in its stage. Odd rows swap halves: eight lanes that read two rows touch all banks.
 __device__ __forceinline__ int shared_offset(int row, int vec) { return (row * VECS + (vec ^ row % 2 * 4)) * 16; }
 
 __device__ __forceinline__ uint4 load_shared(const char* from) { return *reinterpret_cast<const uint4*>(from); }
 
-// NUM rows of an operand as a lane copies them: every LANE_ROWS-th, one vector of each.
+// A lane's part of NUM rows of an operand: every LANE_ROWS-th, one vector of each.
 template <int NUM>
 struct Rows {
     const T* from[NUM / LANE_ROWS];  // null: zeros
@@ -72,7 +70,7 @@ struct Rows {
     }
 };
 
-// The mma's fragments may take any order of K on which x and a agree: a lane loads 8 adjacent elements of its rows.
+// Fragments may take any order of K on which x and a agree: a lane loads 8 adjacent elements of its rows.
 __device__ __forceinline__ void multiply(float (&sums)[ROW_TILES][COL_TILES][4], const char* stage) {
     const int lane = threadIdx.x % WARP_SIZE, g = lane / 4, t = lane % 4;
     const char* inputs = stage + OUTPUTS * ROW_BYTES;
@@ -167,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP_SIZE)
     lora_shrink(float* shrunk, const T* x, const T* a, const int* rows, const int* tiles, const int* ranks,
                 int num_rows, int num_inputs, int num_parts, int max_rank, int split_inputs) {
     start_next_kernel();
-    // Tiles, ranks and adapters are older than the step: they may be read before the previous kernel has ended.
+    // Tiles, ranks and adapters are older than the step: they are read before the previous kernel has ended.
     const Tile tile = {tiles[3 * blockIdx.y], tiles[3 * blockIdx.y + 1], tiles[3 * blockIdx.y + 2]};
     const int width = num_parts * max_rank, output = blockIdx.x * OUTPUTS, rank = ranks[tile.slot];
     const int begin = blockIdx.z * split_inputs, end = min(begin + split_inputs, num_inputs);

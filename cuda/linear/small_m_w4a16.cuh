@@ -1,10 +1,10 @@
-// What the Hopper products with 4-bit weights share (sm_90a): a tile of out, transposed, is 16 BLOCKS weight rows times
+// Shared by the Hopper products with 4-bit weights (sm_90a): a tile of out, transposed, is 16 BLOCKS weight rows times
 // COLS rows of x, by wgmma: 64 weight rows a warpgroup, whose threads unpack their own weights into the registers that
-// wgmma reads, scaled and rounded to the build's type. One more warp fetches weights and x, 128 elements of K a stage.
+// wgmma reads, scaled and rounded to the build's type. Another warp fetches weights and x, 128 elements of K a stage.
 //
 // A build defines BLOCKS (at most 16), COLS (32, 64, 96, 128, 192, 256), STAGES (of the ring in shared memory), AHEAD
-// (stages whose weights do not wait for the previous kernel), SPLIT (blocks of a cluster that split K of a tile),
-// SHARED_BYTES, OUT_FLOAT, and those of int4.cuh.
+// (stages whose weights do not wait for the previous kernel), SPLIT (1, 2 or 4 blocks of a cluster split K of a tile),
+// SHARED_BYTES, OUT_FLOAT (out is of the build's type (0) or float32 (1)), and those of int4.cuh.
 #pragma once
 
 #include "common/int4.cuh"
@@ -57,8 +57,8 @@ struct Shared {
     __device__ __forceinline__ u32 parity(u32 iteration) const { return iteration / STAGES % 2; }
 };
 
-// A block's share of the work: its split of K for one tile, then for the next. An iteration fills one stage. Tiles of the
-// same weights follow each other, so that they are in flight at once.
+// A block's split of K for one tile, then for the next. An iteration fills one stage. Tiles of the same weights follow
+// each other, so that they are in flight at once.
 struct BlockWork {
     int split, first_tile, num_tiles, first_span, num_spans, num_blocks, col_tiles;
 
@@ -172,7 +172,7 @@ __device__ __forceinline__ void sum_tile(Sums& sum, const Shared& shared, const 
     if (work.num_spans > 0 && arrives) arrive(shared.empty(iteration - 1));
 }
 
-// A warp's part of the output tile, and the bias of this thread's two weight rows.
+// A warp's part of the output tile; bias of this thread's two weight rows.
 struct OutputTile {
     Out* out;
     int first;  // weight row: of this warp's sixteen
@@ -192,8 +192,8 @@ struct OutputTile {
         }
     }
 
-    // Stores rows 8 chunk to 8 chunk + 7 of x. 16-bit results are transposed first: lane t of a row stores elements 4t to
-    // 4t + 3 of the warp's sixteen.
+    // Stores rows 8 chunk .. 8 chunk + 7 of x. 16-bit results are transposed first: lane t of a row stores elements 4t
+    // to 4t + 3 of the warp's sixteen.
     __device__ __forceinline__ void store(int chunk, const float (&four)[4]) const {
         const int lane = threadIdx.x % WARP_SIZE, g = lane / 4, t = lane % 4;
         if (!is_inside) return;

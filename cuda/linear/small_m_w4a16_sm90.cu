@@ -2,19 +2,16 @@
 // to 64 rows the time is that of unpacking, from 256 on of the products.
 //
 //   x [M, K] as a 2-D tensor map with boxes of 64 elements x COLS rows and the 128-byte swizzle; tiles, scale and zero
-//   (or null) as in int4.cuh; bias [N] or null, out [M, N]; group_spans are the spans of 128 columns in a group
-//   (1 with GROUPS > 1)
-//   A build defines BLOCKS (weight rows of a tile, in sixteens, at most 16), COLS (rows of x in a tile: 32, 64, 96, 128, 192,
-//   256), STAGES (of the ring in shared memory), AHEAD (stages whose weights do not wait for the previous kernel), SPLIT
-//   (1, 2 or 4: the blocks of a cluster that split K of a tile), SHARED_BYTES, OUT_FLOAT: out has the build's type (0)
-//   or float32 (1), and those of int4.cuh.
+//   (or null) as in int4.cuh; bias [N] or null, out [M, N]; group_spans: spans of 128 columns in a group (1 with GROUPS
+//   > 1)
+//   A build defines the macros of small_m_w4a16.cuh.
 //   grid: with SPLIT 1 up to one block a tile, else SPLIT blocks a tile; block THREADS
 //   reference: NumpyOps.linear
 //   needs: all arrays aligned to 16 bytes, N a multiple of 16, K of 128
 //   roofline: N K / 2 bytes and the scales moved, or 2 M N K operations; 0.8 of the larger time from 30 MB of weights
 //
-// With SPLIT each block sums its own chunks of 8 rows of x over the cluster, in the order of the blocks. The order of an
-// element's sum depends on K and SPLIT alone: a row of x gives the same bits in any batch.
+// With SPLIT each block sums its own chunks of 8 rows of x over the cluster, in the order of the blocks. The order of
+// an element's sum depends on K and SPLIT alone: a row of x gives the same bits in any batch.
 #include "linear/small_m_w4a16.cuh"
 
 // A stage of the ring, and the span of a tile that it holds.
@@ -39,7 +36,7 @@ struct PipelineState {
     }
 };
 
-// The thread that fetches. It is elected, so that no loops surround its copies: its instructions bound the time of narrow
+// The thread that fetches, elected so that no loops surround its copies: its instructions bound the time of narrow
 // tiles.
 struct Producer {
     const Shared& shared;
