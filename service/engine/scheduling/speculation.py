@@ -122,6 +122,7 @@ class Speculation:
                     group.num_draft_tokens += len(chunk.drafts)
                     group.num_accepted_tokens += num_accepted
                     self._unlearned.append((chunk, num_accepted))
+                    self.last_drafts[chunk.sequence] = len(chunk.drafts), num_accepted
 
     def learn(self) -> None:
         """Learn from collected steps and choose for the next, while a step runs."""
@@ -158,7 +159,6 @@ class Speculation:
     def _count(self, chunk: Chunk, num_accepted: int) -> None:
         source = chunk.sequence.draft_source
         self.stats.add(source, num_accepted, len(chunk.drafts))
-        self.last_drafts[chunk.sequence] = len(chunk.drafts), num_accepted
         if self._shadows is None:
             self._acceptance.on_result(source, chunk.sequence, num_accepted, len(chunk.drafts))
 
