@@ -31,6 +31,7 @@ constexpr int VECS = SPAN / SIZE;
 constexpr int STAGE_BYTES = TILE_ROWS * SPAN * sizeof(T);
 constexpr int MAX_USED = 32;
 constexpr int MAX_EXPERTS = 1024;
+constexpr u32 MAX_POLLS = 1 << 26;  // half a minute: then the launch fails, and the worker's requests go on at another
 
 __device__ __forceinline__ u32 load_acquire(const u32* from) {
     u32 value;
@@ -44,7 +45,8 @@ __device__ __forceinline__ void sync_grid(u32* arrived) {
     if (threadIdx.x == 0) {
         __threadfence();
         const u32 old = atomicAdd(arrived, blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1u);
-        while (((old ^ load_acquire(arrived)) & 0x80000000u) == 0) {
+        for (u32 polls = 0; ((old ^ load_acquire(arrived)) & 0x80000000u) == 0; ++polls) {
+            if (polls == MAX_POLLS) __trap();
         }
         __threadfence();
     }
