@@ -224,7 +224,7 @@ class OutputProcessor:
         return True
 
     def _append_run(self, sequence: Sequence, result: StepResult, run: range) -> None:
-        """Append tokens up to one that ends the branch."""
+        """Append tokens until the branch ends."""
         group, reason = sequence.group, None
         token_ids: list[int] = []
         logprobs: list[TokenLogprob] = []

@@ -53,7 +53,7 @@ def ranges_of(plan: np.ndarray, members: np.ndarray, row: int) -> list[tuple[int
 
 
 def ranges_alone(plan: np.ndarray) -> list[tuple[int, int, int]]:
-    """The same of a batch of one."""
+    """Return (row, begin, end) of each split of a batch of one."""
     return sorted(tuple(map(int, (split[ROW], split[BEGIN], split[END]))) for split in plan if split[SEQUENCE] == 0)
 
 

@@ -286,7 +286,7 @@ class Replay:
             self._add_batch(self._max_batch)
 
     def _add_batch(self, max_batch: int) -> None:
-        """Form a batch of the earliest requests, up to one that would pad it beyond the longest sequence."""
+        """Form a batch of the earliest requests; stop where the next would pad it beyond the longest sequence."""
         batch: list[int] = []
         longest_prompt = longest_output = 0
         while self._queue and len(batch) < min(max_batch, self._bench.max_num_seqs):

@@ -279,8 +279,8 @@ class Speculation:
         return set(kept)
 
     def _usable(self, sequence: Sequence, drafts: Seq[int]) -> Seq[int]:
-        """Cut drafts before an unknown id, a stop id, or one that the grammar forbids. Late ones are the drafter's:
-        without a grammar, nothing waits for them."""
+        """Cut drafts before an id that is unknown, ends the answer or breaks the grammar. Without a grammar late drafts
+        stay whole: nothing waits for their ids."""
         if isinstance(drafts, LateDrafts) and sequence.matcher is None:
             return drafts
         stop_ids = sequence.group.stop_ids

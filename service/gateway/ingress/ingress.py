@@ -65,7 +65,7 @@ class QueueIngress:
                 task.cancel()
 
     async def _keep(self) -> None:
-        """Renew open entries; stop serving those that another gateway took."""
+        """Renew open entries; stop serving entries that another gateway took."""
         while True:
             await asyncio.sleep(INGRESS_KEEP_S)
             try:

@@ -7,7 +7,7 @@ OPS = NumpyOps(np.dtype(np.float32))
 
 
 def test_the_next_drafts_follow_the_last_right_one():
-    """Of a run with one right draft of two, one without drafts at its blocks' end, and padding."""
+    """Three runs: one of two drafts is right; no drafts and full blocks; padding."""
     token_ids, positions = np.array([5, 6, 7, 9], np.int32), np.array([10, 11, 12, 3], np.int32)
     sampled = np.array([0, 6, 8, 1, 4], np.int32)
     runs = np.array([(0, 1, 3, 16), (3, 4, 1, 5), (0, 0, 0, 0)], np.int32)

@@ -62,7 +62,7 @@ def ahead():
     "sizes", [{"num_blocks": 22, "num_host_blocks": 20, "prefix_caching": True}, {"budget": 16}], ids=str
 )
 def test_a_head_changes_no_token(plain, ahead, sizes):
-    """Of samples that wait for masks and penalties, of branches, and of sequences that were preempted too."""
+    """Masks, penalties, branches and preemption included."""
     engine = ahead(**sizes)
     assert tokens_of(engine, PARAMS) == plain[1]
     assert engine.stats().num_accepted_by_source[3] > 15

@@ -15,7 +15,7 @@ from tests.fakes.scripted_executor import VOCAB_SIZE, ScriptedDrafter, ScriptedE
 
 ROWS = StepCost([1, 101], [1.0, 16.0])
 EXPOSED = StepCost([1, 101], [1.0, 16.0])
-"""Of a host that takes longer than the device."""
+"""Costs where the host takes longer than the device."""
 for _number in range(1, 60):
     EXPOSED.on_step(1, _number, 100.0)
 
