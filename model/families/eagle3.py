@@ -1,8 +1,8 @@
-"""EAGLE-3 draft heads (Li et al.) in the layout of the speculators library: one layer that continues a model's states.
+"""EAGLE-3 draft heads (Li et al.): one layer that continues a model's states.
 
-At position p the head takes the embedding of token p + 1 and a hidden state: three states of the model, projected by
-`fc`, where the model has computed p, else its own output at p - 1. In NumPy, with few calls, most of a small model's
-time.
+At position p the head takes the embedding of token p + 1 and a hidden state: states of the model, mostly three,
+projected by `fc`, where the model has computed p, else its own output at p - 1. In NumPy, with few calls, most of a
+small model's time.
 """
 
 from __future__ import annotations
@@ -13,103 +13,18 @@ from pathlib import Path
 import numpy as np
 
 from model.config import ModelConfig
-from model.config_fields import Fields
 from model.dtypes import all_finite
 from model.errors import ModelError
-from model.json_files import read_json_object
+from model.families.eagle3_config import LAYER, Eagle3Config
 from model.rope import rope_tables
-from model.rope_config import RopeConfig, RopeRules, read_rope
 from model.weights.safetensors_file import StoredTensor, read_safetensors
 
-LAYER = "layers.0."
-MAX_CONFIG_BYTES = 1 << 20
-MAX_SIZE = 1 << 20
-MAX_DRAFTS = 16
 FLOATS = ("float32", "float16", "bfloat16")
 RANDOM_TILE = 1_000_003
 """Random numbers that dummy weights repeat."""
-NOT_BUILT = ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias")
+EAGLES_LAYER = "midlayer."
+"""`LAYER` in EAGLE's own layout."""
 TRAINING_TENSORS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "mask_hidden")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Eagle3Config:
-    state_layers: tuple[int, ...]  # the layers whose inputs `fc` takes
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    draft_vocab_size: int
-    eps: float
-    rope: RopeConfig
-    norm_before_residual: bool
-    num_speculative_tokens: int | None  # as its makers propose
-
-    @classmethod
-    def read(cls, folder: Path, target: ModelConfig) -> Eagle3Config:
-        """Raises ModelError for another layout, or a head of another model's shape."""
-        path = folder / "config.json"
-        fields = Fields(read_json_object(path, MAX_CONFIG_BYTES), str(path))
-        layer = fields.section("transformer_layer_config")
-        if fields.get("speculators_model_type") != "eagle3" or layer is None:
-            raise fields.error("speculators_model_type", "no EAGLE-3 head of the speculators library (eagle3)")
-        for section in (fields, layer):
-            for name in NOT_BUILT:
-                if section.boolean(name, False):
-                    raise section.error(name, "not supported")
-        if layer.text("hidden_act", "silu") != "silu" or layer.integer("num_hidden_layers", 1, high=MAX_SIZE) != 1:
-            raise layer.error("num_hidden_layers", "only one layer with silu is supported")
-        if target.norm_after:
-            raise fields.error("transformer_layer_config", "models with norms after their layers have no such states")
-        hidden_size = layer.integer("hidden_size", high=MAX_SIZE)
-        if hidden_size != target.hidden_size:
-            raise layer.error("hidden_size", f"{hidden_size} is not the model's ({target.hidden_size})")
-        num_heads = layer.integer("num_attention_heads", high=MAX_SIZE)
-        num_kv_heads = layer.integer("num_key_value_heads", num_heads, high=MAX_SIZE)
-        head_dim = layer.integer("head_dim", None, high=MAX_SIZE) or hidden_size // num_heads
-        if num_heads % num_kv_heads or head_dim % 2 or head_dim == 0:
-            raise layer.error("num_key_value_heads", f"{num_heads} heads of {head_dim} on {num_kv_heads} do not work")
-        scaling = layer.section("rope_parameters") or layer.section("rope_scaling") or Fields({}, layer.source)
-        return cls(
-            state_layers=_state_layers(fields, target.num_layers),
-            hidden_size=hidden_size,
-            intermediate_size=layer.integer("intermediate_size", high=MAX_SIZE),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            draft_vocab_size=fields.integer("draft_vocab_size", high=target.vocab_size),
-            eps=layer.number("rms_norm_eps", 1e-5, high=1.0),
-            rope=read_rope(layer, scaling, head_dim, RopeRules())[0],
-            norm_before_residual=fields.boolean("norm_before_residual", False),
-            num_speculative_tokens=_proposed_tokens(fields),
-        )
-
-    def block_shape(self, block_size: int) -> tuple[int, ...]:
-        """Return [1, 2 (keys, values), Hkv, B, D]."""
-        return 1, 2, self.num_kv_heads, block_size, self.head_dim
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every stored matrix and norm."""
-        hidden, attention, mlp = self.hidden_size, LAYER + "self_attn.", LAYER + "mlp."
-        width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-        return {
-            "fc.weight": (hidden, len(self.state_layers) * hidden),
-            f"{attention}q_proj.weight": (width, 2 * hidden),
-            f"{attention}k_proj.weight": (kv_width, 2 * hidden),
-            f"{attention}v_proj.weight": (kv_width, 2 * hidden),
-            f"{attention}o_proj.weight": (hidden, width),
-            f"{mlp}gate_proj.weight": (self.intermediate_size, hidden),
-            f"{mlp}up_proj.weight": (self.intermediate_size, hidden),
-            f"{mlp}down_proj.weight": (hidden, self.intermediate_size),
-            **{f"{LAYER}{name}.weight": (hidden,) for name in norms},
-            "norm.weight": (hidden,),
-            "lm_head.weight": (self.draft_vocab_size, hidden),
-        }
-
-    def num_bytes(self, dtype: np.dtype) -> int:
-        return dtype.itemsize * sum(int(np.prod(shape)) for shape in self.shapes().values())
 
 
 class Eagle3Head:
@@ -128,14 +43,20 @@ class Eagle3Head:
         self.config = config
         attention = {name: weights[f"{LAYER}self_attn.{name}_proj.weight"] for name in "qkvo"}
         input_norm = np.concatenate([weights[f"{LAYER}{name}.weight"] for name in ("input_layernorm", "hidden_norm")])
-        q = _paired(attention["q"], config.head_dim) * np.float32(config.head_dim**-0.5)
-        qkv = np.concatenate([q, _paired(attention["k"], config.head_dim), attention["v"]]) * input_norm
+        q_scale = np.float32(config.head_dim**-0.5)
+        q, k = (_paired(attention[name], config.head_dim) for name in "qk")
+        qkv = np.concatenate([q if config.has_qk_norms else q * q_scale, k, attention["v"]]) * input_norm
+        self._qk_norm = _qk_norm(config, weights, q_scale) if config.has_qk_norms else None
         gate_up = np.concatenate([weights[f"{LAYER}mlp.{name}_proj.weight"] for name in ("gate", "up")])
-        self._fc, self._qkv, self._output = (_transposed(each) for each in (weights["fc.weight"], qkv, attention["o"]))
+        self._fc, self._qkv, self._output = (
+            _transposed(each) for each in (folded_fc(config, weights), qkv, attention["o"])
+        )
         self._gate_up = _transposed(gate_up * weights[f"{LAYER}post_attention_layernorm.weight"])
         self._down = _transposed(weights[f"{LAYER}mlp.down_proj.weight"])
         self._lm_head = _transposed(weights["lm_head.weight"] * weights["norm.weight"])
+        self._norms_states = bool(config.state_norms)
         self._hidden_norm = weights[f"{LAYER}hidden_norm.weight"] if config.norm_before_residual else None
+        self._output_norm = weights["norm.weight"] if config.norm_output else None
         self.token_ids = token_ids
         self._embedding = embedding
         self._embedding_scale = self._norm_scale(embedding.astype(np.float32, copy=False))
@@ -143,8 +64,12 @@ class Eagle3Head:
         self._rotation = (cos + 1j * sin).astype(np.complex64)[:, None]
 
     def hidden(self, states: np.ndarray) -> np.ndarray:
-        """states [T, 3 H] -> float32[T, H]."""
-        projected: np.ndarray = states.astype(np.float32, copy=False) @ self._fc
+        """states [T, n H] -> float32[T, H]."""
+        states = states.astype(np.float32, copy=False)
+        if self._norms_states:
+            parts = states.reshape(-1, self.config.state_norm_width)
+            states = (parts * self._norm_scale(parts)).reshape(states.shape)
+        projected: np.ndarray = states @ self._fc
         return projected
 
     def project(
@@ -156,7 +81,11 @@ class Eagle3Head:
         np.multiply(self._embedding[token_ids], self._embedding_scale[token_ids], out=normed[:, : config.hidden_size])
         np.multiply(hidden, self._norm_scale(hidden), out=normed[:, config.hidden_size :])
         heads = (normed @ self._qkv).reshape(count, -1, config.head_dim)
-        rotated = heads[:, : -config.num_kv_heads].view(np.complex64) * self._rotation[positions]
+        qk = heads[:, : -config.num_kv_heads]
+        if self._qk_norm is not None:
+            scale = self._norm_scale(qk.reshape(-1, config.head_dim)).reshape(count, -1, 1)
+            qk = qk * scale * self._qk_norm
+        rotated = qk.view(np.complex64) * self._rotation[positions]
         qk = rotated.view(np.float32)
         return qk[:, : config.num_heads], qk[:, config.num_heads :], heads[:, -config.num_kv_heads :]
 
@@ -185,8 +114,9 @@ class Eagle3Head:
         up *= gate
         out += up @ self._down
         logits: np.ndarray = out @ self._lm_head
-        logits *= self._norm_scale(out)
-        return out, logits
+        scale = self._norm_scale(out)
+        logits *= scale
+        return out if self._output_norm is None else out * scale * self._output_norm, logits
 
     def _norm_scale(self, x: np.ndarray) -> np.ndarray:
         """x [T, H] -> [T, 1]."""
@@ -218,12 +148,14 @@ def read_eagle3(folder: Path, target: ModelConfig) -> Eagle3Tensors:
     """Raises ModelError with one line."""
     config, path = Eagle3Config.read(folder, target), folder / "model.safetensors"
     if not path.is_file():
-        raise ModelError(f"{folder}: no model.safetensors (the speculators library converts other heads)")
-    stored = read_safetensors(path)
+        raise ModelError(
+            f"{folder}: no model.safetensors (pickles are never loaded; the speculators library converts them)"
+        )
+    stored = {_common_name(name): tensor for name, tensor in read_safetensors(path).items()}
     shapes = config.shapes()
     unknown = sorted(stored.keys() - {*shapes, "d2t", "embed_tokens.weight", *TRAINING_TENSORS})
     if unknown:
-        raise ModelError(f"{path}: {unknown[0]} is not a tensor of an EAGLE-3 head of the speculators library")
+        raise ModelError(f"{path}: {unknown[0]} is not a tensor of a head with this config")
     weights = {name: _read(stored, name, shape, path) for name, shape in shapes.items()}
     embedding = None
     if "embed_tokens.weight" in stored:
@@ -248,7 +180,7 @@ def dummy_eagle3(folder: Path, target: ModelConfig, dtype: np.dtype) -> Eagle3Te
 
 def _read(stored: dict[str, StoredTensor], name: str, shape: tuple[int, ...], path: Path) -> np.ndarray:
     if name not in stored:
-        raise ModelError(f"{path}: {name} is missing (an EAGLE-3 head of the speculators library)")
+        raise ModelError(f"{path}: {name} is missing")
     if stored[name].shape != shape:
         raise stored[name].error(f"its shape is {stored[name].shape} (this model and config need {shape})")
     if stored[name].dtype.name not in FLOATS:
@@ -271,20 +203,25 @@ def _token_ids(stored: dict[str, StoredTensor], count: int, vocab_size: int, pat
     return token_ids
 
 
-def _state_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    given = fields.get("eagle_aux_hidden_state_layer_ids") or [2, num_layers // 2, num_layers - 3]
-    known = isinstance(given, list) and all(type(each) is int and 0 <= each < num_layers for each in given)
-    if not known or len(set(given)) != 3:
-        raise fields.error("eagle_aux_hidden_state_layer_ids", f"{given!r} are not 3 of {num_layers} layers")
-    return tuple(given)
+def folded_fc(config: Eagle3Config, weights: dict[str, np.ndarray]) -> np.ndarray:
+    """Return float32 `fc.weight` times the weights of the states' norms, or their scale, which norms do not see."""
+    fc = weights["fc.weight"].astype(np.float32, copy=False)
+    if not config.state_norms:
+        return fc if config.state_scale == 1 else fc * np.float32(config.state_scale)
+    folded: np.ndarray = fc * np.concatenate(
+        [weights[name].astype(np.float32, copy=False) for name in config.state_norms]
+    )
+    return folded
 
 
-def _proposed_tokens(fields: Fields) -> int | None:
-    methods = fields.raw.get("speculators_config")
-    methods = methods.get("proposal_methods") if isinstance(methods, dict) else None
-    first = methods[0] if isinstance(methods, list) and methods else None
-    count = first.get("speculative_tokens") if isinstance(first, dict) else None
-    return count if type(count) is int and 1 <= count <= MAX_DRAFTS else None
+def _qk_norm(config: Eagle3Config, weights: dict[str, np.ndarray], q_scale: np.float32) -> np.ndarray:
+    """Return [Hq + Hkv, D]."""
+    q, k = (_paired(weights[f"{LAYER}self_attn.{name}_norm.weight"][:, None], config.head_dim)[:, 0] for name in "qk")
+    return np.concatenate([np.tile(q * q_scale, (config.num_heads, 1)), np.tile(k, (config.num_kv_heads, 1))])
+
+
+def _common_name(name: str) -> str:
+    return LAYER + name.removeprefix(EAGLES_LAYER) if name.startswith(EAGLES_LAYER) else name
 
 
 def _paired(weight: np.ndarray, head_dim: int) -> np.ndarray:

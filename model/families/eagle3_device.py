@@ -15,7 +15,8 @@ import numpy as np
 from model.batch import StateRows
 from model.config import ModelConfig
 from model.errors import ModelError
-from model.families.eagle3 import LAYER, Eagle3Config, Eagle3Tensors
+from model.families.eagle3 import Eagle3Tensors, folded_fc
+from model.families.eagle3_config import LAYER, Eagle3Config
 from model.ops.interface import Array, AttentionBatch, DraftOps, DraftPlan, HeadRotation, SamplingArrays
 from model.ops.weight import Weight
 from model.rope import rope_tables
@@ -28,7 +29,8 @@ COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "branch")
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Weights:
     embedding: Array  # [V, H]
-    fc: Weight  # [H, 3 H]
+    state_norm: Array | None  # [Eagle3Config.state_norm_width], ones: `fc` has the norms' weights
+    fc: Weight  # [H, k H]
     input_norms: tuple[Array, Array]  # [H], of the embedding and the hidden state
     qkv: Weight  # [(Hq + 2 Hkv) * D, 2 H]
     output: Weight  # [H, Hq * D]
@@ -77,7 +79,7 @@ class DeviceEagle3:
     def read(self, rows: StateRows, next_ids: Array, kv: Array, out: ReadRows) -> None:
         """Write keys and values of T rows, which `next_ids` int32[T] follow, and fill `out`."""
         ops, weights = self.ops, self.weights
-        ops.linear(rows.states, weights.fc, out=out.hidden)
+        ops.linear(self._normed_states(rows.states), weights.fc, out=out.hidden)
         x = self._input(next_ids, out.hidden)
         qkv = ops.linear(x, weights.qkv, out=out.qkv)
         ops.rope_kv_write(qkv, weights.rotation, rows.positions, rows.slots, kv, kv.shape[1] - 1)
@@ -99,10 +101,17 @@ class DeviceEagle3:
             at = plan.places[number], plan.slots[number]
             q = ops.rope_kv_write(qkv, self.weights.rotation, *at, kv, last)
             scale, lens = float(self.config.head_dim**-0.5), plan.places[number + 1]
-            attended = self._attended(q, AttentionBatch(kv, last, batch.tables, lens, scale))
+            attended = self._attended(q, AttentionBatch(kv, last, batch.tables, lens, scale, self.config.window))
             logits = ops.spread_logits(self._finish(batch.hidden, attended), self.weights.columns)
             how = replace(batch.how, position=plan.places[number + 2].view(np.uint32))
             ops.sample(logits, how, out=batch.out[number])
+
+    def _normed_states(self, states: Array) -> Array:
+        """states [T, k H] -> [T, k H]."""
+        norm = self.weights.state_norm
+        if norm is None:
+            return states
+        return self.ops.rms_norm(states.reshape(-1, len(norm)), norm, self.config.eps).reshape(states.shape)
 
     def _input(self, next_ids: Array, hidden: Array) -> Array:
         """next_ids int32[T], hidden [T, H] -> [T, 2 H]."""
@@ -125,8 +134,9 @@ class DeviceEagle3:
         mlp_input = ops.add_rms_norm(ops.linear(attended, weights.output), residual, weights.mlp_norm, eps)
         mlp = ops.linear(ops.silu_mul(ops.linear(mlp_input, weights.gate_up)), weights.down)
         normed = ops.add_rms_norm(mlp, residual, weights.final_norm, eps)
-        if residual is not hidden:
-            ops.place_columns(residual, hidden, 0)
+        output = normed if self.config.norm_output else residual
+        if output is not hidden:
+            ops.place_columns(output, hidden, 0)
         return ops.linear(normed, weights.lm_head, dtype=FLOAT32)
 
 
@@ -172,12 +182,15 @@ def upload_eagle3(tensors: Eagle3Tensors, ops: DraftOps, embedding: Array, max_m
 
     columns = np.full(len(embedding), -1, np.int32)
     columns[tensors.token_ids] = np.arange(len(tensors.token_ids))
+    q_norm, k_norm = (upload(f"{attention}{name}_norm") if config.has_qk_norms else None for name in "qk")
     cos, sin = map(ops.upload, rope_tables(config.rope, config.head_dim, max_model_len))
+    state_norm = ops.upload(np.ones(config.state_norm_width, ops.dtype)) if config.state_norms else None
     weights = Eagle3Weights(
         embedding=embedding
         if tensors.embedding is None
         else ops.upload(tensors.embedding.astype(ops.dtype, copy=False)),
-        fc=Weight(upload("fc")),
+        state_norm=state_norm,
+        fc=Weight(ops.upload(folded_fc(config, stored).astype(ops.dtype))),
         input_norms=(upload(f"{LAYER}input_layernorm"), upload(f"{LAYER}hidden_norm")),
         qkv=Weight(upload(*(f"{attention}{name}_proj" for name in "qkv"))),
         output=Weight(upload(f"{attention}o_proj")),
@@ -187,6 +200,6 @@ def upload_eagle3(tensors: Eagle3Tensors, ops: DraftOps, embedding: Array, max_m
         final_norm=upload("norm"),
         lm_head=Weight(upload("lm_head")),
         columns=ops.upload(columns),
-        rotation=HeadRotation(cos, sin),
+        rotation=HeadRotation(cos, sin, q_norm, k_norm, config.eps),
     )
     return DeviceEagle3(config, ops, weights)

@@ -108,7 +108,8 @@ class Llama:
     def hidden(self, batch: Batch, kv: Array, state_layers: Sequence[int] = (), states: Array | None = None) -> Array:
         """Return the final norm [T, H], the input of `logits`; write keys and values to `kv`.
 
-        `states` [T, len(state_layers) * H] gets the residual stream that enters each of these layers.
+        `states` [T, len(state_layers) * H] gets the residual stream that enters each of these layers, of which the one
+        after the last has the final norm's input.
         """
         ops, layers, eps = self.ops, self.weights.layers, self.config.residual_eps
         plans = self._decode_plans(batch, kv)
@@ -127,6 +128,8 @@ class Llama:
                 attended = self._attention(index, normed, batch, kv, plans)
                 mlp = self._normed_mlp(index, attended, residual, batch, kv)
                 normed = self._add_norm(mlp, residual, norm, is_fp8, outputs[is_fp8])
+        if states is not None and len(layers) in state_layers:
+            ops.place_columns(residual, states, state_layers.index(len(layers)) * self.config.hidden_size)
         return normed
 
     def _hidden_norm_after(self, residual: Array, batch: Batch, kv: Array, plans: Mapping[int, Array | None]) -> Array:

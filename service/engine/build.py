@@ -9,7 +9,7 @@ from typing import Literal
 from model.adapter_slots import AdapterSlots
 from model.config import ModelConfig
 from model.errors import GrammarError, ModelError
-from model.families.eagle3 import Eagle3Config
+from model.families.eagle3_config import Eagle3Config
 from model.kv_cache import allocate, allocate_with_draft, allocate_with_head
 from model.kv_scales import KvFormat, kv_format
 from model.ops.backend import open_group

@@ -43,8 +43,10 @@ def head_of(engines):
 def test_logits_are_the_references(open_ops, rng, dtype, norm_before_residual):
     """Ragged contexts, accepted and rejected drafts, three drafts each."""
     seed = int(rng.integers(1 << 30))
-    wanted = draft_alone(NumpyOps(np.dtype(np.float32)), random_head(seed, norm_before_residual))
-    got = draft_alone(open_ops(dtype), random_head(seed, norm_before_residual), forced=wanted.drafts)
+    wanted = draft_alone(NumpyOps(np.dtype(np.float32)), random_head(seed, norm_before_residual=norm_before_residual))
+    got = draft_alone(
+        open_ops(dtype), random_head(seed, norm_before_residual=norm_before_residual), forced=wanted.drafts
+    )
     np.testing.assert_array_equal(got.num_accepted, wanted.num_accepted)
     for one, other in zip(got.logits, wanted.logits, strict=True):
         np.testing.assert_allclose(one, other, atol=TOLERANCE[dtype] * np.abs(other[np.isfinite(other)]).max())

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from model.batch import StateRows
 from model.config import ModelConfig
-from model.families.eagle3 import Eagle3Config, Eagle3Tensors
+from model.families.eagle3 import Eagle3Tensors
+from model.families.eagle3_config import Eagle3Config
 from model.families.eagle3_device import DeviceEagle3, DraftBatch, sampling_columns, sampling_of, upload_eagle3
 from model.ops.interface import Array, DraftPlan
 from model.sampler import sampling_record
@@ -36,8 +40,10 @@ class Drafted:
     num_accepted: np.ndarray
 
 
-def random_head(seed: int, norm_before_residual: bool = False) -> Eagle3Tensors:
-    raw = json.loads((DEMO / "eagle3" / "config.json").read_text()) | {"norm_before_residual": norm_before_residual}
+def random_head(seed: int, *, layer: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Eagle3Tensors:
+    """Return a head like the demo model's, with `changes` in its config and its layer's."""
+    raw = json.loads((DEMO / "eagle3" / "config.json").read_text()) | changes
+    raw["transformer_layer_config"] |= layer
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(raw))
         config = Eagle3Config.read(Path(folder), TARGET)

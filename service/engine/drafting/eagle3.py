@@ -25,7 +25,7 @@ SHORT_CATCH_UP = 32
 
 @dataclass(slots=True)
 class _States:
-    """States [n, 3 H] of positions `start` on, which the head has not read."""
+    """States [n, k H] of positions `start` on, which the head has not read."""
 
     start: int
     rows: list[np.ndarray] = field(default_factory=list)
@@ -52,6 +52,7 @@ class _Context:
     keys: np.ndarray  # [S, Hkv, C, D]
     values: np.ndarray
     mask: np.ndarray  # [S, 1, 1, C], 0 or -inf
+    window: int  # a query at p sees keys from p - window + 1 on
 
     def add(self, positions: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
         """Add a position, keys and values [s, Hkv, D] to the first s sequences; drop the others."""
@@ -61,6 +62,8 @@ class _Context:
         self.keys[rows, :, positions] = keys
         self.values[rows, :, positions] = values
         self.mask[rows, 0, 0, positions] = 0
+        beyond = rows[positions >= self.window]
+        self.mask[beyond, 0, 0, positions[beyond] - self.window] = -np.inf
 
 
 class Eagle3Drafter:
@@ -84,7 +87,7 @@ class Eagle3Drafter:
         return self._head.config.state_layers
 
     def read_states(self, layout: BatchLayout, states: Array) -> None:
-        """Keep the states [T, 3 H] of a step's rows, which are the same on each rank."""
+        """Keep the states [T, k H] of a step's rows, which are the same on each rank."""
         own = on_rank(states, 0)
         first_rows = layout.first_rows()
         for chunk in layout.plan.chunks:
@@ -200,6 +203,7 @@ class Eagle3Drafter:
         sides, heads = np.arange(2)[:, None, None], np.arange(self._kv.shape[3])[:, None]
         gathered = self._kv[tables[:, None, None, :], 0, sides, heads]  # [S, 2, Hkv, n, B, D]
         gathered = gathered.reshape(*gathered.shape[:3], -1, gathered.shape[-1])
-        is_known = np.arange(gathered.shape[3]) < lengths[:, None]
-        mask = np.where(is_known, np.float32(0), np.float32(-np.inf))[:, None, None]
-        return _Context(gathered[:, 0], gathered[:, 1], mask)
+        places, ends, window = np.arange(gathered.shape[3]), lengths[:, None], self._head.config.window
+        is_visible = (places < ends) & (places >= ends - window)
+        mask = np.where(is_visible, np.float32(0), np.float32(-np.inf))[:, None, None]
+        return _Context(gathered[:, 0], gathered[:, 1], mask, window)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from model.config import ModelConfig
 from model.errors import ModelError
-from model.families.eagle3 import Eagle3Config
+from model.families.eagle3_config import Eagle3Config
 from model.families.eagle3_device import FLOAT32, check_on_device
 from model.kv_cache import block_shape
 from model.ops.interface import Ops

@@ -7,7 +7,8 @@ import pytest
 
 from model.config import ModelConfig
 from model.errors import ModelError
-from model.families.eagle3 import Eagle3Config, Eagle3Head, dummy_eagle3
+from model.families.eagle3 import Eagle3Head, dummy_eagle3
+from model.families.eagle3_config import Eagle3Config
 from model.families.eagle3_device import check_on_device
 from model.ops.cpu.ops import NumpyOps
 from tests.support.demo_engine import DEMO
@@ -24,7 +25,8 @@ def drafts_of_the_host(stored, embedding, states, next_ids, position):
     hidden, q, logits = hidden[-1:], q[-1:], []
     for step in range(NUM_DRAFTS):
         both = (one.swapaxes(0, 1)[None] for one in (keys, values))
-        attended = head.attend(q, *both, np.zeros((1, 1, 1, len(keys)), np.float32))
+        mask = np.where(np.arange(len(keys)) >= len(keys) - stored.config.window, 0, -np.inf).astype(np.float32)
+        attended = head.attend(q, *both, mask[None, None, None])
         hidden, drafted = head.finish(hidden, attended)
         logits.append(drafted[0])
         ids = stored.token_ids[drafted.argmax(axis=1)]
@@ -33,9 +35,24 @@ def drafts_of_the_host(stored, embedding, states, next_ids, position):
     return np.array(logits)
 
 
-@pytest.mark.parametrize("norm_before_residual", [False, True])
-def test_drafts_after_a_ragged_step_are_the_hosts(norm_before_residual):
-    stored = random_head(7, norm_before_residual)
+WINDOW = 9
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"norm_before_residual": True, "fc_norm": True},
+        {
+            "norm_before_fc": True,
+            "norm_output": True,
+            "layer": {"layer_types": ["sliding_attention"], "sliding_window": WINDOW},
+        },
+        {"layer": {"model_type": "qwen3"}},
+    ],
+)
+def test_drafts_after_a_ragged_step_are_the_hosts(changes):
+    stored = random_head(7, **changes)
     drafted = draft_alone(NumpyOps(FLOAT32), stored)
     embedding, rows = random_rows()
     assert drafted.num_accepted.tolist() == [num_right for *_, num_right in RUNS]

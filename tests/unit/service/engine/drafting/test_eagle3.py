@@ -6,6 +6,7 @@ import pytest
 from model.families.eagle3 import load_eagle3
 from model.ops.cpu.ops import NumpyOps
 from model.sampling_params import SamplingParams
+from service.engine.drafting.eagle3 import _Context
 from service.engine.request import EngineRequest
 from tests.support.demo_engine import DEMO, MAX_LEN, DemoEngines
 from tests.support.received import run_steps
@@ -67,3 +68,12 @@ def test_an_ended_sequence_keeps_no_states(engines, head):
     engine = engines.make(draft=head)
     run(engine, "a", max_tokens=2)
     assert engine.speculation._drafter._states == {}
+
+
+def test_a_window_moves_with_the_drafts():
+    mask = np.where(np.arange(8) < np.array([[2], [5]]), 0, -np.inf).astype(np.float32)[:, None, None]
+    mask[1, 0, 0, :2] = -np.inf
+    context = _Context(np.zeros((2, 1, 8, 4), np.float32), np.zeros((2, 1, 8, 4), np.float32), mask, window=3)
+    for step in range(2):
+        context.add(np.array([2, 5]) + step, np.ones((2, 1, 4)), np.ones((2, 1, 4)))
+    assert [np.flatnonzero(row[0, 0] == 0).tolist() for row in context.mask] == [[1, 2, 3], [4, 5, 6]]

@@ -35,7 +35,7 @@ def test_other_settings_name_no_head():
 
 @pytest.mark.parametrize(
     ("model", "refusal"),
-    [(DEMO / "nowhere", "nowhere: no such folder"), (DEMO, "no EAGLE-3 head of the speculators library")],
+    [(DEMO / "nowhere", "nowhere: no such folder"), (DEMO, "not an EAGLE-3 head")],
 )
 def test_a_wrong_folder_is_refused_under_the_flags_name(model, refusal):
     with pytest.raises(StartupError, match=rf"^--speculative-config: .*{refusal}"):
