@@ -123,6 +123,7 @@ def _problem(config: ModelConfig, num_ranks: int) -> str | None:
             return f"{num_ranks} does not divide {count} {what}"
     if kv_heads % num_ranks and num_ranks % kv_heads:
         return f"of {num_ranks} ranks and {kv_heads} KV heads neither divides the other"
-    if config.vocab_size < num_ranks:
-        return f"{num_ranks} is more than the vocabulary of {config.vocab_size}"
+    part = -(-config.vocab_size // num_ranks)
+    if (num_ranks - 1) * part >= config.vocab_size:
+        return f"the last of {num_ranks} ranks gets nothing of the vocabulary of {config.vocab_size}"
     return None

@@ -207,7 +207,8 @@ def test_zero_points_are_divided_as_their_groups():
         ({"intermediate_size": 98}, 4, "4 does not divide 98 columns of the MLP"),
         ({"num_heads": 12, "num_kv_heads": 3}, 2, "of 2 ranks and 3 KV heads neither divides the other"),
         ({"num_heads": 40, "num_kv_heads": 10}, 4, r"of 4 ranks and 10 KV heads neither divides the other \(1, 2\)"),
-        ({"vocab_size": 3}, 4, "4 is more than the vocabulary of 3"),
+        ({"vocab_size": 3}, 4, "the last of 4 ranks gets nothing of the vocabulary of 3"),
+        ({"vocab_size": 9}, 4, r"the last of 4 ranks gets nothing of the vocabulary of 9 \(1, 2\)"),
     ],
 )
 def test_a_model_that_does_not_divide_is_refused(changes: dict[str, int], num_ranks: int, message: str):
