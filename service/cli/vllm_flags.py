@@ -31,6 +31,9 @@ def _rows(names: str, values: Values, note: str = "", reason: str = "", *accepte
     return [VllmFlag(name, values, note, reason, accepted) for name in names.split()]
 
 
+LOCAL_WORKERS = "data-parallel-size-local"
+"""Accepted where it is --data-parallel-size."""
+
 _NONE, _ONE, _SWITCH, _SEVERAL = Values.NONE, Values.ONE, Values.SWITCH, Values.SEVERAL
 _TEXT = "only text models are served"
 _COMPILED = "nothing is compiled at start; kernels are chosen per shape, and decode steps run in CUDA graphs"
@@ -109,9 +112,11 @@ CONDITIONAL = [
     *_rows("task runner convert", _ONE, "the model generates", "embeddings come with --enable-embeddings",
            "auto", "generate", "none"),
     *_rows("pipeline-parallel-size decode-context-parallel-size nnodes", _ONE, "it is 1", _ONE_HOST, "1"),
-    *_rows("data-parallel-size-local", _ONE, "all workers of --data-parallel-size run on this host",
-           "all workers of --data-parallel-size run on this host (leave it out)", "1"),
+    *_rows(LOCAL_WORKERS, _ONE, "all workers of --data-parallel-size run on this host",
+           "all workers of --data-parallel-size run on this host; other hosts run `quire worker`", "1"),
+    *_rows("data-parallel-rank data-parallel-start-rank node-rank", _ONE, "it is 0", _ONE_HOST, "0"),
     *_rows("distributed-executor-backend", _ONE, "one process runs all ranks", _ONE_HOST, "mp", "uni"),
+    *_rows("data-parallel-backend", _ONE, "each worker is a process of this host", _ONE_HOST, "mp"),
     *_rows("cpu-offload-gb", _ONE, "weights stay on the device",
            "weights stay on the device; --quantization fp8 halves them", "0", "0.0"),
     *_rows("max-logprobs", _ONE, "up to 20 log-probabilities are sent", "at most 20 log-probabilities are sent",
@@ -135,8 +140,7 @@ REFUSED = [
     *_rows("prompt-adapters max-prompt-adapters max-prompt-adapter-token", _SEVERAL,
            reason="prompt adapters are not served (--lora-modules)"),
     *_rows(
-        "data-parallel-address data-parallel-rpc-port data-parallel-rank data-parallel-start-rank "
-        "data-parallel-backend node-rank master-addr master-port dcp-comm-backend",
+        "data-parallel-address data-parallel-rpc-port master-addr master-port dcp-comm-backend",
         _ONE, reason=_ONE_HOST,
     ),
     *_rows("headless data-parallel-hybrid-lb data-parallel-external-lb", _SWITCH, reason=_ONE_HOST),
@@ -191,6 +195,16 @@ RENAMED = {
     "--tensor-parallel": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size",
+    "-dpl": "--data-parallel-size-local",
+    "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank",
+    "-dpa": "--data-parallel-address",
+    "-dpp": "--data-parallel-rpc-port",
+    "-dpb": "--data-parallel-backend",
+    "-dph": "--data-parallel-hybrid-lb",
+    "-dpe": "--data-parallel-external-lb",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
     "-dcp": "--decode-context-parallel-size",
     "-ep": "--enable-expert-parallel",
     "-q": "--quantization",

@@ -11,7 +11,7 @@ from pathlib import Path
 from model.errors import ModelError
 from model.weights.formats.method import find_method
 from service.cli.help import SectionHelp
-from service.cli.vllm_flags import RENAMED, VLLM_FLAGS, Values, VllmFlag
+from service.cli.vllm_flags import LOCAL_WORKERS, RENAMED, VLLM_FLAGS, Values, VllmFlag
 from service.config.settings import Settings
 from service.errors import StartupError
 
@@ -50,6 +50,7 @@ class Translation:
     argv: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # for the log
     stored_format: str | None = None  # --quantization, where it names the folder's format
+    num_local_workers: str | None = None
 
 
 def translate(argv: Sequence[str], flags: Mapping[str, argparse.Action]) -> Translation:
@@ -70,6 +71,8 @@ def translate(argv: Sequence[str], flags: Mapping[str, argparse.Action]) -> Tran
             _take_vllm_flag(flag, value, known, words, done)
         else:
             done.argv.append(word)
+    if done.num_local_workers is not None:
+        _note_local_workers(done, done.num_local_workers)
     return done
 
 
@@ -143,12 +146,23 @@ def _take_vllm_flag(flag: str, value: str | None, known: VllmFlag, words: list[s
         value = " ".join(_several(words))
     elif value is None and known.values is Values.SWITCH:
         value = words.pop(0) if words and words[0].lower() in SWITCH_WORDS else "true"
+    if known.name == LOCAL_WORKERS:
+        done.num_local_workers = value
+        return
     shown = flag if value is None or known.values is not Values.ONE else f"{flag} {value}"
     if known.values is Values.SWITCH and value in ("false", "0", "False") and not known.accepted:
         return  # turned off: nothing is asked for
     if not known.is_accepted(value):
         raise StartupError(f"{shown}: {known.reason}")
     done.notes.append(f"{shown} has no effect: {known.note}")
+
+
+def _note_local_workers(done: Translation, value: str) -> None:
+    known, given = VLLM_FLAGS[LOCAL_WORKERS], "--data-parallel-size="
+    num_workers = next((word.removeprefix(given) for word in reversed(done.argv) if word.startswith(given)), "1")
+    if value != num_workers:
+        raise StartupError(f"--{LOCAL_WORKERS} {value}: {known.reason}")
+    done.notes.append(f"--{LOCAL_WORKERS} {value} has no effect: {known.note}")
 
 
 def _several(words: list[str]) -> list[str]:

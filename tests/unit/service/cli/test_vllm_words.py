@@ -31,6 +31,8 @@ STARTING = [
     "--tensor-parallel-size 1 --max-model-len 32k",
     "meta-llama/Llama-3.1-8B-Instruct -dp 4 -asc 2",
     "meta-llama/Llama-3.3-70B-Instruct -tp 4 --distributed-executor-backend mp",
+    "meta-llama/Llama-3.1-8B-Instruct -dpl 2 -dp 2 --data-parallel-backend mp --nnodes 1 --node-rank 0 "
+    "--disable-custom-all-reduce",
     'Qwen/Qwen3-8B --speculative-config \'{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}\' '
     "--max-num-batched-tokens 8192",
     "Qwen/Qwen3Guard-Gen-0.6B --host 0.0.0.0 --max-model-len 32768",
@@ -44,7 +46,10 @@ STARTING = [
 REFUSED = [
     ("Qwen/Qwen3-235B-A22B -tp 4 -pp 2 --distributed-executor-backend mp", "--pipeline-parallel-size"),
     ("Qwen/Qwen3-30B-A3B --enable-expert-parallel", "a part of each expert"),
-    ("meta-llama/Llama-3.1-8B-Instruct -dp 4 --data-parallel-size-local 2 --headless", "run on this host"),
+    ("meta-llama/Llama-3.1-8B-Instruct -dp 4 --data-parallel-size-local 2", "run on this host"),
+    ("meta-llama/Llama-3.1-8B-Instruct -dp 4 -dpl 1", "--data-parallel-size-local 1: .*run on this host"),
+    ("meta-llama/Llama-3.1-8B-Instruct -dp 4 -dpa 10.0.0.1 -dpp 13345", "--data-parallel-address 10.0.0.1: "),
+    ("meta-llama/Llama-3.1-8B-Instruct -dp 4 --headless", "runs on one host"),
     ("meta-llama/Llama-3.1-8B-Instruct --enable-lora --fully-sharded-loras", "all of an adapter"),
 ]
 
