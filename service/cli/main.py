@@ -12,6 +12,7 @@ from importlib.metadata import version
 from service.cli.completion import completion_script
 from service.cli.models import take_model_argument, with_model
 from service.cli.parser import parser_for, translated, unknown_word
+from service.cli.roles import REFUSED, STARTED_BY_SERVE
 from service.cli.secret_flags import hide_secrets
 from service.cli.verbs import COMPLETION, WITHOUT_SETTINGS, load_plain_verb, load_verb
 from service.cli.vllm_words import with_stored_format
@@ -59,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT  # a shell's status for it
     except StartupError as error:
+        if STARTED_BY_SERVE in os.environ:
+            print(REFUSED, error, flush=True)
+            return 2
         print(f"{' '.join(filter(None, ('quire', verb)))}: {error}", file=sys.stderr)
         return 2
 

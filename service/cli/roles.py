@@ -23,6 +23,12 @@ QueueT = TypeVar("QueueT", GatewayQueue, WorkerQueue)
 READY = "ready"
 """First word of a serving role's line, which `quire serve` awaits."""
 
+REFUSED = "refused"
+"""First word in its place, before the error of a role that does not start."""
+
+STARTED_BY_SERVE = "QUIRE_STARTED_BY_SERVE"
+"""Variable of a role whose parent reports its error: several that start alike fail alike."""
+
 
 @asynccontextmanager
 async def supervised(supervisor: Supervisor, stop: asyncio.Event, *, by_loop: bool) -> AsyncIterator[None]:

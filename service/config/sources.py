@@ -18,7 +18,14 @@ NO_CONFIG_FILE = {"QUIRE_CONFIG": ""}
 """Environment of a child process: its parent has read the file."""
 
 RESERVED_VARIABLES = frozenset(
-    {"QUIRE_CACHE_DIR", "QUIRE_CONFIG", "QUIRE_GATEWAY_GROUP", "QUIRE_PROCESS_NAME", "QUIRE_URL"}
+    {
+        "QUIRE_CACHE_DIR",
+        "QUIRE_CONFIG",
+        "QUIRE_GATEWAY_GROUP",
+        "QUIRE_PROCESS_NAME",
+        "QUIRE_STARTED_BY_SERVE",
+        "QUIRE_URL",
+    }
 )
 """QUIRE_ variables that are not settings: of the kernel cache, the settings file, clients, and the parent of gateways
 and workers."""

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from service.cli.roles import READY
+from service.cli.roles import READY, REFUSED, STARTED_BY_SERVE
 from service.config.settings import Settings
 from service.config.sources import NO_CONFIG_FILE, to_flags, to_secret_environ
 from service.errors import StartupError
@@ -65,6 +65,7 @@ class ChildProcess:
                 **environ,
                 **to_secret_environ(settings),
                 **NO_CONFIG_FILE,
+                STARTED_BY_SERVE: "1",
                 "PYTHONPATH": python_path(os.environ),
             },
             stdin=asyncio.subprocess.DEVNULL,
@@ -75,12 +76,15 @@ class ChildProcess:
         return cls(verb, process, settings.drain_timeout + EXIT_GRACE_S)
 
     async def wait_ready(self) -> str:
-        """Return the rest of the child's ready line. Raises StartupError if the child ends before."""
+        """Return the rest of the child's ready line. Raises StartupError if the child ends before, with its error."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             word, _, rest = line.decode().strip().partition(" ")
             if word == READY:
                 return rest
+            if word == REFUSED:
+                await self._process.wait()
+                raise StartupError(rest)
         status = await self._process.wait()
         raise StartupError(f"{self.verb}: did not start (exit status {status}; see its own error above)")
 
@@ -144,7 +148,7 @@ class RestartingChild:
                 await self.wait_ready()
                 ready_at_s = time.monotonic()
             except StartupError as error:
-                log.error("%s", error)
+                log.error("%s did not start: %s %s", self._verb, error, self._shown())
 
     async def stop(self) -> None:
         if self._child is not None:

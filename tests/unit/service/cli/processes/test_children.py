@@ -1,0 +1,47 @@
+"""What a child's first lines become."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from service.cli.main import main
+from service.cli.processes.children import ChildProcess
+from service.cli.roles import STARTED_BY_SERVE
+from service.errors import StartupError
+
+
+class Ended:
+    """A process that has printed `said`."""
+
+    pid = 1
+    returncode = 2
+
+    def __init__(self, said: str) -> None:
+        self.stdout = asyncio.StreamReader()
+        self.stdout.feed_data(said.encode())
+        self.stdout.feed_eof()
+
+    async def wait(self) -> int:
+        return self.returncode
+
+
+async def first_line(said: str) -> str:
+    return await ChildProcess("worker", Ended(said), 1.0).wait_ready()
+
+
+async def test_a_ready_line_and_what_ends_a_start():
+    assert await first_line("a library's greeting\nready http://127.0.0.1:8000\n") == "http://127.0.0.1:8000"
+    with pytest.raises(StartupError, match=r"^worker: did not start \(exit status 2"):
+        await first_line("")
+
+
+async def test_a_child_s_error_is_its_parent_s(monkeypatch, capsys):
+    monkeypatch.setenv(STARTED_BY_SERVE, "1")
+    monkeypatch.delenv("QUIRE_REDIS_URL", raising=False)
+    assert await asyncio.to_thread(main, ["gateway", "--model", "no/such/folder"]) == 2
+    said = capsys.readouterr()
+    with pytest.raises(StartupError, match=r"^--model: no/such/folder: no such folder"):
+        await first_line(said.out)
+    assert said.err == ""
