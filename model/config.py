@@ -11,7 +11,7 @@ from model.dtypes import NUMPY_DTYPES
 from model.errors import ModelError
 from model.families.configs.family import ExpertsConfig, Family, LayerTensors, Multipliers
 from model.families.configs.mistral import DEFAULT_TOKEN_IDS, WRAPPED, WRAPPER, WRAPPER_ARCHITECTURE
-from model.families.configs.registry import FAMILIES
+from model.families.configs.registry import FAMILIES, TWISTS
 from model.gguf_config import gguf_config
 from model.gguf_file import find_gguf, read_gguf
 from model.json_files import parse_json_object, read_json_object
@@ -131,7 +131,7 @@ class ModelConfig:
         num_heads, num_kv_heads, head_dim = _heads(fields, family)
         windows = family.windows(fields, num_layers)
         rope, max_position = read_rope(fields, family.scaling(fields), head_dim, family.rope_rules)
-        attention_bias = family.qkv_bias is None and fields.boolean("attention_bias", False)
+        biases = family.biases(fields)
         return ModelConfig(
             family=family.model_type,
             vocab_size=fields.integer("vocab_size", high=1 << 24),
@@ -144,10 +144,10 @@ class ModelConfig:
             rms_norm_eps=fields.number("rms_norm_eps", above=0, high=1),
             rope=rope,
             max_position=max_position,
-            tied_embeddings=fields.boolean("tie_word_embeddings", False),
-            qkv_bias=attention_bias or bool(family.qkv_bias),
-            output_bias=attention_bias,
-            mlp_bias=family.reads_mlp_bias and fields.boolean("mlp_bias", False),
+            tied_embeddings=fields.boolean("tie_word_embeddings", family.ties_embeddings),
+            qkv_bias=biases.qkv,
+            output_bias=biases.output,
+            mlp_bias=biases.mlp,
             qk_norm=family.qk_norm,
             qk_norm_whole=family.qk_norm_whole,
             norm_after=family.norm_after,
@@ -228,7 +228,9 @@ def _text_fields(fields: Fields) -> Fields:
 def _family(fields: Fields) -> Family:
     name: str = fields.text("model_type")
     if name not in FAMILIES:
-        raise fields.error("model_type", f"{name!r} is not supported (known: {', '.join([*FAMILIES, WRAPPER])})")
+        reason = f": it has {TWISTS[name]}" if name in TWISTS else ""
+        known = ", ".join([*FAMILIES, WRAPPER])
+        raise fields.error("model_type", f"{name!r} is not supported{reason} (known: {known})")
     family, architectures = FAMILIES[name], fields.get("architectures")
     if architectures is not None and architectures != [family.architecture]:
         raise fields.error("architectures", f"{architectures!r} is not supported (known: {family.architecture})")

@@ -19,6 +19,7 @@ class RopeConfig:
     kind: str  # "default" | "linear" | "dynamic" | "llama3" | "yarn" | "longrope" | "none": nothing is rotated
     theta: float
     rotary_fraction: float = 1.0  # of a head's dimensions; the others are not rotated
+    is_interleaved: bool = False  # rotate dimension 2 i with 2 i + 1, not i with i + D / 2
     query_beta: float = 0.0  # multiply q at position p by 1 + query_beta * log(1 + p // original_max_position)
     factor: float = 1.0
     original_max_position: int = 0  # dynamic, llama3, yarn, longrope; any kind with query_beta
@@ -44,6 +45,8 @@ class RopeRules:
 
     kinds: tuple[str, ...] = COMMON_KINDS
     is_partial: bool = False  # partial_rotary_factor
+    default_rotary_fraction: float = 1.0
+    is_interleaved: bool = False
     scales_queries: bool = False  # llama_4_scaling_beta
     default_theta: float = 10000.0
 
@@ -64,7 +67,8 @@ def read_rope(fields: Fields, scaling: Fields, head_dim: int, rules: RopeRules) 
     theta = scaling.number("rope_theta", None, above=1, high=1e12) or fields.number(
         "rope_theta", rules.default_theta, above=1, high=1e12
     )
-    plain = RopeConfig(kind=kind, theta=theta, rotary_fraction=_rotary_fraction(fields, scaling, head_dim, rules))
+    fraction = _rotary_fraction(fields, scaling, head_dim, rules)
+    plain = RopeConfig(kind=kind, theta=theta, rotary_fraction=fraction, is_interleaved=rules.is_interleaved)
     original = fields.integer("original_max_position_embeddings", None, high=MAX_POSITION) or scaling.integer(
         "original_max_position_embeddings", max_position, high=MAX_POSITION
     )
@@ -90,7 +94,7 @@ def _scaled(
 
 
 def _rotary_fraction(fields: Fields, scaling: Fields, head_dim: int, rules: RopeRules) -> float:
-    fraction = 1.0
+    fraction = rules.default_rotary_fraction
     for section in (fields, scaling):
         value = section.number("partial_rotary_factor", None, above=0, high=1)
         if value not in (None, 1.0) and not rules.is_partial:

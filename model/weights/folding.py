@@ -1,6 +1,7 @@
 """Folds differences of families into weights while they are read.
 
-Partial rope: kernels rotate element i with i + D / 2; reordering q's and k's rows alike keeps their products.
+Partial or interleaved rope: kernels rotate element i with i + D / 2; reordering q's and k's rows alike keeps their
+products.
 Multipliers: the residual stream is divided by its own, which the norms' epsilon and the embedding make up for.
 """
 
@@ -109,12 +110,12 @@ def _reordered(matrix: StoredMatrix, order: np.ndarray) -> StoredMatrix:
 
 
 def row_orders(config: ModelConfig) -> dict[str, np.ndarray]:
-    """Return each q, k and v module's order of rows; {} if heads rotate whole."""
+    """Return each q, k and v module's order of rows; {} if kernels rotate heads as they are stored."""
     rotary = config.rope.rotary_dim(config.head_dim)
-    if rotary == config.head_dim:
+    if rotary == config.head_dim and not config.rope.is_interleaved:
         return {}
-    half = rotary // 2
-    first, second, rest = np.split(np.arange(config.head_dim), [half, rotary])
+    rotating, rest = np.split(np.arange(config.head_dim), [rotary])
+    first, second = rotating.reshape(-1, 2).T if config.rope.is_interleaved else rotating.reshape(2, -1)
     middle = len(rest) // 2
     head = np.concatenate([first, rest[:middle], second, rest[middle:]])
     num_rotated = config.num_heads + config.num_kv_heads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from model.config_fields import Fields
 from model.ops.interface import NO_WINDOW
@@ -35,6 +35,17 @@ class LayerTensors:
         return [prefix + name for name in self.expert_gate_up], prefix + self.expert_down
 
 
+NORM_AFTER = LayerTensors(attention_norm="post_attention_layernorm", mlp_norm="post_feedforward_layernorm")
+"""Names of OLMo 2 and 3 and EXAONE 4, which norm what attention and MLP return."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Biases:
+    qkv: bool = False
+    output: bool = False
+    mlp: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Multipliers:
     """Constants of a forward pass (Granite)."""
@@ -54,6 +65,21 @@ class ExpertsConfig:
     intermediate_size: int  # of each expert
     renormalises: bool  # the weights of a token's experts sum to 1
     layers: tuple[bool, ...]  # per layer: experts, or a dense MLP
+
+
+def no_biases(fields: Fields) -> Biases:
+    return Biases()
+
+
+def attention_biases(fields: Fields) -> Biases:
+    """Read `attention_bias`, of q, k, v and o."""
+    has_biases = fields.boolean("attention_bias", False)
+    return Biases(qkv=has_biases, output=has_biases)
+
+
+def llama_biases(fields: Fields) -> Biases:
+    """Read `attention_bias` and `mlp_bias`."""
+    return replace(attention_biases(fields), mlp=fields.boolean("mlp_bias", False))
 
 
 def no_experts(fields: Fields, num_layers: int) -> ExpertsConfig | None:
@@ -93,8 +119,8 @@ class Family:
     model_type: str
     architecture: str
     tensors: LayerTensors = LayerTensors()
-    qkv_bias: bool | None = None  # None: as attention_bias says, which then also means o_proj
-    reads_mlp_bias: bool = False
+    biases: Callable[[Fields], Biases] = attention_biases
+    ties_embeddings: bool = False  # without tie_word_embeddings
     qk_norm: bool = False
     qk_norm_whole: bool = False  # over all heads, not per head
     norm_after: bool = False  # norms of what attention and MLP return, not of their inputs

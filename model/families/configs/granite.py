@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from model.config_fields import Fields
-from model.families.configs.family import Family, Multipliers
+from model.families.configs.family import Family, Multipliers, llama_biases
 
 
 def _multipliers(fields: Fields) -> Multipliers:
@@ -15,4 +15,4 @@ def _multipliers(fields: Fields) -> Multipliers:
     )
 
 
-GRANITE = Family(model_type="granite", architecture="GraniteForCausalLM", reads_mlp_bias=True, multipliers=_multipliers)
+GRANITE = Family(model_type="granite", architecture="GraniteForCausalLM", biases=llama_biases, multipliers=_multipliers)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from model.families.configs.family import Family
+from model.families.configs.family import Family, llama_biases
 
-LLAMA = Family(model_type="llama", architecture="LlamaForCausalLM", reads_mlp_bias=True)
+LLAMA = Family(model_type="llama", architecture="LlamaForCausalLM", biases=llama_biases)

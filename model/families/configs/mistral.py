@@ -6,7 +6,7 @@ Mistral Small 3.1, 3.2 and Ministral 3 are wrapped (`mistral3`): one of these in
 from __future__ import annotations
 
 from model.config_fields import Fields
-from model.families.configs.family import Family, layer_types, window_of_all, windows_of_types
+from model.families.configs.family import Family, layer_types, no_biases, window_of_all, windows_of_types
 from model.ops.interface import NO_WINDOW
 from model.rope_config import RopeRules
 
@@ -25,14 +25,14 @@ def _windows_by_type(fields: Fields, num_layers: int) -> tuple[int, ...]:
     return windows_of_types(kinds, window or NO_WINDOW)
 
 
-MISTRAL = Family(model_type="mistral", architecture="MistralForCausalLM", qkv_bias=False, windows=window_of_all)
+MISTRAL = Family(model_type="mistral", architecture="MistralForCausalLM", biases=no_biases, windows=window_of_all)
 MINISTRAL = Family(
-    model_type="ministral", architecture="MinistralForCausalLM", qkv_bias=False, windows=_windows_by_type
+    model_type="ministral", architecture="MinistralForCausalLM", biases=no_biases, windows=_windows_by_type
 )
 MINISTRAL3 = Family(
     model_type="ministral3",
     architecture="Ministral3ForCausalLM",
-    qkv_bias=False,
+    biases=no_biases,
     rope_rules=RopeRules(scales_queries=True),
     windows=window_of_all,
 )

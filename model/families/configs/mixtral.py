@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from model.config_fields import Fields
-from model.families.configs.family import ExpertsConfig, Family, LayerTensors, window_of_all
+from model.families.configs.family import ExpertsConfig, Family, LayerTensors, no_biases, window_of_all
 from model.rope_config import RopeRules
 
 
@@ -27,7 +27,7 @@ MIXTRAL = Family(
         expert_gate_up=("w1", "w3"),
         expert_down="w2",
     ),
-    qkv_bias=False,
+    biases=no_biases,
     rope_rules=RopeRules(default_theta=1000000.0),
     windows=window_of_all,
     experts=_experts,

@@ -5,16 +5,14 @@ from __future__ import annotations
 from model.config_fields import Fields
 from model.families.configs.family import (
     LAYER_TYPES,
+    NORM_AFTER,
     Family,
-    LayerTensors,
     layer_types,
     llama_scaling,
     windows_of_types,
 )
 from model.ops.interface import NO_WINDOW
 from model.rope_config import RopeConfig, RopeRules, read_rope
-
-TENSORS = LayerTensors(attention_norm="post_attention_layernorm", mlp_norm="post_feedforward_layernorm")
 
 RULES = RopeRules(default_theta=500000.0)
 
@@ -46,7 +44,7 @@ def _ropes(fields: Fields, rope: RopeConfig, windows: tuple[int, ...]) -> tuple[
 OLMO2 = Family(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
-    tensors=TENSORS,
+    tensors=NORM_AFTER,
     qk_norm=True,
     qk_norm_whole=True,
     norm_after=True,
@@ -54,7 +52,7 @@ OLMO2 = Family(
 OLMO3 = Family(
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
-    tensors=TENSORS,
+    tensors=NORM_AFTER,
     qk_norm=True,
     qk_norm_whole=True,
     norm_after=True,

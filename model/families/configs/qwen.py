@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from model.config_fields import Fields
-from model.families.configs.family import LAYER_TYPES, Family, layer_types, windows_of_types
+from model.families.configs.family import LAYER_TYPES, Biases, Family, layer_types, windows_of_types
 from model.ops.interface import NO_WINDOW
 
 
@@ -19,7 +19,11 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
     return windows_of_types(kinds, window)
 
 
-QWEN2 = Family(model_type="qwen2", architecture="Qwen2ForCausalLM", qkv_bias=True, windows=_windows)
+def _qwen2_biases(fields: Fields) -> Biases:
+    return Biases(qkv=True)
+
+
+QWEN2 = Family(model_type="qwen2", architecture="Qwen2ForCausalLM", biases=_qwen2_biases, windows=_windows)
 QWEN3 = Family(
     model_type="qwen3", architecture="Qwen3ForCausalLM", qk_norm=True, default_head_dim=128, windows=_windows
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from model.families.configs.ernie4_5 import ERNIE4_5
+from model.families.configs.exaone4 import EXAONE4
 from model.families.configs.family import Family
+from model.families.configs.glm import GLM
 from model.families.configs.granite import GRANITE
 from model.families.configs.llama import LLAMA
 from model.families.configs.mistral import MINISTRAL, MINISTRAL3, MISTRAL
@@ -11,6 +14,7 @@ from model.families.configs.olmo import OLMO2, OLMO3
 from model.families.configs.phi3 import PHI3
 from model.families.configs.qwen import QWEN2, QWEN3
 from model.families.configs.qwen3_moe import QWEN3_MOE
+from model.families.configs.seed_oss import SEED_OSS
 from model.families.configs.smollm3 import SMOLLM3
 
 FAMILIES: dict[str, Family] = {
@@ -18,6 +22,26 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3),
         *(SMOLLM3, GRANITE, PHI3, OLMO2, OLMO3),
+        *(SEED_OSS, EXAONE4, GLM, ERNIE4_5),
         *(QWEN3_MOE, MIXTRAL),
     )
 }
+
+TWISTS: dict[str, str] = {
+    model_type: twist
+    for twist, model_types in {
+        "norms before and after attention and MLP": ("gemma2", "gemma3", "gemma3_text", "glm4", "hyperclovax"),
+        "norms of 1 plus their weight": ("gemma",),
+        "attention and MLP side by side": ("cohere", "cohere2", "falcon", "gpt_neox", "phi"),
+        "LayerNorm with a mean": ("gpt2", "nemotron", "olmo", "stablelm", "starcoder2"),
+        "an MLP without a gate": ("apertus", "arcee", "jais2"),
+        "norms of q and k after their rotation": ("hunyuan_v1_dense",),
+        "attention sinks": ("gpt_oss",),
+        "latent attention": ("deepseek_v2", "deepseek_v3", "minicpm3"),
+        "experts that are not served": ("granitemoe", "llama4", "olmoe", "phimoe", "qwen2_moe"),
+        "layers without attention": ("falcon_h1", "granitemoehybrid", "jamba", "lfm2", "nemotron_h", "qwen3_next"),
+        "tensors of a form of its own": ("baichuan", "chatglm", "internlm2", "minicpm", "qwen"),
+    }.items()
+    for model_type in model_types
+}
+"""Differences of models that are not served, by `model_type`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from model.config_fields import Fields
-from model.families.configs.family import LAYER_TYPES, Family, layer_types, windows_of_types
+from model.families.configs.family import LAYER_TYPES, Family, layer_types, llama_biases, windows_of_types
 from model.ops.interface import NO_WINDOW
 from model.rope_config import RopeConfig, RopeRules
 
@@ -36,7 +36,8 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
 SMOLLM3 = Family(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
-    reads_mlp_bias=True,
+    biases=llama_biases,
+    ties_embeddings=True,
     rope_rules=RopeRules(default_theta=2000000.0),
     windows=_windows,
     ropes=_ropes,

@@ -31,7 +31,6 @@ def model(golden: Golden) -> Llama:
 def test_every_family_and_rope_has_a_golden():
     kinds = {rope.kind for name in NAMES for rope in ModelConfig.read(FOLDER / name).ropes}
     assert kinds == {*COMMON_KINDS, "longrope", "none"}
-    assert len(NAMES) == 25
 
 
 STEPS = [(WHOLE, 16), (CHUNKS, 8), (CHUNKS, 32), (TOKENS, 8), (TOKENS, 32)]

@@ -11,7 +11,7 @@ from model.config import ModelConfig
 from model.errors import ModelError
 from model.ops.weight import WeightFormat
 from model.weights.checkpoint import EMBEDDING, FINAL_NORM, LM_HEAD, expected_shapes
-from model.weights.folding import folded
+from model.weights.folding import folded, row_orders
 from model.weights.formats.stored_matrix import StoredMatrix, WeightForm
 from tests.support.family_configs import read_family
 
@@ -70,6 +70,18 @@ def test_rows_of_partial_heads_are_read_in_order_in_any_pieces(piece: int):
     for start in range(0, out.size, piece):
         folded(source, PARTIAL).read_into(QKV, start, out[start : start + piece])
     np.testing.assert_array_equal(out.reshape(128, 64), source.values(QKV).reshape(128, 64)[expected_order()])
+
+
+@pytest.mark.parametrize(
+    ("fraction", "head"),
+    [(1.0, [*range(0, 16, 2), *range(1, 16, 2)]), (0.5, [0, 2, 4, 6, *range(8, 12), 1, 3, 5, 7, *range(12, 16)])],
+)
+def test_neighbours_that_rotate_come_to_lie_half_a_head_apart(fraction: float, head: list[int]):
+    llama = read_family("llama")
+    rope = replace(llama.rope, rotary_fraction=fraction, is_interleaved=True)
+    orders = row_orders(replace(llama, rope=rope))
+    np.testing.assert_array_equal(orders["self_attn.k_proj"], [*head, *(16 + row for row in head)])
+    np.testing.assert_array_equal(orders["self_attn.v_proj"], np.arange(32))
 
 
 def test_modules_of_their_own_are_ordered_apart():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from model.config import ModelConfig
 from model.errors import ModelError
-from model.families.configs.registry import FAMILIES
+from model.families.configs.registry import FAMILIES, TWISTS
 from tests.support.family_configs import family_config, read_family
 from tests.support.goldens import FOLDER, NAMES
 
@@ -34,6 +34,12 @@ def test_another_architecture_is_refused(family: str):
 def test_an_unknown_family_is_refused_with_the_known_ones():
     with pytest.raises(ModelError, match=r"model_type: 'bert' is not supported \(known: llama, .*mixtral, mistral3\)"):
         ModelConfig.from_dict({**family_config("llama"), "model_type": "bert"})
+
+
+def test_a_known_family_that_is_not_served_is_refused_with_its_twist():
+    assert not TWISTS.keys() & FAMILIES.keys()
+    with pytest.raises(ModelError, match=r"'arcee' is not supported: it has an MLP without a gate \(known: llama, "):
+        ModelConfig.from_dict({**family_config("llama"), "model_type": "arcee"})
 
 
 FIELDS = (

@@ -32,3 +32,8 @@ def test_other_flags_are_refused(flags: object):
 def test_unrotated_layers_slide_where_windows_are_used():
     assert read_family("smollm3", use_sliding_window=True, sliding_window=8).windows == (*(NO_WINDOW,) * 3, 8)
     assert read_family("smollm3", sliding_window=8).windows == (NO_WINDOW,) * 4
+
+
+def test_embeddings_are_tied_unless_the_config_says_otherwise():
+    assert read_family("smollm3").tied_embeddings
+    assert not read_family("smollm3", tie_word_embeddings=False).tied_embeddings
