@@ -184,22 +184,23 @@ def _scheme(group: Fields, format: str) -> Scheme:
     if weights.strategy == "block" and weights.kind == "float":
         if (block := weights.fields.get("block_structure")) not in BLOCK_STRUCTURES:
             raise weights.fields.error("block_structure", f"{block!r} is not supported ([{BLOCK}, {BLOCK}])"[:200])
+        _check_inputs(inputs, weights.kind, ("group", "token", "tensor"))
         return Fp8BlockScheme()
     if weights.strategy not in ("tensor", "channel"):
         raise weights.fields.error("strategy", f"{weights.strategy!r} is not supported (tensor, channel, block)")
-    _check_inputs(inputs, weights.kind)
+    _check_inputs(inputs, weights.kind, ("token", "tensor"))
     return (Fp8Scheme if weights.kind == "float" else Int8Scheme)(quantised_input=inputs is not None)
 
 
-def _check_inputs(inputs: Arguments | None, kind: str) -> None:
+def _check_inputs(inputs: Arguments | None, kind: str, strategies: tuple[str, ...]) -> None:
     if inputs is None:
         return
     if (inputs.num_bits, inputs.kind) != (8, kind):
         raise inputs.fields.error("num_bits", f"{inputs.kind}{inputs.num_bits} is not supported ({kind}8)")
     if not inputs.symmetric:
         raise inputs.fields.error("symmetric", "false is not supported for input activations")
-    if inputs.strategy not in ("token", "tensor"):
-        raise inputs.fields.error("strategy", f"{inputs.strategy!r} is not supported (token, tensor)")
+    if inputs.strategy not in strategies:
+        raise inputs.fields.error("strategy", f"{inputs.strategy!r} is not supported ({', '.join(strategies)})")
 
 
 def _packed_scheme(group: Fields, weights: Arguments, inputs: Arguments | None) -> PackedScheme:

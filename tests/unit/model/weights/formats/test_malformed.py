@@ -110,6 +110,7 @@ MALFORMED: list[tuple[str, str, Change]] = [
     ("fp8_dynamic", "num_bits: int8 is not supported", in_group("input_activations", type="int")),
     ("fp8_dynamic", "weights: missing", in_group("weights", null=True)),
     ("fp8_static", f"'{Q}.input_scale': holds NaN", put(f"{Q}.input_scale", np.array([np.nan], np.float32))),
+    ("fp8_block", "num_bits: float4 is not supported", in_group("input_activations", num_bits=4)),
     ("deepseek_block", "weight_block_size: .* is not supported", say(weight_block_size=[64, 64])),
     ("deepseek_block", f"'{Q}.weight_scale_inv': shape is", put(f"{Q}.weight_scale_inv", lambda scale: scale.T.copy())),
     ("deepseek_block", "fmt: 'e5m2' is not supported", say(fmt="e5m2")),
@@ -171,6 +172,27 @@ def test_a_state_that_is_not_json(tmp_path: Path):
     folder = broken_folder(tmp_path / "model", "nf4", change)
     with pytest.raises(ModelError, match="not valid JSON"):
         load_model(folder, ModelConfig.read(folder), NumpyOps(), 16)
+
+
+CONFLICTS = [
+    ("gptq", "quantize_config.json", {"bits": 4, "sym": False}, "sym: False contradicts .*config.json.* \\(True\\)"),
+    ("gptq", "hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "quant_method: 'modelopt' contradicts"),
+    ("awq", "quant_config.json", {"zero_point": False}, "zero_point: False contradicts"),
+]
+
+
+@pytest.mark.parametrize(("golden", "file_name", "other", "problem"), CONFLICTS)
+def test_two_files_that_disagree(tmp_path: Path, golden: str, file_name: str, other: Config, problem: str):
+    folder = tmp_path / "model"
+    shutil.copytree(GOLDENS / golden, folder)
+    same = json.loads((folder / "config.json").read_text())["quantization_config"]
+    (folder / file_name).write_text(json.dumps(same | other))
+    with pytest.raises(ModelError, match=f"{file_name}.*{problem}"):
+        load_model(folder, ModelConfig.read(folder), NumpyOps(), 16)
+    (folder / file_name).unlink()
+    agreeing = "quant_config.json" if golden == "awq" else "quantize_config.json"
+    (folder / agreeing).write_text(json.dumps(same | ({"version": "GEMM"} if golden == "awq" else {})))
+    load_model(folder, ModelConfig.read(folder), NumpyOps(), 16)
 
 
 def test_quantised_tensors_without_a_config(tmp_path: Path):
