@@ -33,11 +33,11 @@ def read_kv_scales(tensors: Mapping[str, StoredTensor], config: ModelConfig, whe
     """Return float32[L, 2, Hkv], of each layer's keys and values; None without `tensors`.
 
     A stored scale is one number or [Hkv], [Hkv, 1, 1]. Raises ModelError for one that is malformed, stored twice or
-    missing in some layers.
+    missing in some layers, or another type than fp8 in the config.
     """
+    _check_scheme(where)
     if not tensors:
         return None
-    _check_scheme(where)
     scales = np.zeros((config.num_layers, 2, config.num_kv_heads), FLOAT32)
     for name, tensor in sorted(tensors.items()):
         layer, sides = _place(name)

@@ -118,6 +118,11 @@ def test_malformed_scales_are_refused(tmp_path: Path, changes: dict[str, np.ndar
     assert loaded(folder, NumpyOps()).kv_scales is None  # unused
 
 
+def test_a_scheme_of_another_type_is_refused_without_scales(tmp_path: Path):
+    with pytest.raises(ModelError, match="kv_cache_scheme: num_bits: int8 is not supported"):
+        loaded(folder_with(tmp_path / "model", {}, {"num_bits": 8, "type": "int"}))
+
+
 def test_a_layer_without_scales_is_refused(tmp_path: Path):
     scales = per_layer("k_scale", "v_scale")
     del scales[ATTENTION.format(1) + "v_scale"]
