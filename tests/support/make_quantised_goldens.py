@@ -510,7 +510,10 @@ def make_gguf(name: str, raw: dict[str, Any]) -> None:
     case = Case(raw, {}, lambda weight, module: ({}, weight))
     for seed in range(300):
         (folder / "config.json").write_text(json.dumps(raw))
-        weights = {key: value.numpy() for key, value in random_weights(folder, torch.float32, seed).items()}
+        weights = {
+            key: value.numpy()
+            for key, value in random_weights(AutoModelForCausalLM, folder, torch.float32, seed).items()
+        }
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
         (folder / "config.json").unlink()
         rng = np.random.default_rng(seed)
