@@ -1,4 +1,5 @@
-"""`--help` of a verb with settings: the most used ones; `--help=engine`: one section; `--help=all`: all."""
+"""`--help` of a verb with settings: the most used ones; `--help=engine`: one section; `--help=len`: flags with this
+in their name, vLLM's too; `--help=all`: all."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from service.cli.vllm_flags import RENAMED, VLLM_FLAGS, VllmFlag
 from service.config.settings import SECTIONS, Settings
 
 SHORT = (
@@ -27,11 +29,11 @@ def sections() -> dict[str, list[str]]:
 
 
 class SectionHelp(argparse.Action):
-    """`--help`, `--help=SECTION` and `--help=all`."""
+    """`--help`, `--help=SECTION`, `--help=PART-OF-A-FLAG` and `--help=all`."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **_: Any) -> None:
         names = ", ".join(_topics())
-        text = f"the most used flags, or those of a section ({names})"
+        text = f"the most used flags, or those of a section ({names}), or with a word in their names"
         super().__init__(option_strings, argparse.SUPPRESS, nargs="?", const="", metavar="SECTION", help=text)
 
     def __call__(
@@ -44,9 +46,34 @@ class SectionHelp(argparse.Action):
             print(_text(parser, chosen))
         elif values in _topics():
             print(_text(parser, {title: names for title, names in sections().items() if title.lower() == values}))
+        elif found := _found(parser, values):
+            print(found)
         else:
-            parser.error(f"{option}: {values!r} is not a section ({', '.join(_topics())})")
+            parser.error(f"{option}: {values!r} is no section ({', '.join(_topics())}), and no flag has it in its name")
         parser.exit()
+
+
+def _found(parser: argparse.ArgumentParser, word: str) -> str:
+    """Return help on the flags whose names contain `word`, "" if there are none."""
+    part = word.lstrip("-").replace("_", "-").lower()
+    formatter = argparse.HelpFormatter(parser.prog, max_help_position=32)
+    actions = [action for action in parser._actions if any(part in flag for flag in action.option_strings)]
+    formatter.start_section("Flags")
+    formatter.add_arguments(actions)
+    formatter.end_section()
+    formatter.start_section("vLLM's")
+    renamed = {name: f"same as {target}" for name, target in RENAMED.items() if part in name}
+    notes = {f"--{name}": _fate(flag) for name, flag in VLLM_FLAGS.items() if part in name}
+    for name, text in (renamed | notes).items():
+        formatter.add_argument(argparse.Action([name], "", nargs=0, help=text.replace("%", "%%")))
+    formatter.end_section()
+    return formatter.format_help() if actions or renamed or notes else ""
+
+
+def _fate(flag: VllmFlag) -> str:
+    if flag.accepted:
+        return f"{', '.join(flag.accepted)}: no effect ({flag.note}); refused otherwise: {flag.reason}"
+    return f"no effect: {flag.note}" if flag.note else f"refused: {flag.reason}"
 
 
 def _topics() -> list[str]:

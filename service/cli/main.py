@@ -15,7 +15,8 @@ from service.cli.parser import parser_for, translated, unknown_word
 from service.cli.roles import REFUSED, STARTED_BY_SERVE
 from service.cli.secret_flags import hide_secrets
 from service.cli.verbs import COMPLETION, WITHOUT_SETTINGS, load_plain_verb, load_verb
-from service.cli.vllm_words import with_stored_format
+from service.cli.vllm_words import with_stored_format, with_vllm_key
+from service.config.settings import GATEWAY, SERVE
 from service.config.sources import read_settings
 from service.errors import StartupError
 from service.observability.logs import PROCESS_NAME, setup_logs
@@ -47,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return load_plain_verb(flags.verb).run(flags)
         take_model_argument(flags)
         settings = read_settings(flags.verb, flags, os.environ)
+        if flags.verb in (SERVE, GATEWAY):
+            settings = with_vllm_key(settings, os.environ)
         setup_logs(settings.log_level, os.environ.get(PROCESS_NAME, ""))
         for warning in warnings:
             log.warning("%s", warning)

@@ -13,7 +13,7 @@ from service.cli.models import add_model_argument
 from service.cli.verbs import COMPLETION, HELP, WITH_SETTINGS, WITHOUT_SETTINGS, load_plain_verb, load_verb
 from service.cli.vllm_flags import VLLM_FLAGS
 from service.cli.vllm_words import Translation, translate
-from service.config.settings import BENCH
+from service.config.settings import BENCH, Settings
 from service.config.sources import add_flags
 
 MODEL_VERBS = tuple(verb for verb in WITH_SETTINGS if verb != BENCH)
@@ -85,6 +85,10 @@ def translated(words: Sequence[str], parser: argparse.ArgumentParser) -> Transla
 
 def unknown_word(word: str, parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> str:
     """Return the error for `word`, with the most similar flag."""
+    flag = word.partition("=")[0]
+    name = flag.partition(".")[0][2:].removeprefix("no-").replace("-", "_")
+    if chosen.verb in MODEL_VERBS and (setting := Settings.__dataclass_fields__.get(name)) is not None:
+        return f"{flag}: not a flag of quire {chosen.verb} (of {', '.join(sorted(setting.metadata['verbs']))})"
     known = [*_known_flags(parser, chosen)]
     if chosen.verb in MODEL_VERBS:
         known += [f"--{name}" for name, flag in VLLM_FLAGS.items() if flag.note]

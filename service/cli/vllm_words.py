@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from model.errors import ModelError
 from model.weights.formats.method import find_method
 from service.cli.help import SectionHelp
 from service.cli.vllm_flags import LOCAL_WORKERS, RENAMED, VLLM_FLAGS, Values, VllmFlag
+from service.cli.yaml_files import with_yaml_files
 from service.config.settings import Settings
 from service.errors import StartupError
 
@@ -19,15 +22,29 @@ SWITCH_WORDS = ("true", "false", "1", "0")
 LISTS = ("--served-model-name", "--api-key", "--lora-modules")
 """Settings of which vLLM takes several words."""
 
+OBJECTS = ("--speculative-config", "--override-generation-config", "--default-chat-template-kwargs")
+"""Settings that are JSON objects: vLLM also takes `--flag.key value`."""
+
+GUARDS = ("--api-key", "--api-key-file")
 COUNTS = ("--max-model-len", "--max-num-batched-tokens", "--max-num-seqs")
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
 _FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 VALUES: dict[str, dict[str, str]] = {
     "--dtype": {"half": "float16", "float": "float32"},
-    "--load-format": {"auto": "safetensors", "gguf": "safetensors", "mistral": "safetensors"},
+    "--load-format": dict.fromkeys(
+        ("auto", "hf", "gguf", "mistral", "bitsandbytes", "fastsafetensors", "runai_streamer", "instanttensor"),
+        "safetensors",
+    ),
     "--max-model-len": {"auto": "", "-1": ""},
     "--log-level": {"critical": "error", "trace": "debug"},
+    "--tool-call-parser": {
+        "granite4": "hermes",
+        "llama4_json": "llama3_json",
+        "llama4_pythonic": "pythonic",
+        "olmo3": "pythonic",
+        "qwen3_xml": "qwen3_coder",
+    },
 }
 """vLLM's values by Quire's; "": the flag is left out."""
 
@@ -51,6 +68,7 @@ class Translation:
     notes: list[str] = field(default_factory=list)  # for the log
     stored_format: str | None = None  # --quantization, where it names the folder's format
     num_local_workers: str | None = None
+    objects: dict[str, dict[str, Any]] = field(default_factory=dict)  # of OBJECTS, by flag
 
 
 def translate(argv: Sequence[str], flags: Mapping[str, argparse.Action]) -> Translation:
@@ -58,21 +76,27 @@ def translate(argv: Sequence[str], flags: Mapping[str, argparse.Action]) -> Tran
 
     A flag that is Quire's own keeps its meaning. Unknown words pass unchanged: the parser names them.
     """
-    done, words = Translation(), list(argv)
+    done, words = Translation(), with_yaml_files(argv)
     while words:
         word = words.pop(0)
         if word == "--":
             done.argv += [word, *words]
             break
         flag, value = _spelled(word, flags)
+        head, _, key = flag.partition(".")
         if flag in flags:
             _take_setting(flag, value, flags[flag], words, done)
-        elif (known := VLLM_FLAGS.get(flag[2:].partition(".")[0])) is not None and flag.startswith("--"):
+        elif key and head in OBJECTS and head in flags:
+            _take_key(flag, value, words, done)
+        elif (known := VLLM_FLAGS.get(head[2:])) is not None and flag.startswith("--"):
             _take_vllm_flag(flag, value, known, words, done)
+        elif value is None and _is_switch_turned_off(flag):
+            continue
         else:
             done.argv.append(word)
     if done.num_local_workers is not None:
         _note_local_workers(done, done.num_local_workers)
+    done.argv[:0] = [f"{flag}={json.dumps(found)}" for flag, found in done.objects.items()]
     return done
 
 
@@ -97,17 +121,30 @@ def with_stored_format(settings: Settings, stored_format: str | None) -> Setting
     return settings
 
 
+def with_vllm_key(settings: Settings, environ: Mapping[str, str]) -> Settings:
+    """Take the API key of VLLM_API_KEY, where no setting has one: a service locked under vLLM stays locked."""
+    key = environ.get("VLLM_API_KEY")
+    if not key or settings.api_key or settings.api_key_file is not None:
+        return settings
+    return replace(settings, api_key=(key,))
+
+
 def _spelled(word: str, flags: Mapping[str, argparse.Action]) -> tuple[str, str | None]:
     """Return (flag, value after "=") in Quire's spelling; vLLM takes "_" for "-" and joins -O3 and -tp=2."""
     flag, equals, value = word.partition("=")
     if re.fullmatch(r"-O\d", word):
         flag, equals, value = "-O", "=", word[2:]
-    if flag.startswith("--"):
-        flag = flag.replace("_", "-")
-    head, dot, rest = flag.partition(".")
-    if head in RENAMED and head not in flags:
-        flag = RENAMED[head] + dot + rest
-    return flag, value if equals else None
+    head, dot, key = flag.partition(".")
+    if head.startswith("--"):
+        head = head.replace("_", "-")
+    if head not in flags:
+        head = RENAMED.get(head, head)
+    return head + dot + key, value if equals else None
+
+
+def _is_switch_turned_off(flag: str) -> bool:
+    known = VLLM_FLAGS.get(flag.removeprefix("--no-")) if flag.startswith("--no-") else None
+    return known is not None and known.values is Values.SWITCH
 
 
 def _take_setting(flag: str, value: str | None, action: argparse.Action, words: list[str], done: Translation) -> None:
@@ -124,16 +161,47 @@ def _take_setting(flag: str, value: str | None, action: argparse.Action, words: 
             return
         value = words.pop(0)
     value = _translated(flag, value, done)
-    if value:
+    if flag in OBJECTS and (found := _object(value)) is not None:
+        done.objects[flag] = found
+    elif value:
         done.argv.append(f"{flag}={value}")
+
+
+def _take_key(flag: str, value: str | None, words: list[str], done: Translation) -> None:
+    """`--flag.a.b value`; `--flag.a+ value,value` appends to a list."""
+    if value is None and not words:
+        raise StartupError(f"{flag}: no value")
+    text = words.pop(0) if value is None else value
+    head, *outer, last = flag.split(".")
+    target = done.objects.setdefault(head, {})
+    for key in outer:
+        target = target.setdefault(key, {})
+        if not isinstance(target, dict):
+            raise StartupError(f"{flag}: {key} already has a value")
+    if last.endswith("+"):
+        target[last[:-1]] = [*target.get(last[:-1], []), *map(_json_or_text, text.split(","))]
+    else:
+        target[last] = _json_or_text(text)
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return {"True": True, "False": False, "None": None}.get(text, text)
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    found = _json_or_text(text)
+    return found if isinstance(found, dict) else None
 
 
 def _translated(flag: str, value: str, done: Translation) -> str:
     if flag == "--quantization" and value in STORED_FORMATS:
         done.stored_format = value
         return "auto"
-    if flag == "--config" and value.endswith((".yaml", ".yml")):
-        raise StartupError(f"--config: {value}: YAML is not read (TOML: name = value, names with '_')")
+    if value == "None" and flag not in GUARDS:
+        return ""  # vLLM's word for a default
     if flag in COUNTS and (count := _COUNT.fullmatch(value)):
         return str(int(float(count[1]) * _FACTORS[count[2]]))
     return VALUES.get(flag, {}).get(value, value)
@@ -150,7 +218,7 @@ def _take_vllm_flag(flag: str, value: str | None, known: VllmFlag, words: list[s
         done.num_local_workers = value
         return
     shown = flag if value is None or known.values is not Values.ONE else f"{flag} {value}"
-    if known.values is Values.SWITCH and value in ("false", "0", "False") and not known.accepted:
+    if known.values is Values.SWITCH and value in ("false", "False", "0") and not known.accepted:
         return  # turned off: nothing is asked for
     if not known.is_accepted(value):
         raise StartupError(f"{shown}: {known.reason}")

@@ -41,8 +41,8 @@ def test_the_whole_help_has_each(capsys):
 
 def test_an_unknown_section(capsys):
     with pytest.raises(SystemExit) as left:
-        main(["serve", "--help=gpu"])
+        main(["serve", "--help=zzz"])
     assert left.value.code == 2
     assert capsys.readouterr().err == (
-        "quire serve: --help: 'gpu' is not a section (model, engine, queue, http, all)\n"
+        "quire serve: --help: 'zzz' is no section (model, engine, queue, http, all), and no flag has it in its name\n"
     )

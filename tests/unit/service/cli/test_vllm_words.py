@@ -13,7 +13,7 @@ from service.cli.main import main
 from service.cli.models import take_model_argument
 from service.cli.parser import make_parser
 from service.cli.vllm_flags import RENAMED, VLLM_FLAGS
-from service.cli.vllm_words import Translation, translate, with_stored_format
+from service.cli.vllm_words import Translation, translate, with_stored_format, with_vllm_key
 from service.config.settings import Settings
 from service.config.sources import read_settings
 from service.errors import StartupError
@@ -40,12 +40,13 @@ STARTING = [
     "--enable-auto-tool-choice --tool-call-parser mistral --max-model-len auto",
     "Qwen/Qwen3-8B --root-path /llm/ --uvicorn-log-level critical "
     "--default-chat-template-kwargs '{\"enable_thinking\": false}'",
+    "Qwen/Qwen3-30B-A3B -tp 8 --enable-expert-parallel --no-enable-prefix-caching --no-enforce-eager "
+    "--load-format fastsafetensors --shutdown-timeout 60 --max-num-queued-reqs 64 --tool-call-parser qwen3_xml",
     "Qwen/Qwen2.5-7B-Instruct-AWQ --quantization awq_marlin --trust-remote-code --enforce-eager --swap-space 16 "
     "--served-model-name qwen qwen-awq --api-key a b --enable-chunked-prefill --generation-config vllm",
 ]
 REFUSED = [
     ("Qwen/Qwen3-235B-A22B -tp 4 -pp 2 --distributed-executor-backend mp", "--pipeline-parallel-size"),
-    ("Qwen/Qwen3-30B-A3B --enable-expert-parallel", "a part of each expert"),
     ("meta-llama/Llama-3.1-8B-Instruct -dp 4 --data-parallel-size-local 2", "run on this host"),
     ("meta-llama/Llama-3.1-8B-Instruct -dp 4 -dpl 1", "--data-parallel-size-local 1: .*run on this host"),
     ("meta-llama/Llama-3.1-8B-Instruct -dp 4 -dpa 10.0.0.1 -dpp 13345", "--data-parallel-address 10.0.0.1: "),
@@ -95,6 +96,49 @@ def test_values_in_vllms_spelling():
     assert read("m --num-gpu-blocks-override 9 -q fp8")[1] == Settings(
         model=Path("m"), num_gpu_blocks=9, quantization="fp8"
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            "--speculative-config.method ngram --speculative_config.num_speculative_tokens=3 -sc.prompt_lookup_max 4",
+            {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4},
+        ),
+        ("""-sc '{"method": "ngram", "num_speculative_tokens": 3}' -sc.num_speculative_tokens 5""",
+         {"method": "ngram", "num_speculative_tokens": 5}),
+    ],
+)  # fmt: skip
+def test_keys_of_an_object_one_by_one(line, expected):
+    config = json.loads(str(read(f"m {line}")[1].speculative_config))
+    assert {key: config[key] for key in expected} == expected
+
+
+def test_nested_keys_and_lists():
+    found = read(
+        "m --default-chat-template-kwargs.a.b_c true --default_chat_template_kwargs.d+ x --no-enable-lora "
+        "--default-chat-template-kwargs.d+=y,1 --quantization None --override-generation-config.top_p 0.5"
+    )[1]
+    assert json.loads(found.default_chat_template_kwargs) == {"a": {"b_c": True}, "d": ["x", "y", 1]}
+    assert (json.loads(found.override_generation_config), found.quantization) == ({"top_p": 0.5}, "auto")
+    with pytest.raises(StartupError, match=r"--speculative-config\.method: no value"):
+        read("m --speculative-config.method")
+
+
+def test_a_yaml_file_of_vllm_and_a_flag_that_wins(tmp_path):
+    path = tmp_path / "serve.yaml"
+    path.write_text("model: org/name\nport: 7\nmax_model_len: 1k\nserved-model-name: [a, b]\ntrust-remote-code: true\n"
+                    "enable-prefix-caching: false\ntokenizer: null\nenable-log-requests: false\n"
+                    "override-generation-config: {temperature: 0}\n")  # fmt: skip
+    done, settings = read(f"--port 9 --config {path}")
+    assert settings == Settings(
+        model=Path("org/name"), port=9, max_model_len=1000, served_model_name="a,b", enable_prefix_caching=False,
+        override_generation_config='{"temperature": 0}',
+    )  # fmt: skip
+    assert [note.split()[0] for note in done.notes] == ["--trust-remote-code"]
+    path.write_text("a: [\n")
+    with pytest.raises(StartupError, match=r"no valid YAML \(line 2\)"):
+        read(f"--config={path}")
 
 
 def test_a_switch_does_not_swallow_the_model():
@@ -161,6 +205,14 @@ def test_fp8_of_an_fp8_folder_means_as_stored(tmp_path, method, means):
     assert with_stored_format(settings, None).quantization == means
 
 
+def test_vllms_variable_of_the_key_locks_the_service():
+    assert with_vllm_key(Settings(), {"VLLM_API_KEY": "a"}).api_key == ("a",)
+    assert with_vllm_key(Settings(api_key=("b",)), {"VLLM_API_KEY": "a"}).api_key == ("b",)
+    file = Settings(api_key_file=Path("keys"))
+    assert with_vllm_key(file, {"VLLM_API_KEY": "a"}) == file
+    assert with_vllm_key(Settings(), {"VLLM_API_KEY": ""}) == Settings()
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -170,7 +222,7 @@ def test_fp8_of_an_fp8_folder_means_as_stored(tmp_path, method, means):
             ["--default-chat-template-kwargs", "[]"],
             "--default-chat-template-kwargs: '[]' is not supported (a JSON object)",
         ),
-        (["--config", "a.yaml"], "--config: a.yaml: YAML is not read (TOML: name = value, names with '_')"),
+        (["--config", "a.yaml"], "--config: a.yaml: No such file or directory"),
         (["--enforce-eagre"], "--enforce-eagre: unknown argument (did you mean --enforce-eager?)"),
         (["--max-modle-len", "8"], "--max-modle-len: unknown argument (did you mean --max-model-len?)"),
     ],

@@ -32,6 +32,7 @@ from service.cli.main import main
         ),
         (["check", "--length", "0"], "quire check: --length: 0 is out of range (1..1048576)"),
         (["key", "bob", "--nam", "x"], "quire key: --nam: unknown argument (did you mean --tenant?)"),
+        (["check", "--api-key=secret"], "quire check: --api-key: not a flag of quire check (of gateway, serve)"),
         (["serve", "--zzz"], "quire serve: --zzz: unknown argument"),
         (["bench", "queue", "--prt", "1"], "quire bench: --prt: unknown argument (did you mean --plot?)"),
         (["--verison"], "quire: --verison: unknown argument (did you mean --version?)"),

@@ -1,0 +1,57 @@
+"""vLLM's `--config FILE.yaml`: flags and their values, as words of the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import yaml
+
+from service.errors import StartupError
+
+ENDINGS = (".yaml", ".yml")
+
+
+def with_yaml_files(argv: Sequence[str]) -> list[str]:
+    """Return the words with those of YAML files in front, so that a flag wins over a file. Raises StartupError."""
+    rest = list(argv)
+    words: list[str] = []
+    of_files: list[str] = []
+    while rest:
+        word = rest.pop(0)
+        flag, equals, path = word.partition("=")
+        if word == "--":
+            words += [word, *rest]
+            break
+        if flag == "--config" and not equals and rest:
+            path = rest[0]
+        if flag == "--config" and path.endswith(ENDINGS):
+            of_files += _words(path)
+            del rest[: 0 if equals else 1]
+        else:
+            words.append(word)
+    return of_files + words
+
+
+def _words(path: str) -> Iterator[str]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = yaml.safe_load(file)
+    except OSError as error:
+        raise StartupError(f"--config: {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" (line {mark.line + 1})" if mark is not None else ""
+        raise StartupError(f"--config: {path}: no valid YAML{where}") from None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise StartupError(f"--config: {path}: wrong form (lines of `flag: value`)")
+    for name, value in found.items():
+        if isinstance(value, list):
+            yield from (f"--{name}", *map(_text, value))
+        elif value is not None:
+            yield f"--{name}={_text(value)}"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
