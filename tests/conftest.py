@@ -12,7 +12,6 @@ import pytest
 from hypothesis import settings
 
 # Each HTTP client and each gateway process reads all certificates that this names, in 30 to 50 ms.
-os.environ.setdefault("SSL_CERT_FILE_OF_USER", os.environ.get("SSL_CERT_FILE", ""))
 os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "support" / "authority.pem")
 
 settings.register_profile("desk", deadline=None)

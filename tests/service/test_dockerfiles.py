@@ -7,14 +7,19 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.support.link_lock import locked
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "deploy" / "docker"
 BUILD_TIMEOUT_S = 560
+PYTHON = shlex.quote(sys.executable)
+LINKS = shlex.quote(str(ROOT / "tests" / "support" / "link_lock.py"))
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ def stages(name: str) -> list[list[Step]]:
 
 
 def build(steps: list[Step], root: Path) -> None:
-    """COPY and RUN of a stage, its absolute paths under `root`. An image starts without what we have installed."""
+    """COPY and RUN of a stage, its absolute paths under `root`. An image starts without what its lock does not name."""
     folder = root
     for step in steps:
         if step.word == "WORKDIR":
@@ -49,10 +54,9 @@ def build(steps: list[Step], root: Path) -> None:
                 copy(ROOT / source, folder / target)
         elif step.word == "RUN":
             command = re.sub(r"(?<![\w/])/opt/", f"{shlex.quote(str(root))}/opt/", step.text)
-            command = command.replace("python -m venv", "python3 -m venv")
-            environ = {**os.environ, "PIP_COMPILE": "0"}  # 1,500 modules that nothing here imports
-            environ["SSL_CERT_FILE"] = environ["SSL_CERT_FILE_OF_USER"]  # pip loads packages
-            environ = {name: value for name, value in environ.items() if value}
+            command = command.replace("python -m venv", f"{PYTHON} -m venv")
+            command = re.sub(r"(\S+)/bin/pip install [^&]*-r (\S+)", rf"{PYTHON} {LINKS} \2 \1", command)
+            environ = {**os.environ, "PIP_COMPILE": "0"}
             subprocess.run(["/bin/sh", "-ec", command], cwd=folder, check=True, timeout=BUILD_TIMEOUT_S, env=environ)
 
 
@@ -75,6 +79,14 @@ def test_the_gateways_image_serves_what_it_holds(tmp_path):
     assert Step("ENTRYPOINT", '["quire", "gateway"]') in second
     python = quire.with_name("python")
     assert subprocess.run([python, "-c", "import cupy"], capture_output=True, timeout=60).returncode != 0
+
+
+def test_what_an_image_installs_is_installed_here_by_the_same_hashes():
+    """The lock of tests is installed with `--require-hashes`, so that linking replaces another installation."""
+    here = locked((ROOT / "requirements-test.txt").read_text())
+    image = locked((ROOT / "requirements.txt").read_text())
+    assert image
+    assert image.items() <= here.items()
 
 
 def test_the_workers_image_differs_in_its_lock_alone():
