@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from model.config import ModelConfig
+from model.dtypes import NUMPY_DTYPES
 from model.errors import ModelError
 from model.weights.lora.adapter import read_adapter
 from tests.support.adapters import write_adapter
@@ -148,6 +149,16 @@ def test_values_beyond_the_dtype_are_refused(adapter, config):
     save(adapter.folder / "adapter_model.safetensors", adapter.tensors)
     with pytest.raises(ModelError, match="NaN or infinity in float16"):
         read_adapter(adapter.folder, config, np.dtype(np.float16), 64)
+
+
+def test_values_are_scaled_in_pieces_and_rounded_once(tmp_path, config, monkeypatch):
+    monkeypatch.setattr("model.weights.lora.adapter.PIECE", 1000)
+    bfloat16 = NUMPY_DTYPES["bfloat16"]
+    written = write_adapter(tmp_path, config, targets=TARGETS, alpha=17, dtype=bfloat16)
+    a, b = read_adapter(written.folder, config, bfloat16, 64).products[0, "qkv"][0]
+    np.testing.assert_array_equal(a, written.tensors[f"{Q}.lora_A.weight"])
+    scaled = written.tensors[f"{Q}.lora_B.weight"].astype(np.float32) * np.float32(17 / 8)
+    np.testing.assert_array_equal(b, scaled.astype(bfloat16))
 
 
 @pytest.mark.parametrize("name", ["phi3_window_fp16", "phi4_mini_longrope_bf16"])
