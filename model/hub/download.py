@@ -64,7 +64,7 @@ def _download(name: str, revision: str, cache: Path, files: ServedFiles) -> Path
     repository.unverified.touch()
     small = files.small(sizes)
     snapshot = _fetch(name, revision, cache, [*small, INDEX_FILE])
-    if CONFIG in small:
+    if files is MODEL_FILES and CONFIG in small:  # a head has no model's config
         ModelConfig.read(snapshot)
     weights = files.weights(sizes, lambda: read_json_object(snapshot / INDEX_FILE, INDEX_BYTES))
     missing = sum(sizes[each] for each in weights if not (snapshot / each).exists())

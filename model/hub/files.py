@@ -39,6 +39,13 @@ def small_files(available: Collection[str]) -> list[str]:
     return [name for name in SMALL_FILES if name in available]
 
 
+def draft_files(available: Collection[str]) -> list[str]:
+    """Return `small_files` of a draft model or head; a head has no tokenizer. Raises ModelError without a config."""
+    if CONFIG not in available:
+        raise ModelError(f"has no {CONFIG}")
+    return [name for name in SMALL_FILES if name in available]
+
+
 def weight_files(available: Collection[str], read_index: ReadIndex) -> list[str]:
     """Return the files that `Checkpoint` would read. Raises ModelError if any are missing."""
     if SINGLE_FILE in available:
@@ -70,6 +77,7 @@ def adapter_weights(available: Collection[str], _: ReadIndex) -> list[str]:
 
 
 MODEL_FILES = ServedFiles(small_files, weight_files)
+DRAFT_FILES = ServedFiles(draft_files, weight_files)
 ADAPTER_FILES = ServedFiles(adapter_files, adapter_weights)
 
 

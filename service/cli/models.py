@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from model.errors import ModelError
+from model.families.eagle3_config import MAX_CONFIG_BYTES, is_eagle3
 from model.hub.cache import is_repository
-from model.hub.files import ADAPTER_FILES, MODEL_FILES, ServedFiles
+from model.hub.files import ADAPTER_FILES, CONFIG, DRAFT_FILES, MODEL_FILES, ServedFiles
 from model.hub.locate import LocatedModel, locate_model
+from model.json_files import read_json_object
 from service.config.lora import LoraModule, LoraModules
 from service.config.settings import Settings
+from service.config.speculative import SpeculativeConfig
 from service.errors import StartupError
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "model" / "demo"
@@ -40,10 +43,25 @@ def with_model(settings: Settings) -> Settings:
     if settings.enable_lora:
         settings = replace(settings, lora_modules=_with_folders(settings.lora_modules, settings.download_dir))
     name, drafts = settings.served_model_name or found.name, settings.speculative_config
-    if drafts is not None and drafts.method == "draft_model":
-        folder = located(drafts.model or DEMO_MODEL, None, settings.download_dir, flag="--speculative-config").folder
-        settings = replace(settings, speculative_config=replace(drafts, model=folder))
+    if drafts is not None and drafts.model is not None:
+        settings = replace(settings, speculative_config=_with_draft_folder(drafts, settings.download_dir))
     return replace(settings, model=found.folder, served_model_name=name, revision=None, download_dir=None)
+
+
+def _with_draft_folder(drafts: SpeculativeConfig, download_dir: Path | None) -> SpeculativeConfig:
+    """Return settings with the folder of the head or draft model, and the method that its config names."""
+    flag = "--speculative-config"
+    folder = located(drafts.model or DEMO_MODEL, drafts.revision, download_dir, flag=flag, files=DRAFT_FILES).folder
+    method = drafts.method
+    try:
+        has_config = (folder / CONFIG).is_file()
+        if method == "draft_model" and has_config and is_eagle3(read_json_object(folder / CONFIG, MAX_CONFIG_BYTES)):
+            method = "eagle3"
+    except ModelError as error:
+        raise StartupError(f"{flag}: {error}") from None
+    if method == "draft_model" and drafts.num_speculative_tokens is None:
+        raise StartupError(f"{flag}: draft_model needs num_speculative_tokens")
+    return replace(drafts, method=method, model=folder, revision=None)
 
 
 def _with_folders(modules: LoraModules, download_dir: Path | None) -> LoraModules:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,16 @@ class SpeculativeConfig:
     """None: what the head's config proposes."""
     model: Path | None = None
     """Folder of the head or draft model; None: `eagle3/` in the model's folder."""
+    revision: str | None = None
+    """Revision of a `model` by name."""
     prompt_lookup_min: int = 5
     prompt_lookup_max: int = 5
     suffix_decoding_max_tree_depth: int = 24
     suffix_decoding_max_cached_requests: int = 10_000
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
+    ignored: tuple[str, ...] = field(default=(), compare=False)
+    """Keys given that change no answer and nothing here."""
 
     def __str__(self) -> str:
         given = {key: getattr(self, key) for key in ("method", *_KEYS[self.method])}
@@ -40,8 +44,8 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
         "suffix_decoding_max_spec_factor",
         "suffix_decoding_min_token_prob",
     ),
-    "eagle3": ("model", "num_speculative_tokens"),
-    "draft_model": ("model", "num_speculative_tokens"),
+    "eagle3": ("model", "revision", "num_speculative_tokens"),
+    "draft_model": ("model", "revision", "num_speculative_tokens"),
 }
 _BOUNDS: Mapping[str, tuple[float, float]] = {
     "num_speculative_tokens": (1, MAX_SPECULATIVE_TOKENS),
@@ -53,7 +57,27 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     "suffix_decoding_min_token_prob": (0.0, 1.0),
 }
 _FLOATS = ("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob")
-_NOT_BUILT = ("eagle", "medusa", "mlp_speculator", "mtp", "dflash")
+_NOT_BUILT = ("eagle", "medusa", "mlp_speculator", "mtp", "dflash", "dspark", "extract_hidden_states", "custom_class")
+_ALIASES = {"ngram_gpu": "ngram"}
+_NGRAM_MODELS = ("ngram", "[ngram]")
+_IGNORED = (
+    "disable_by_batch_size", "num_speculative_tokens_per_batch_size", "enable_adaptive_verification",
+    "disable_padded_drafter_batch", "disable_eagle_block_drop", "use_local_argmax_reduction", "draft_sample_method",
+    "attention_backend", "moe_backend", "enforce_eager", "code_revision", "draft_load_config",
+)  # fmt: skip
+"""Keys that change no answer: the number of drafts is chosen each step."""
+_FIXED: Mapping[str, Any] = {
+    "draft_tensor_parallel_size": 1,
+    "use_heterogeneous_vocab": False,
+    "parallel_drafting": False,
+    "kv_cache_dtype": "auto",
+    "rejection_sample_method": "standard",
+}
+_REFUSED = {
+    "tensor_parallel_size": "use draft_tensor_parallel_size",
+    "quantization": "leave it out: the folder names its format",
+    "max_model_len": "leave it out: drafts go as far as the model",
+}
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig:
@@ -64,29 +88,57 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(given, dict):
         raise ValueError('a JSON object such as {"method": "ngram", "num_speculative_tokens": 4}')
-    method = given.pop("method", "draft_model" if "model" in given else None)
-    methods = ", ".join(_KEYS)
-    if method in _NOT_BUILT:
-        raise ValueError(f"method {method} is not supported ({methods})")
-    if not isinstance(method, str) or method not in _KEYS:
-        raise ValueError(f"method must be one of {methods}")
+    given = {key: value for key, value in given.items() if value is not None}
+    method = _method(given)
+    ignored = _without_effect(given)
     unknown = sorted(given.keys() - set(_KEYS[method]))
     if unknown:
         raise ValueError(f"{method} has no key {unknown[0]} ({', '.join(_KEYS[method])})")
-    if "num_speculative_tokens" not in given and method != "eagle3":
-        raise ValueError(f"{method} needs num_speculative_tokens")
+    if "num_speculative_tokens" not in given and method == "ngram":
+        raise ValueError("ngram needs num_speculative_tokens")
     if method == "draft_model" and "model" not in given:
         raise ValueError("draft_model needs model")
+    if method == "suffix":
+        given.setdefault("num_speculative_tokens", MAX_SPECULATIVE_TOKENS)
     values = {key: _checked(key, value) for key, value in given.items()}
     values = _with_both_lengths(values) if method == "ngram" else values
-    return SpeculativeConfig(method=method, **values)
+    return SpeculativeConfig(method=method, ignored=ignored, **values)
+
+
+def _method(given: dict[str, Any]) -> str:
+    """Take the method from `given`; a model's without one is known once its config is read."""
+    inferred = "draft_model" if "model" in given else None
+    if "method" not in given and given.get("model") in _NGRAM_MODELS:
+        inferred = "ngram"
+        del given["model"]
+    method, methods = given.pop("method", inferred), ", ".join(_KEYS)
+    method = _ALIASES.get(method, method) if isinstance(method, str) else None
+    if method is not None and (method in _NOT_BUILT or method.endswith("_mtp")):
+        raise ValueError(f"method {method} is not supported ({methods})")
+    if method is None or method not in _KEYS:
+        raise ValueError(f"method must be one of {methods}")
+    return method
+
+
+def _without_effect(given: dict[str, Any]) -> tuple[str, ...]:
+    """Take the keys from `given` that are so already or change no answer; return the latter."""
+    for key, reason in _REFUSED.items():
+        if key in given:
+            raise ValueError(f"{key} is not supported ({reason})")
+    for key, value in _FIXED.items():
+        if (wanted := given.pop(key, value)) != value or type(wanted) is not type(value):
+            raise ValueError(f"{key} {json.dumps(wanted)} is not supported ({json.dumps(value)})")
+    ignored = tuple(key for key in _IGNORED if key in given)
+    for key in ignored:
+        del given[key]
+    return ignored
 
 
 def _checked(key: str, value: Any) -> Any:
-    if key == "model":
+    if key in ("model", "revision"):
         if not isinstance(value, str) or not value:
-            raise ValueError("model must be a folder or org/name")
-        return Path(value)
+            raise ValueError(f"{key} must be {'a folder or org/name' if key == 'model' else 'a branch, tag or commit'}")
+        return Path(value) if key == "model" else value
     low, high = _BOUNDS[key]
     is_float = key in _FLOATS
     allowed = (int, float) if is_float else int

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import time
 from itertools import accumulate
 
@@ -31,6 +32,9 @@ from service.engine.kv.kv_manager import KVManager
 from service.engine.kv.memory_profile import shared_block_batch
 from service.engine.scheduling.speculation import Speculation
 from service.errors import StartupError
+from service.observability.logs import fields
+
+log = logging.getLogger("quire.engine")
 
 MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
 NUM_ROUNDS = 5
@@ -44,6 +48,8 @@ DEFAULT_DRAFTS = 3
 def check_speculation(settings: Settings, ops: Ops) -> None:
     """Raises StartupError for settings that do not go together on the device."""
     wanted = settings.speculative_config
+    if wanted is not None and wanted.ignored:
+        log.info("--speculative-config: without effect here %s", fields(keys=",".join(wanted.ignored)))
     if wanted is None or ops.name != "cuda" or wanted.method != "eagle3":
         return
     if ops.num_ranks > 1:

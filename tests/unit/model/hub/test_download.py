@@ -20,6 +20,7 @@ import pytest
 
 from model.errors import ModelError
 from model.hub.cache import CachedRepository
+from model.hub.files import DRAFT_FILES
 from model.hub.locate import locate_model
 from tests.support.hub import COMMIT, NAME, Hub
 from tests.support.source_tree import ROOT
@@ -76,6 +77,13 @@ def test_only_what_is_served_is_fetched_and_then_kept(hub, tmp_path):
     hub.asked.clear()
     assert locate(tmp_path) == locate(tmp_path, revision=COMMIT) == folder
     assert hub.asked == []
+
+
+def test_a_head_has_no_tokenizer_and_no_models_config(hub, tmp_path):
+    config = b'{"speculators_model_type": "eagle3", "draft_vocab_size": 9}'
+    hub.files = {"config.json": config, "model.safetensors": WEIGHTS, "eagle3.py": b"code"}
+    folder = locate_model(NAME, ONLINE, None, tmp_path, DRAFT_FILES).folder
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_shards_named_by_the_index(hub, tmp_path):

@@ -1,11 +1,14 @@
 """Folders of what a command line names: adapters of Hugging Face by org/name."""
 
+from pathlib import Path
+
 import pytest
 
 from model.hub.cache import CachedRepository
 from service.cli.models import DEMO_MODEL, with_model
 from service.config.lora import LoraModule, LoraModules
 from service.config.settings import Settings
+from service.config.speculative import SpeculativeConfig
 from service.errors import StartupError
 from tests.support.hub import COMMIT
 
@@ -56,3 +59,22 @@ def test_offline_a_missing_adapter_is_one_line(cache, missing, reason):
     assert str(refused.value).startswith("--lora-modules: org/")
     assert reason in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def drafts_of(cache, **choices) -> SpeculativeConfig:
+    found = with_model(Settings(model=DEMO_MODEL, speculative_config=SpeculativeConfig(**choices), download_dir=cache))
+    return found.speculative_config
+
+
+def test_a_head_is_found_in_the_cache_and_names_its_method(cache):
+    folder = cache / "models--org--sql" / "snapshots" / COMMIT
+    (folder / "config.json").write_text('{"speculators_model_type": "eagle3"}')
+    (folder / "model.safetensors").touch()
+    for method in ("eagle3", "draft_model"):
+        found = drafts_of(cache, method=method, model=Path("org/sql"), revision="main")
+        assert found == SpeculativeConfig(method="eagle3", model=folder)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(StartupError, match=r"^--speculative-config: draft_model needs num_speculative_tokens"):
+        drafts_of(cache, method="draft_model", model=Path("org/sql"))
+    with pytest.raises(StartupError, match=r"^--speculative-config: org/none: no such folder, and its copy"):
+        drafts_of(cache, method="eagle3", model=Path("org/none"))

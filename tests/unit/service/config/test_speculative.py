@@ -14,14 +14,28 @@ from service.config.speculative import SpeculativeConfig, parse_speculative_conf
         ({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}, {}),
         ({"method": "suffix", "num_speculative_tokens": 16, "suffix_decoding_max_spec_factor": 2}, {}),
         ({"method": "eagle3"}, {}),
+        ({"method": "suffix", "model": None}, {"num_speculative_tokens": 16}),
+        ({"model": "[ngram]", "num_speculative_tokens": 4}, {"method": "ngram"}),
+        ({"method": "ngram_gpu", "num_speculative_tokens": 4}, {"method": "ngram"}),
+        ({"model": "x/y", "revision": "v2"}, {"method": "draft_model", "model": Path("x/y")}),
         ({"model": "x/y", "num_speculative_tokens": 5}, {"method": "draft_model", "model": Path("x/y")}),
         ({"method": "eagle3", "num_speculative_tokens": 2, "model": "x/y"}, {"model": Path("x/y")}),
     ],
 )
 def test_vllms_keys(given, wanted):
     read = parse_speculative_config(json.dumps(given))
-    assert read == SpeculativeConfig(**given | wanted)
+    wanted = {key: value for key, value in (given | wanted).items() if value is not None}
+    if wanted["method"] == "ngram":
+        wanted.pop("model", None)
+    assert read == SpeculativeConfig(**wanted)
     assert parse_speculative_config(str(read)) == read
+
+
+def test_keys_that_change_no_answer_are_accepted():
+    given = {"disable_by_batch_size": 32, "draft_sample_method": "greedy", "draft_tensor_parallel_size": 1}
+    read = parse_speculative_config(json.dumps({"method": "eagle3", "kv_cache_dtype": "auto"} | given))
+    assert read == SpeculativeConfig(method="eagle3")
+    assert read.ignored == ("disable_by_batch_size", "draft_sample_method")
 
 
 @pytest.mark.parametrize(
@@ -32,7 +46,14 @@ def test_vllms_keys(given, wanted):
         ({}, "method must be one of ngram, suffix, eagle3, draft_model"),
         ({"method": "medusa"}, r"method medusa is not supported \(ngram, suffix, eagle3, draft_model\)"),
         ({"method": "draft_model", "num_speculative_tokens": 3}, "draft_model needs model"),
-        ({"model": "x"}, "draft_model needs num_speculative_tokens"),
+        ({"method": "qwen3_5_mtp"}, "method qwen3_5_mtp is not supported"),
+        ({"method": "eagle3", "revision": 3}, "revision must be a branch, tag or commit"),
+        ({"method": "eagle3", "draft_tensor_parallel_size": 2}, r"draft_tensor_parallel_size 2 is not supported .1."),
+        ({"method": "eagle3", "parallel_drafting": True}, r"parallel_drafting true is not supported .false."),
+        ({"method": "eagle3", "parallel_drafting": 0}, r"parallel_drafting 0 is not supported .false."),
+        ({"method": "eagle3", "rejection_sample_method": "synthetic"}, r'"synthetic" is not supported ."standard".'),
+        ({"method": "eagle3", "quantization": "fp8"}, "quantization is not supported .leave it out"),
+        ({"method": "eagle3", "max_model_len": 2048}, "max_model_len is not supported .leave it out"),
         ({"method": 3}, "method must be"),
         ({"method": "ngram"}, "ngram needs num_speculative_tokens"),
         ({"method": "eagle3", "model": 3}, "model must be a folder or org/name"),
@@ -52,7 +73,7 @@ def test_vllms_keys(given, wanted):
             {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 5, "prompt_lookup_max": 4},
             "prompt_lookup_min 5 exceeds prompt_lookup_max 4",
         ),
-        ({"method": "ngram", "num_speculative_tokens": 4, "tensor_parallel_size": 2}, "no key tensor_parallel_size"),
+        ({"method": "ngram", "num_speculative_tokens": 4, "tensor_parallel_size": 2}, "use draft_tensor"),
     ],
 )
 def test_wrong_keys_are_named(given, refusal):
