@@ -276,7 +276,7 @@ __device__ __forceinline__ void fetch_tile(u32 tile, const TensorMap& map, int r
 __device__ __forceinline__ void start_values(Rows& rows, const u32 (&weights)[KEYS / 16][4], u32 values) {
     const u64 b = operand(values, KEY_COLUMN_BYTES);
 #pragma unroll
-    for (int k = 0; k < KEYS / 16; ++k) multiply(rows.sum, weights[k], b + k * 16 * 128 / 16);
+    for (int k = 0; k < KEYS / 16; ++k) multiply_add_transposed(rows.sum, weights[k], b + k * 16 * 128 / 16);
     commit_products();
 }
 

@@ -27,6 +27,17 @@ struct LogitsRow {
         return tokens;
     }
 
+    // Writes group g to a row like this one, which allows 16-byte accesses as `logits` do.
+    __device__ __forceinline__ void store(float* to, int g, const Vec<float>& tokens) const {
+        if (aligned) {
+            store_vec(to + 4 * g, tokens);
+        } else {
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                if (4 * g + j < vocab) to[4 * g + j] = tokens.at[j];
+        }
+    }
+
     // Calls visit(g, tokens) once per group, spread over the block's threads; UNROLL loads are in flight.
     template <int UNROLL, typename Visit>
     __device__ __forceinline__ void for_each_group(Visit visit) const {

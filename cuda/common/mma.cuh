@@ -29,6 +29,24 @@ __device__ __forceinline__ void mma_16x8x16(float (&sum)[4], const u32 (&a)[4], 
 #endif
 }
 
+// sum += a b over 32 elements of K, of which a lane has 8 adjacent ones of rows g (`near`) and g + 8 (`far`) of a and of
+// column g of b: an mma takes K in any order that a and b share.
+__device__ __forceinline__ void mma_16x8x32(float (&sum)[4], uint4 near, uint4 far, uint4 b) {
+    const u32 first[4] = {near.x, far.x, near.y, far.y};
+    const u32 second[4] = {near.z, far.z, near.w, far.w};
+    mma_16x8x16(sum, first, b.x, b.y);
+    mma_16x8x16(sum, second, b.z, b.w);
+}
+
+// The byte offset of a 16-byte vector in rows of VECS. Odd rows swap the halves of each 128 bytes: eight lanes that read
+// four vectors of two rows touch all banks.
+template <int VECS>
+__device__ __forceinline__ int row_pair_offset(int row, int vec) {
+    return (row * VECS + (vec ^ (row % 2 * 4))) * 16;
+}
+
+__device__ __forceinline__ uint4 load_shared(const void* from) { return *static_cast<const uint4*>(from); }
+
 // Loads four 8 x 8 matrices: lane 8 i + r gives the shared address of row r (16 bytes) of matrix i, and register i
 // becomes matrix[i][g][2t, 2t+1].
 __device__ __forceinline__ void load_matrices(u32 (&matrix)[4], u32 row_address) {

@@ -14,11 +14,8 @@
 // Weights less their zero points are exact in 16 bits; sums of a group are scaled in float. The warps split K, and
 // their sums are added in their order.
 #include "common/int4.cuh"
+#include "common/product_types.cuh"
 #include "experts/expert_items.cuh"
-
-#if QUIRE_DTYPE == 0
-#error "the tensor cores take float16 and bfloat16"
-#endif
 
 constexpr int MMA_COLS = 8;
 constexpr int MAX_PAIRS = MMA_COLS * COL_TILES;

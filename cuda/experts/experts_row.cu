@@ -14,12 +14,9 @@
 // Every block norms the row and finds the experts from the logits of all blocks. Then its warps read the block's weights
 // through rings, those of `down` right after those of `gate_up`, while the blocks wait for each other's gated products.
 #include "common/mma.cuh"
+#include "common/product_types.cuh"
 #include "experts/rank_of.cuh"
 #include "layer/gated.cuh"
-
-#if QUIRE_DTYPE == 0
-#error "the tensor cores take float16 and bfloat16"
-#endif
 
 constexpr int WARPS = 16;
 constexpr int THREADS = WARP_SIZE * WARPS;
@@ -84,9 +81,6 @@ struct Position {
     }
 };
 
-// The byte offset of a vector in a stage, as in linear/gemv.cuh.
-__device__ __forceinline__ int shared_offset(int row, int vec) { return (row * VECS + (vec ^ (row % 2 * 4))) * 16; }
-
 struct Weights {
     const T* gate_up;
     const T* down;
@@ -120,7 +114,7 @@ struct Weights {
         for (int n = 0; n < TILE_ROWS * VECS / WARP_SIZE; n++) {
             const int row = lane / VECS + n * (WARP_SIZE / VECS);
             const T* own = from + static_cast<i64>(row + (row < GATED_ROWS ? 0 : jump)) * width + column;
-            copy_async_16(stage + shared_offset(row, vec), wanted ? own : gate_up, wanted);
+            copy_async_16(stage + row_pair_offset<VECS>(row, vec), wanted ? own : gate_up, wanted);
         }
         commit_copies();
     }
@@ -131,13 +125,10 @@ __device__ __forceinline__ void add_products(float (&sum)[4], const char* held, 
     const int lane = threadIdx.x % WARP_SIZE, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int c = 0; c < SPAN / 32; c++) {
-        const uint4 x = *reinterpret_cast<const uint4*>(by + c * 32 + t * SIZE);
-        const uint4 low = *reinterpret_cast<const uint4*>(held + shared_offset(g, c * 4 + t));
-        const uint4 high = *reinterpret_cast<const uint4*>(held + shared_offset(g + 8, c * 4 + t));
-        const u32 first[4] = {low.x, high.x, low.y, high.y};
-        const u32 second[4] = {low.z, high.z, low.w, high.w};
-        mma_16x8x16(sum, first, x.x, x.y);
-        mma_16x8x16(sum, second, x.z, x.w);
+        const uint4 x = load_shared(by + c * 32 + t * SIZE);
+        const uint4 low = load_shared(held + row_pair_offset<VECS>(g, c * 4 + t));
+        const uint4 high = load_shared(held + row_pair_offset<VECS>(g + 8, c * 4 + t));
+        mma_16x8x32(sum, low, high, x);
     }
 }
 

@@ -67,10 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     start_next_kernel();
     if (fetches) {
         prefetch_map(x_map);
-        for (int stage = 0; stage < STAGES; ++stage) {
-            make_barrier(shared.full(stage), 1);
-            make_barrier(shared.empty(stage), CONSUMERS / WARP_SIZE);
-        }
+        make_ring_barriers(shared, CONSUMERS / WARP_SIZE);
         publish_barriers();
     }
     wait_for_previous_kernel();  // which may have made `offsets`

@@ -6,11 +6,6 @@
 //   roofline: three trips over the links; not measured
 #include "group/signals.cuh"
 
-template <typename Value>
-__device__ __forceinline__ Value load_rank_value(const Value* from) {
-    return *const_cast<const volatile Value*>(from);
-}
-
 extern "C" __global__ void __launch_bounds__(1024)
     best_of_ranks(const __grid_constant__ Group group, const __grid_constant__ PerRank<const int> token_ids,
                   const __grid_constant__ PerRank<const float> scores,
@@ -20,13 +15,13 @@ extern "C" __global__ void __launch_bounds__(1024)
     Barrier barrier(group);
     if (!barrier.meet()) return;
     for (int row = threadIdx.x; row < num_rows; row += blockDim.x) {
-        int id = load_rank_value(token_ids.at[0] + row);
-        float score = load_rank_value(scores.at[0] + row), tie = load_rank_value(ties.at[0] + row);
+        int id = load_rank_element(token_ids.at[0] + row);
+        float score = load_rank_element(scores.at[0] + row), tie = load_rank_element(ties.at[0] + row);
         bool any_nan = score != score;
 #pragma unroll
         for (int r = 1; r < NUM_RANKS; r++) {
-            const int its_id = load_rank_value(token_ids.at[r] + row);
-            const float its_score = load_rank_value(scores.at[r] + row), its_tie = load_rank_value(ties.at[r] + row);
+            const int its_id = load_rank_element(token_ids.at[r] + row);
+            const float its_score = load_rank_element(scores.at[r] + row), its_tie = load_rank_element(ties.at[r] + row);
             any_nan |= its_score != its_score;
             if (its_score > score || (its_score == score && its_tie > tie)) {
                 id = its_id;

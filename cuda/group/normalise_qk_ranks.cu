@@ -13,8 +13,6 @@ __device__ __forceinline__ float sum_of_squares(const T* row, int size) {
     return block_sum(sum);
 }
 
-__device__ __forceinline__ float load_rank_float(const float* from) { return *const_cast<const volatile float*>(from); }
-
 extern "C" __global__ void __launch_bounds__(1024)
     normalise_qk_ranks(const __grid_constant__ Group group, const __grid_constant__ PerRank<float> squares,
                        T* qkv, const T* q_norm, const T* k_norm, int num_rows, int columns, int q_size, int k_size,
@@ -36,8 +34,8 @@ extern "C" __global__ void __launch_bounds__(1024)
         float of_q = 0.0f, of_k = 0.0f;
 #pragma unroll
         for (int r = 0; r < NUM_RANKS; r++) {
-            of_q += load_rank_float(squares.at[r] + 2 * t);
-            if (r % copies == 0) of_k += load_rank_float(squares.at[r] + 2 * t + 1);
+            of_q += load_rank_element(squares.at[r] + 2 * t);
+            if (r % copies == 0) of_k += load_rank_element(squares.at[r] + 2 * t + 1);
         }
         T* row = qkv + static_cast<i64>(t) * columns;
         const float by_q = 1.0f / sqrtf(of_q / (q_size * NUM_RANKS) + eps);

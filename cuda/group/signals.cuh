@@ -86,7 +86,17 @@ __device__ __forceinline__ Vec<T> load_rank_vec(const T* from) {
     return *reinterpret_cast<const Vec<T>*>(&bits);
 }
 
-__device__ __forceinline__ T load_rank_element(const T* from) { return *const_cast<const volatile T*>(from); }
+template <typename Element>
+__device__ __forceinline__ Element load_rank_element(const Element* from) {
+    return *const_cast<const volatile Element*>(from);
+}
+
+__device__ __forceinline__ bool are_aligned(const PerRank<const T>& parts) {
+    bool aligned = true;
+#pragma unroll
+    for (int r = 0; r < NUM_RANKS; r++) aligned = aligned && is_aligned_16(parts.at[r]);
+    return aligned;
+}
 
 // Repeats `poll` until it is true; false after LIMIT_NS, or once the group has an error. Reports a late `peer` to all
 // ranks.

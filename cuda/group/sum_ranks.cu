@@ -7,7 +7,7 @@
 //   reference: NumpyCollectives.sum
 //   roofline: elements over each rank's link: (NUM_RANKS - 1) size with STEPS 1, 2 (NUM_RANKS - 1) / NUM_RANKS size
 //   with 2; not measured
-#include "group/signals.cuh"
+#include "group/rank_sum.cuh"
 
 #ifndef STEPS
 #error "define STEPS: 0, 1 or 2"
@@ -18,32 +18,17 @@ struct Elements {
     const PerRank<const T>& parts;
 
     __device__ __forceinline__ void sum(T* out, i64 unit) const {
-        if constexpr (UNIT == 1) {
-            float x = to_float(load_rank_element(parts.at[0] + unit));
-#pragma unroll
-            for (int r = 1; r < NUM_RANKS; r++) x += to_float(load_rank_element(parts.at[r] + unit));
-            out[unit] = from_float<T>(x);
-        } else {
-            Vec<T> each[NUM_RANKS], sum;
-#pragma unroll
-            for (int r = 0; r < NUM_RANKS; r++) each[r] = load_rank_vec(parts.at[r] + unit * UNIT);
-#pragma unroll
-            for (int j = 0; j < UNIT; j++) {
-                float x = to_float(each[0].at[j]);
-#pragma unroll
-                for (int r = 1; r < NUM_RANKS; r++) x += to_float(each[r].at[j]);
-                sum.at[j] = from_float<T>(x);
-            }
-            store_vec(out + unit * UNIT, sum);
-        }
+        if constexpr (UNIT == 1)
+            out[unit] = load_sum(parts, unit);
+        else
+            store_vec(out + unit * UNIT, load_sum_vec(parts, unit * UNIT));
     }
 
     __device__ __forceinline__ void copy(const T* from, T* out, i64 unit) const {
-        if constexpr (UNIT == 1) {
+        if constexpr (UNIT == 1)
             out[unit] = load_rank_element(from + unit);
-        } else {
+        else
             store_vec(out + unit * UNIT, load_rank_vec(from + unit * UNIT));
-        }
     }
 };
 

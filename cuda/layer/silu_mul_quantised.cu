@@ -5,11 +5,7 @@
 //   reference: NumpyOps.silu_mul_quantised
 //   roofline: 2 T I elements read, T I bytes written; 0.6 of copy bandwidth at T = 4096
 #include "common/fp8.cuh"
-
-__device__ __forceinline__ T gated(T gate, T up) {
-    const float x = to_float(gate);
-    return from_float<T>(x / (1.0f + expf(-x)) * to_float(up));
-}
+#include "layer/gated.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024)
     silu_mul_quantised(const T* gate_up, u8* out, float* scale, int width) {
@@ -22,8 +18,7 @@ extern "C" __global__ void __launch_bounds__(1024)
         Vec<T> held[HELD_VECS];
         for_each_vec(held, width, [=](Vec<T>& vec, int i) {
             const Vec<T> a = load_vec(gate + i), b = load_vec(up + i);
-#pragma unroll
-            for (int j = 0; j < Vec<T>::SIZE; j++) vec.at[j] = gated(a.at[j], b.at[j]);
+            vec = gated(a, b);
         });
         quantise_held(held, width, to, scale + blockIdx.x);
     } else {

@@ -8,13 +8,9 @@
 //   roofline: bound by latency: 2.4 us a launch within a step at T = 1, I = 14336
 #include "common/fp8.cuh"
 #include "common/wgmma.cuh"
+#include "layer/gated.cuh"
 
 constexpr int CLUSTER = 8;
-
-__device__ __forceinline__ T gated(T gate, T up) {
-    const float x = to_float(gate);
-    return from_float<T>(x / (1.0f + expf(-x)) * to_float(up));
-}
 
 // The maximum over the blocks of the cluster, each of which has called arrive_at_cluster.
 __device__ __forceinline__ u32 cluster_max(u32 largest) {
@@ -46,8 +42,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     Vec<T> held[HELD_VECS];
     for_each_vec(held, size, [=](Vec<T>& vec, int i) {
         const Vec<T> a = load_vec(gate + first + i), b = load_vec(up + first + i);
-#pragma unroll
-        for (int j = 0; j < Vec<T>::SIZE; j++) vec.at[j] = gated(a.at[j], b.at[j]);
+        vec = gated(a, b);
     });
     quantise_held(held, size, to + first, scale, cluster_max);
 }

@@ -7,15 +7,7 @@
 #pragma once
 
 #include "common/mma.cuh"
-
-#if QUIRE_DTYPE == 0
-#error "the tensor cores take float16 and bfloat16"
-#endif
-#if OUT_FLOAT
-using Out = float;
-#else
-using Out = T;
-#endif
+#include "common/product_types.cuh"
 
 #ifndef STEP
 #define STEP SPAN
@@ -30,8 +22,6 @@ constexpr int TILE_ROWS = 16 * ROW_TILES;
 constexpr int PARTIAL_FLOATS = WARPS * MAX_ROWS * TILE_ROWS;
 
 using GemvSums = float[ROW_TILES][COL_TILES][4];
-
-__device__ __forceinline__ uint4 load_shared(const char* from) { return *reinterpret_cast<const uint4*>(from); }
 
 // Weights of type W, rows of x of type X.
 template <typename W, typename X>
@@ -63,11 +53,8 @@ struct Gemv {
 
     using XVecs = uint4[CHUNKS][COL_TILES][X_VECS];  // of a lane for a step
 
-    // The byte offset of a weight vector in its stage. Odd rows swap the halves of each 128 bytes: eight lanes that
-    // read together (two rows, four vectors each) touch all banks.
-    static __device__ __forceinline__ int shared_offset(int row, int vec) {
-        return (row * VECS + (vec ^ (row % 2 * 4))) * 16;
-    }
+    // The byte offset of a weight vector in its stage.
+    static __device__ __forceinline__ int shared_offset(int row, int vec) { return row_pair_offset<VECS>(row, vec); }
 
     static __device__ __forceinline__ void start_copies(u32 stage, const W* weight, Position at, int n_size,
                                                         int k_size) {

@@ -13,15 +13,7 @@
 // No weight is rounded: OFFSET + q is multiplied by x and summed in float for each group; (OFFSET + zero point) times
 // the sum of x, which a product with ones gives, is subtracted, and the rest is scaled in float.
 #include "common/int4.cuh"
-
-#if QUIRE_DTYPE == 0
-#error "the tensor cores take float16 and bfloat16"
-#endif
-#if OUT_FLOAT
-using Out = float;
-#else
-using Out = T;
-#endif
+#include "common/product_types.cuh"
 
 constexpr int COL_TILES = (X_ROWS + 7) / 8;
 constexpr int TILE_ROWS = BLOCK_ROWS * ROW_TILES;

@@ -49,11 +49,6 @@ constexpr int ROW_BYTES = 2 * CHUNK;
 constexpr int STAGE_BYTES = (OUTPUTS + TILE_ROWS) * ROW_BYTES;
 constexpr int LANE_ROWS = WARP_SIZE / VECS;
 
-// The byte offset of a vector in its stage. Odd rows swap halves: eight lanes that read two rows touch all banks.
-__device__ __forceinline__ int shared_offset(int row, int vec) { return (row * VECS + (vec ^ row % 2 * 4)) * 16; }
-
-__device__ __forceinline__ uint4 load_shared(const char* from) { return *reinterpret_cast<const uint4*>(from); }
-
 // A lane's part of NUM rows of an operand: every LANE_ROWS-th, one vector of each.
 template <int NUM>
 struct Rows {
@@ -65,12 +60,11 @@ struct Rows {
         for (int n = 0; n < NUM / LANE_ROWS; n++) {
             const bool wanted = from[n] != nullptr && k + vec * 8 < end;
             const T* source = wanted ? from[n] + k + vec * 8 : readable;
-            copy_async_16(stage + shared_offset(row + n * LANE_ROWS, vec), source, wanted);
+            copy_async_16(stage + row_pair_offset<VECS>(row + n * LANE_ROWS, vec), source, wanted);
         }
     }
 };
 
-// Fragments may take any order of K on which x and a agree: a lane loads 8 adjacent elements of its rows.
 __device__ __forceinline__ void multiply(float (&sums)[ROW_TILES][COL_TILES][4], const char* stage) {
     const int lane = threadIdx.x % WARP_SIZE, g = lane / 4, t = lane % 4;
     const char* inputs = stage + OUTPUTS * ROW_BYTES;
@@ -78,18 +72,13 @@ __device__ __forceinline__ void multiply(float (&sums)[ROW_TILES][COL_TILES][4],
     for (int c = 0; c < VECS; c += 4) {
         uint4 by[COL_TILES];
 #pragma unroll
-        for (int j = 0; j < COL_TILES; j++) by[j] = load_shared(stage + shared_offset(8 * j + g, c + t));
+        for (int j = 0; j < COL_TILES; j++) by[j] = load_shared(stage + row_pair_offset<VECS>(8 * j + g, c + t));
 #pragma unroll
         for (int i = 0; i < ROW_TILES; i++) {
-            const uint4 low = load_shared(inputs + shared_offset(16 * i + g, c + t));
-            const uint4 high = load_shared(inputs + shared_offset(16 * i + g + 8, c + t));
-            const u32 first_half[4] = {low.x, high.x, low.y, high.y};
-            const u32 second_half[4] = {low.z, high.z, low.w, high.w};
+            const uint4 low = load_shared(inputs + row_pair_offset<VECS>(16 * i + g, c + t));
+            const uint4 high = load_shared(inputs + row_pair_offset<VECS>(16 * i + g + 8, c + t));
 #pragma unroll
-            for (int j = 0; j < COL_TILES; j++) {
-                mma_16x8x16(sums[i][j], first_half, by[j].x, by[j].y);
-                mma_16x8x16(sums[i][j], second_half, by[j].z, by[j].w);
-            }
+            for (int j = 0; j < COL_TILES; j++) mma_16x8x32(sums[i][j], low, high, by[j]);
         }
     }
 }

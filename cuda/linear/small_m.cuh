@@ -10,16 +10,7 @@
 // COLS. The order of an element's sums depends on K and SPLIT alone: a row of x gives the same bits in any batch.
 #pragma once
 
-#include "common/wgmma.cuh"
-
-#if QUIRE_DTYPE == 0
-#error "the tensor cores take float16 and bfloat16"
-#endif
-#if OUT_FLOAT
-using Out = float;
-#else
-using Out = T;
-#endif
+#include "linear/warpgroup_tile.cuh"
 
 constexpr int WARPGROUPS = (ROWS + 63) / 64;
 constexpr int CONSUMERS = WARPGROUP_SIZE * WARPGROUPS;
@@ -28,7 +19,6 @@ constexpr int SPAN = WEIGHT_ELEMENTS;
 constexpr int WEIGHT_BYTES = ROWS * 128;
 constexpr int BOX_BYTES = COLS * 128;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + X_BOXES * BOX_BYTES;
-constexpr int CHUNKS = COLS / 8;  // of a warpgroup's sums: 8 rows of x, four sums a thread
 constexpr int SENT_BYTES = SPLIT == 2 ? CONSUMERS * CHUNKS / 2 * 16 : 0;
 constexpr int BARRIER_BYTES = 16 * STAGES + 8;
 // The last warpgroup reads 64 rows even of a shorter tile: past it lies x, and in the last stage this padding.
@@ -109,13 +99,6 @@ struct Producer {
     }
 };
 
-using Sums = float[COLS / 2];
-
-__device__ __forceinline__ void clear(Sums& sum) {
-#pragma unroll
-    for (int i = 0; i < COLS / 2; ++i) sum[i] = 0.0f;
-}
-
 // The sums of one tile over this block's split of K from `iteration` on. Stage::multiply starts the products of a
 // stage.
 template <typename Stage>
@@ -133,15 +116,6 @@ __device__ __forceinline__ void sum_tile(Sums& sum, const Shared& shared, const 
     }
     wait_for_products<0>(sum);
     if (work.num_spans > 0 && arrives) arrive(shared.empty(iteration - 1));
-}
-
-template <typename OutputTile>
-__device__ __forceinline__ void store_all(const Sums& sum, const OutputTile& output) {
-#pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-        const float four[4] = {sum[4 * chunk], sum[4 * chunk + 1], sum[4 * chunk + 2], sum[4 * chunk + 3]};
-        output.store(chunk, four);
-    }
 }
 
 // Sends one of every two chunks to the other block, and stores the other one.
@@ -183,10 +157,7 @@ __device__ __forceinline__ bool begin_block(const Shared& shared, const Producer
     if (is_producer) {
         prefetch_map(producer.weight_map);
         prefetch_map(producer.x_map);
-        for (int stage = 0; stage < STAGES; ++stage) {
-            make_barrier(shared.full(stage), 1);
-            make_barrier(shared.empty(stage), CONSUMERS / WARP_SIZE);
-        }
+        make_ring_barriers(shared, CONSUMERS / WARP_SIZE);
         make_barrier(shared.all_sent(), 1);
         publish_barriers();
         if (SPLIT == 2) arrive_expecting(shared.all_sent(), SENT_BYTES);

@@ -9,15 +9,7 @@
 
 #include "common/int4.cuh"
 #include "common/wgmma_registers.cuh"
-
-#if QUIRE_DTYPE == 0
-#error "the tensor cores take float16 and bfloat16"
-#endif
-#if OUT_FLOAT
-using Out = float;
-#else
-using Out = T;
-#endif
+#include "linear/warpgroup_tile.cuh"
 
 constexpr int WARPGROUPS = (BLOCKS + 3) / 4;
 constexpr int CONSUMERS = WARPGROUP_SIZE * WARPGROUPS;
@@ -29,7 +21,6 @@ constexpr int X_BYTES = 2 * BOX_BYTES;
 constexpr int STAGE_BYTES = X_BYTES + BLOCKS * SPAN_BYTES;
 constexpr int SCALES_BYTES = GROUPS * BLOCKS * SCALE_BYTES;                   // of a stage
 constexpr int PARAMETER_BYTES = SCALES_BYTES + GROUPS * BLOCKS * ZERO_BYTES;  // of a stage
-constexpr int CHUNKS = COLS / 8;                                     // of a warpgroup's sums: 8 rows of x, four sums a thread
 constexpr int OWN_CHUNKS = CHUNKS / SPLIT;
 constexpr int SENT_BYTES = (SPLIT - 1) * CONSUMERS * OWN_CHUNKS * 16;
 static_assert(AHEAD <= STAGES, "AHEAD stages fit in the ring");
@@ -114,8 +105,6 @@ __device__ __forceinline__ void pair_scales(u32& near, u32& far, u32 both) {
     far = __byte_perm(both, 0, 0x3232);
 }
 
-using Sums = float[COLS / 2];
-
 // The scales and zero points of a group of a warp's 16 rows.
 struct GroupParameters {
     u32 near, far;
@@ -141,8 +130,7 @@ __device__ __forceinline__ void sum_tile(Sums& sum, const Shared& shared, const 
     const bool arrives = threadIdx.x % WARP_SIZE == 0;
     const int block = min(static_cast<int>(threadIdx.x) / WARP_SIZE, BLOCKS - 1);
     Fragments a = {};  // of the latest four steps
-#pragma unroll
-    for (int i = 0; i < COLS / 2; ++i) sum[i] = 0.0f;
+    clear(sum);
     for (int n = 0; n < work.num_spans; ++n, ++iteration) {
         wait_for(shared.full(iteration), shared.parity(iteration));
         u32 words[2][4];
@@ -216,11 +204,3 @@ struct OutputTile {
 #endif
     }
 };
-
-__device__ __forceinline__ void store_all(const Sums& sum, const OutputTile& output) {
-#pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-        const float four[4] = {sum[4 * chunk], sum[4 * chunk + 1], sum[4 * chunk + 2], sum[4 * chunk + 3]};
-        output.store(chunk, four);
-    }
-}

@@ -158,10 +158,7 @@ small_m_w4a16_sm90(const __grid_constant__ TensorMap x_map, const u8* tiles, con
     start_next_kernel();
     if (is_producer && is_elected()) {
         prefetch_map(x_map);
-        for (int stage = 0; stage < STAGES; ++stage) {
-            make_barrier(shared.full(stage), 1);
-            make_barrier(shared.empty(stage), CONSUMERS / WARP_SIZE);
-        }
+        make_ring_barriers(shared, CONSUMERS / WARP_SIZE);
         make_barrier(shared.all_sent(), 1);
         publish_barriers();
         if (SPLIT > 1) arrive_expecting(shared.all_sent(), SENT_BYTES);

@@ -21,18 +21,6 @@
 constexpr int first_token = 0;
 #endif
 
-__device__ __forceinline__ void copy_row(const LogitsRow& row, float* to) {
-    row.for_each_group<4>([&](int g, const Vec<float>& tokens) {
-        if (row.aligned) {
-            store_vec(to + 4 * g, tokens);
-        } else {
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                if (4 * g + j < row.vocab) to[4 * g + j] = tokens.at[j];
-        }
-    });
-}
-
 // In double, as NumPy computes it.
 __device__ __forceinline__ float penalised(float logit, float repetition, float presence, float frequency, int count) {
     const float repeated = logit > 0.0f ? __fdiv_rn(logit, repetition) : __fmul_rn(logit, repetition);
@@ -46,7 +34,8 @@ extern "C" __global__ void __launch_bounds__(LOGITS_THREADS)
                     const float* repetition, const float* presence, const float* frequency, int vocab FIRST_TOKEN) {
     const int r = blockIdx.x;
     float* to = adjusted + static_cast<i64>(r) * vocab;
-    copy_row(LogitsRow(logits, vocab), to);
+    const LogitsRow row(logits, vocab);
+    row.for_each_group<4>([&](int g, const Vec<float>& tokens) { row.store(to, g, tokens); });
     __syncthreads();
 
     if (bias_indptr != nullptr) {

@@ -33,12 +33,6 @@ extern "C" __global__ void __launch_bounds__(MASK_THREADS)
             for (int j = 0; j < 4; j++)
                 if (!(allowed >> j & 1u)) tokens.at[j] = -positive_infinity();
         }
-        if (row.aligned) {
-            store_vec(to + 4 * g, tokens);
-        } else {
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                if (4 * g + j < vocab) to[4 * g + j] = tokens.at[j];
-        }
+        row.store(to, g, tokens);
     }
 }
