@@ -1,8 +1,7 @@
-// Attention of one query token per row, for paged_decode.cu and paged_decode_exact.cu, which name the macros.
+// Attention of one query token per row, for both paged_decode kernels.
 //
-// fp16, bf16: a warp streams tiles of 16 tokens through its own STAGES of shared memory (cp.async), with no wider
-// barrier in the loop. S^T = K Q^T, O^T = V^T P^T: eight query rows cost one instruction.
-// fp32: CUDA cores, one query row a CTA.
+// 16 bits: a warp streams tiles of 16 tokens through its own STAGES of shared memory, with no wider barrier in the
+// loop. S^T = K Q^T, O^T = V^T P^T: eight query rows cost one instruction. fp32: CUDA cores, one query row a CTA.
 #pragma once
 
 #include "attention/kv_split.cuh"
@@ -31,7 +30,6 @@ struct WarpState {
     float total[Q_TILES][2];  // of this thread's tokens
 };
 
-// Each of this thread's rows has an end of its own.
 template <int Q_TILES>
 struct OwnEnds {
     int at[Q_TILES][2];
@@ -61,7 +59,7 @@ __device__ __forceinline__ int2 blocks_of_tile(const PagedHead& head, int tile) 
     return make_int2(__ldg(head.entry(block)), __ldg(head.entry(block + 1)));
 }
 
-// Starts the copy of a tile; tokens outside first <= token < end become zeros and are not read.
+// Tokens outside first <= token < end become zeros and are not read.
 __device__ __forceinline__ void copy_tile(u32 key_tile, const PagedHead& head, int2 ids, int tile, int first, int end) {
     const int lane = threadIdx.x % WARP_SIZE;
     const int at = tile * TILE % BLOCK_SIZE;
@@ -84,9 +82,8 @@ __device__ __forceinline__ void copy_tile(u32 key_tile, const PagedHead& head, i
 
 #if QUIRE_KV_FP8
 
-// Bytes become 16-bit fragments by a permutation: lane 4g + t holds elements 4t .. 4t + 3 of a chunk's row g. Of keys
-// they are columns 2t, 2t + 1, 2t + 8, 2t + 9; queries are permuted alike. Of values, rows g and g + 8 are dimensions
-// 2g and 2g + 1.
+// Lane 4g + t holds bytes 4t .. 4t + 3 of a chunk's row g: as keys columns 2t, 2t + 1, 2t + 8, 2t + 9, with queries
+// permuted alike; as values, rows g and g + 8 are dimensions 2g and 2g + 1.
 __device__ __forceinline__ u32 chunk_pair(u32 tile, int row, int right, int pair) {
     const bool is_last_alone = KvTile::CHUNKS % 2 == 1 && pair == KvTile::CHUNKS / 2;
     return KvTile::right_of(tile + KvTile::offset(row, is_last_alone ? 0 : right), pair);
@@ -118,7 +115,7 @@ __device__ __forceinline__ void load_values(u32 (&values)[2][4], u32 tile, int p
 
 #endif
 
-// S^T = K Q^T; tokens outside low <= row < high, and past a row's own end, get minus infinity.
+// S^T = K Q^T; minus infinity outside low <= row < high and past a row's own end.
 template <int Q_TILES, typename Ends>
 __device__ __forceinline__ void score_tile(float (&score)[Q_TILES][4], const u32 (&q)[Q_TILES][STEPS][2], u32 key_tile,
                                            int low, int high, const Ends& ends, int first_token,
@@ -154,7 +151,7 @@ __device__ __forceinline__ void score_tile(float (&score)[Q_TILES][4], const u32
     }
 }
 
-// Turns scores into fragments of P^T; rescales the state to the new maximum.
+// Scores become fragments of P^T; the state is rescaled to the new maximum.
 template <int Q_TILES>
 __device__ __forceinline__ void weigh_tile(WarpState<Q_TILES>& state, int n, float (&score)[4], u32 (&weights)[2]) {
     float correction[2];
@@ -260,7 +257,7 @@ constexpr int GROUP_ROWS = MEMBERS * ROWS;  // query rows of a group's CTA
 constexpr int SUM_STRIDE = HEAD_DIM + 4;  // avoids bank conflicts
 constexpr int MAX_PAIRS = 1 << 14;
 
-// Splits that have written, by (sequence, blockIdx.x). atomicInc wraps to 0 for the next launch.
+// Splits written, by (sequence, blockIdx.x); atomicInc wraps to 0 for the next launch.
 __device__ u32 num_arrived[MAX_PAIRS];
 
 // Results of a CTA's warps, in place of the tiles.
@@ -380,7 +377,7 @@ __device__ __forceinline__ void attend(const T* q, const PagedHead& head, const 
 
 #else
 
-// No warp may still read tiles from the memory of `results`.
+// `results` replace the tiles.
 template <int Q_TILES, int NUM_ROWS>
 __device__ __forceinline__ void store_state(const WarpState<Q_TILES>& state, Results<NUM_ROWS>& results) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;

@@ -1,21 +1,20 @@
-// Paged decode attention: one query token per sequence against its cached keys and values.
+// paged_decode: one query token per sequence against its cached keys and values.
 //
-// q, out [S, Hq, HEAD_DIM]; kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM], kv_scales float[L, 2, Hkv] with
-// QUIRE_KV_FP8; block_tables int32[S, max_blocks]; splits KvSplit[num_slots] and members (plan_decode.cu); workspace
-// partial_sums float[num_rows, Hq, HEAD_DIM], partial_stats float2[num_rows, Hq]. Reference:
-// NumpyOps.paged_decode_attention. Grid (Hkv * SLICES, num_slots), THREADS threads, SHARED_BYTES of dynamic shared
-// memory.
+//   q, out [S, Hq, HEAD_DIM]; kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM], kv_scales float [L, 2, Hkv] with
+//   QUIRE_KV_FP8; block_tables int32 [S, max_blocks]; splits KvSplit [num_slots] and members of plan_decode
+//   workspace: partial_sums float [num_rows, Hq, HEAD_DIM], partial_stats float2 [num_rows, Hq]
+//   grid (Hkv * SLICES, num_slots), block THREADS, shared memory SHARED_BYTES
+//   reference: NumpyOps.paged_decode_attention
+//   needs: arrays aligned to 16 bytes; max_blocks, scale, window > 0; launches that do not overlap (num_arrived);
+//   nothing split if S * gridDim.x > MAX_PAIRS
+//   Rows with context_len <= 0 and block ids outside the pool are zeros.
+//   roofline: bytes of visible keys and values; 0.90 of copy bandwidth from 256 MB
 //
-// A CTA computes ROWS query rows of one kv head for its slot's split, or those of all sequences of a group for a split
-// of their prefix. Splits write (sum, maximum, total) to the workspace, and the last CTA to arrive combines them.
-//
-// Preconditions: 16-byte aligned arrays; max_blocks, scale, window > 0; launches do not overlap (they share
-// `num_arrived`); nothing is split if S * gridDim.x > MAX_PAIRS. Rows with context_len <= 0 and block ids outside the
-// pool are zeros.
-// Roofline: bytes of visible keys and values; 0.90 of the copy rate from 256 MB.
+// A CTA computes ROWS query rows of a kv head for a split, or all of a group for a split of its prefix. The last CTA of
+// a row to arrive combines the (sum, maximum, total) that splits wrote to the workspace.
 #include "attention/decode_rows.cuh"
 
-// True in every thread of the last CTA of `count` at this pair, which sees what the others wrote.
+// True in the last CTA of `count`, which sees the others' writes.
 __device__ __forceinline__ bool is_last_to_arrive(int pair, int count) {
     __threadfence();
     __syncthreads();
@@ -24,7 +23,7 @@ __device__ __forceinline__ bool is_last_to_arrive(int pair, int count) {
     return is_last;
 }
 
-// True in thread m if this CTA is the last at member m; all see the others' writes after the next __syncthreads.
+// True in thread m if this CTA is the last at member m; others see the writes after the next __syncthreads.
 __device__ __forceinline__ bool completes_member(const PrefixGroupMember* members, int num_members) {
     __threadfence();
     __syncthreads();
@@ -49,7 +48,7 @@ struct SequenceRows {
     }
 };
 
-// Of a group, ROWS a member. `q` and `workspace` point to sequence 0 and row 0.
+// ROWS a member. `q` and `workspace` point to sequence 0 and row 0.
 struct GroupRows {
     const T* q;
     WorkspaceRows workspace;

@@ -1,19 +1,15 @@
-// paged_decode_exact: paged_decode by the plan of plan_exact_rows.cu: each row gets the bits of a batch of one.
+// paged_decode_exact: paged_decode by the plan of plan_exact_rows: each row gets the bits of a batch of one.
 //
-// Arguments, macros and reference: paged_decode.cu, and int num_slots. Grid (Hkv * SLICES, stripes): a CTA takes each
-// gridDim.y-th slot, THREADS threads, SHARED_BYTES of dynamic shared memory.
+//   as paged_decode, and int num_slots; grid (Hkv * SLICES, stripes): a CTA takes each gridDim.y-th slot
+//   reference: NumpyOps.paged_decode_attention; roofline: that of paged_decode
 //
-// A CTA computes a split for up to MEMBERS rows of one sequence, each up to its own end. The partial results of row r
-// are combined by the CTA of its split r % count, so that several CTAs combine a sequence's rows: it waits for the
-// others, but not for ever. If it gives up, the last CTA to arrive combines the row.
-//
-// Preconditions: those of paged_decode.cu.
-// Roofline: that of paged_decode.cu.
+// A CTA computes a split for up to MEMBERS rows of a sequence, each up to its own end. Row r is combined by the CTA of
+// its split r % count, which polls for the others; if it gives up, by the last CTA to arrive.
 #include "attention/decode_rows.cuh"
 
 constexpr int MAX_POLLS = 1 << 12;  // a few ms; never reached while all CTAs run at once
 
-// The rows of a split, ROWS a member. `q`, `out` and `workspace` point to sequence 0 and row 0.
+// ROWS a member. `q`, `out` and `workspace` point to sequence 0 and row 0.
 struct MemberRows {
     const T* q;
     T* out;
@@ -94,7 +90,6 @@ __device__ __forceinline__ void attend_rows(const MemberRows& rows, const PagedH
     merge_warps(results, rows);
 }
 
-// As few tiles of query rows as hold the members.
 __device__ __forceinline__ void attend_members(const MemberRows& rows, const PagedHead& head, const KvSplit& split,
                                                float scale_log2, unsigned char* shared) {
     const int num_rows = split.num_members * ROWS;
@@ -120,7 +115,7 @@ __device__ __forceinline__ bool combines(const PrefixGroupMember& member, int sp
     return member.sequence % member.count == split_row;
 }
 
-// Returns whether this thread's CTA, which combines the row, is the last to arrive at it.
+// Returns whether this CTA, which combines the row, is the last to arrive.
 __device__ __forceinline__ bool waits_for_others(u32* counter, u32 count) {
     for (int poll = 0; poll < MAX_POLLS; ++poll) {
         if (load_acquire(counter) != count - 1) continue;
@@ -130,7 +125,6 @@ __device__ __forceinline__ bool waits_for_others(u32* counter, u32 count) {
     return atomicInc(counter, count - 1) == count - 1;
 }
 
-// Combines the members whose thread says so.
 __device__ __forceinline__ void combine_members(const MemberRows& rows, bool is_complete, float* weights) {
     __threadfence();
     for (int m = 0; m < rows.num_members; ++m) {  // the barrier protects the previous weights

@@ -1,7 +1,7 @@
-// Walks a block table; shared memory tiles; the float32 path. Scores are in units of log2.
+// Block tables, shared memory tiles, the float32 path. Scores are in units of log2.
 //
-// A build defines HEAD_DIM (a multiple of 16, at most 256), BLOCK_SIZE (a power of two, at least 8) and GROUP, the
-// query heads of a kv head.
+// A build defines HEAD_DIM (a multiple of 16, at most 256), BLOCK_SIZE (a power of two, at least 8), GROUP (query heads
+// of a kv head).
 #pragma once
 
 #include "common/mma.cuh"
@@ -20,7 +20,7 @@ static_assert(BLOCK_SIZE >= 8 && (BLOCK_SIZE & (BLOCK_SIZE - 1)) == 0, "block_si
 constexpr __host__ __device__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr __host__ __device__ int at_most(int a, int b) { return a < b ? a : b; }
 
-// A layer's scales in kv_scales [L, 2, Hkv], value = stored * scale; 1 if the cache is of type T.
+// A layer's kv_scales [L, 2, Hkv]: value = stored * scale; 1 for a cache of T.
 struct KvScales {
     const float* of_layer;
     int num_kv_heads;
@@ -83,8 +83,8 @@ __device__ __forceinline__ float reciprocal_or_zero(float total) {
 
 #if QUIRE_DTYPE != 0
 
-// Rows of 16-byte chunks without bank conflicts among eight rows of a chunk column: chunks XORed with the row if their
-// number is a power of two, else an odd number a row. The base is aligned to ROW_BYTES (SWIZZLED) or 16.
+// Rows of 16-byte chunks; eight rows of a column have no bank conflicts: chunks are XORed with the row (SWIZZLED, base
+// aligned to ROW_BYTES), or odd in number.
 template <int NUM_CHUNKS>
 struct TileOf {
     static constexpr int CHUNKS = NUM_CHUNKS;
@@ -103,7 +103,7 @@ using SharedTile = TileOf<HEAD_DIM / 8>;  // 16-bit elements
 using KvTile = TileOf<HEAD_DIM * sizeof(Kv) / 16>;  // the cache's
 
 #if QUIRE_KV_FP8
-// Loading eight e4m3 and storing them as float16 are apart, so that loads can precede stores.
+// Apart from store_widened, so that loads can precede stores.
 __device__ __forceinline__ uint2 load_eight(u32 from) {
     uint2 eight;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(eight.x), "=r"(eight.y) : "r"(from) : "memory");
@@ -132,8 +132,7 @@ __device__ __forceinline__ void store_widened(u32 to, uint2 eight) {
 }
 
 #if QUIRE_DTYPE == 2
-// bfloat16 queries become float16 times a power of two: the largest is at least 2^14, and numbers down to 2^-28 of it
-// are exact. Scores are multiplied by `down`.
+// bfloat16 queries become float16 times a power of two: at least 2^14 for the largest, exact down to 2^-28 of it.
 struct QueryScale {
     __nv_bfloat162 up;
     float down;
@@ -161,8 +160,7 @@ __device__ __forceinline__ u32 finite_of_pair(u32 pair) {
     return max(low < INFINITY_BITS ? low : 0, high < INFINITY_BITS ? high : 0);
 }
 
-// Scales NUM_ROWS rows of a warp's queries in place and alike; returns QueryScale.down. Rows from `num_held` on are
-// ignored.
+// Scales a warp's query rows alike, in place; returns QueryScale.down. Rows from `num_held` on are ignored.
 template <int NUM_ROWS, typename Address>
 __device__ __forceinline__ float scale_queries(int num_held, const Address& address) {
     constexpr int CHUNKS = HEAD_DIM / 8, BATCH = 8, NUM_CHUNKS = NUM_ROWS * CHUNKS / WARP_SIZE;
@@ -200,7 +198,7 @@ __device__ __forceinline__ float scale_queries(int num_held, const Address& addr
 
 #else
 
-// Running softmax of a query row in a warp: lanes own dimensions lane, lane + 32, ...
+// Running softmax of a warp's query row: lanes own dimensions lane, lane + 32, ...
 struct RowState {
     static constexpr int DIMS = ceil_div(HEAD_DIM, WARP_SIZE);
     float maximum = minus_infinity();
@@ -232,7 +230,7 @@ __device__ __forceinline__ float dot_row(const float* a, const float* b) {
 }
 #endif
 
-// Adds keys begin <= token < end to `state`, a key a lane, in runs of 32 every `stride` tokens.
+// Adds keys begin <= token < end, a key a lane, 32 every `stride` tokens.
 __device__ __forceinline__ void attend_row(RowState& state, const float* q, const PagedHead& head, int begin, int end,
                                            int stride, float scale_log2) {
     const int lane = threadIdx.x % WARP_SIZE;

@@ -1,19 +1,16 @@
-// Paged varlen prefill attention, from sm_80 on: chunks of several sequences attend causally to cached keys. Flash
-// attention with mma.sync.
+// paged_prefill: chunks of several sequences attend causally to cached keys; flash attention by mma.sync.
 //
-// q, out [T, Hq, HEAD_DIM]; kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM], kv_scales float[L, 2, Hkv] with
-// QUIRE_KV_FP8; block_tables int32[S, max_blocks]; context_lens int32[S]; query_start int32[S + 1]. Reference:
-// NumpyOps.paged_prefill_attention. Grid (Hkv, S, ceil(max_query_len * GROUP / ROWS)); THREADS threads; SHARED_BYTES of
-// dynamic shared memory. A build also defines WARPS.
+//   q, out [T, Hq, HEAD_DIM]; kv and kv_scales as in paged_decode; block_tables int32 [S, max_blocks]; context_lens
+//   int32 [S]; query_start int32 [S + 1]; arrays aligned to 16 bytes; max_blocks, scale, window > 0; max_query_len >=
+//   the longest chunk
+//   grid (Hkv, S, ceil(max_query_len * GROUP / ROWS)), block 32 WARPS, shared memory SHARED_BYTES
+//   reference: NumpyOps.paged_prefill_attention
+//   Rows without visible keys and block ids outside the pool are zeros.
+//   roofline: 4 * HEAD_DIM flop a visible (query, key) pair and head; on an H200 300 TFLOP/s in bf16 at 4k
 //
 // A CTA computes ROWS query rows of a kv head: row r is query head r % GROUP of the chunk's token r / GROUP; blockIdx.z
-// counts from the chunk's end: longest first. Tiles of KEYS tokens are fetched one ahead (cp.async), block ids two. A
-// warp has 16 * ROW_TILES rows; two row tiles halve its shared memory reads per product. fp32: CUDA cores, a warp a
-// row.
-//
-// Preconditions: 16-byte aligned arrays; max_blocks, scale, window > 0; max_query_len >= the longest chunk. Rows
-// without visible keys and block ids outside the pool are zeros.
-// Roofline: 4 * HEAD_DIM flop a visible (query, key) pair and head; on an H200 300 TFLOP/s in bf16 at 4k.
+// counts from the chunk's end: longest first. Tiles of KEYS tokens are fetched one ahead, block ids two. A warp has
+// 16 * ROW_TILES rows; two row tiles halve its shared memory reads per product. fp32: CUDA cores, a warp a row.
 #include "attention/paged_kv.cuh"
 #include "common/mma.cuh"
 #include "common/types.cuh"
@@ -88,7 +85,7 @@ __device__ __forceinline__ void mask_tile(float (&score)[ROW_TILES][2 * KEY_STEP
     }
 }
 
-// Scores become weights 2^((score - maximum) * scale_log2); rescales the state to the new maximum.
+// Scores become weights 2^((score - maximum) * scale_log2).
 __device__ __forceinline__ void weigh_tile(WarpState& state, float (&score)[ROW_TILES][2 * KEY_STEPS][4],
                                            float scale_log2) {
 #pragma unroll
@@ -195,8 +192,7 @@ static_assert(NUM_IDS * 4 <= IDS_BYTES, "a tile's block ids must fit");
 static_assert(WARP_ROWS * SharedTile::CHUNKS % WARP_SIZE == 0, "every lane copies the same number of chunks");
 static_assert(SHARED_BYTES == QUERY_BYTES + 4 * TILE_BYTES + 2 * IDS_BYTES, "the launcher's tile sizes are not these");
 
-// Query rows (later the output), two stages of (keys, values), block ids. For e4m3: the widened tile, and two stages of
-// bytes in place of the second.
+// Query rows (later the output), two stages of (keys, values), block ids. e4m3: two stages of bytes replace the second.
 struct Shared {
     unsigned char* base;
 
@@ -292,7 +288,6 @@ __device__ __forceinline__ void widen_tile(u32 key_tile, u32 fetched) {
 #endif
 
 #if SCALES_QUERIES
-// Scales a warp's rows; returns the factor of its scores.
 __device__ __forceinline__ float scale_own_queries(u32 queries, const Chunk& chunk) {
     const int first = threadIdx.x / WARP_SIZE * WARP_ROWS;
     const float down = scale_queries<WARP_ROWS>(
@@ -303,7 +298,7 @@ __device__ __forceinline__ float scale_own_queries(u32 queries, const Chunk& chu
 }
 #endif
 
-// Through shared memory: lanes then store 16 adjacent bytes.
+// Through shared memory, for stores of 16 bytes.
 __device__ __forceinline__ void store_rows(const WarpState& state, unsigned char* queries, T* out, const Chunk& chunk,
                                            int kv_head, int num_kv_heads, float value_scale) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;

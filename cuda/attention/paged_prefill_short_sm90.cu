@@ -1,16 +1,13 @@
-// Paged prefill attention on Hopper for few query rows, whose query tiles do not fill the device:
-// paged_prefill_sm90.cu's task for latency.
+// paged_prefill_short_sm90: paged_prefill_sm90's task for few query rows, whose tiles do not fill the device.
 //
-// Arrays and preconditions as in paged_prefill.cu; `query_map`, `cache_map` as in paged_prefill_sm90.cu. Reference:
-// NumpyOps.paged_prefill_attention. Grid (num_clusters * cluster_size), clusters of up to MAX_CLUSTER_SPLITS; THREADS
-// threads; SHARED_BYTES of dynamic shared memory. A build defines STAGES and the macros of prefill_sm90.cuh.
+//   arrays: paged_prefill; maps: paged_prefill_sm90; STAGES and the macros of prefill_sm90.cuh
+//   grid (num_clusters * cluster_size), clusters of up to MAX_CLUSTER_SPLITS, block THREADS, shared memory SHARED_BYTES
+//   reference: NumpyOps.paged_prefill_attention
+//   roofline: bytes of visible keys and values, 2 of the 12 us of 64 tokens after 2,048 on an H200
 //
 // The CTAs of a cluster split a query tile's keys and reduce its rows in each other's shared memory. One warp fetches,
-// two warpgroups of 64 rows consume, three more warps widen e4m3. A tile's scores are multiplied together with the
-// previous tile's values.
-//
-// Keys run from the first tile to the last. Values of keys outside the split are zeroed: they may be uninitialised.
-// Roofline: bytes of visible keys and values, 2 of the 12 us that 64 tokens after 2,048 take on an H200.
+// two warpgroups of 64 rows consume, three warps widen e4m3. A tile's scores overlap the previous tile's values. Keys
+// run from first to last. Values outside the split are zeroed: they may be uninitialised.
 #include "attention/paged_kv.cuh"
 #include "attention/prefill_sm90.cuh"
 #include "common/mma.cuh"
@@ -22,10 +19,8 @@ constexpr int MIN_SPLIT_KEYS = 128;
 // a / b up to a million, five times as fast.
 __device__ __forceinline__ int quotient(int a, int b) { return static_cast<int>(__fdividef(a + 0.5f, b)); }
 
-// A CTA's work in one round: key tiles of a query tile from `begin` on.
-//
-// Up to num_clusters query tiles, a cluster splits one tile; with some more, its CTAs are divided among its tiles; with
-// still more, each CTA computes whole tiles.
+// A CTA's work in a round: key tiles of a query tile from `begin` on. A cluster splits one query tile; its CTAs are
+// divided among several if there are more tiles than clusters, or compute whole ones.
 struct Task {
     QueryTile query_tile;
     int sequence;  // num_sequences: nothing to do
@@ -45,7 +40,7 @@ struct Task {
     }
 };
 
-// 32 sequences, one a lane. `end`: query tiles of a kv head up to the lane's.
+// 32 sequences, one a lane; `end`: query tiles of a kv head through the lane's.
 struct Chunks {
     int start, num_tokens, context_len, end, total;
 
@@ -121,11 +116,12 @@ constexpr int STAT_BYTES = 8 * 16;  // maximum and total of rows r and r + 8 of 
 constexpr int MAX_UNITS = CONSUMER_WARPS * CHUNKS + MAX_CLUSTER_SPLITS;
 constexpr int REDUCTION_BYTES = MAX_UNITS * UNIT_BYTES + MAX_CLUSTER_SPLITS * CONSUMER_WARPS * STAT_BYTES;
 
-// Reduction of a tile's splits: each CTA sends the others what they reduce.
+// Reduction of a tile's splits, weighed by total * 2^(maximum - the largest): each CTA sends the others what they
+// reduce.
 //
-// A unit is 16 columns of a warp's 16 rows, 16 bytes a lane, normalised to 16 bits since bandwidth between SMs is low;
-// splits weigh their totals times 2^(their maximum - the largest). Unit i * num_warps + w is column chunk i of warp w;
-// split u % count reduces unit u. The receiver holds units split by split, then all maxima and totals.
+// A unit is 16 columns of a warp's 16 rows, 16 bytes a lane, normalised to 16 bits: bandwidth between SMs is low. Unit
+// i * num_warps + w is column chunk i of warp w; split u % count reduces unit u. Receivers hold units by split, then
+// stats.
 struct PartialReduction {
     u32 base, barrier;
     int first_rank;
@@ -142,7 +138,7 @@ struct PartialReduction {
     __device__ __forceinline__ int owner(int unit) const { return unit - slot(unit) * count; }
     __device__ __forceinline__ int num_slots() const { return slot(num_warps * CHUNKS + count - 1 - index); }
 
-    // Called by one thread, before anything is sent.
+    // Called by one thread, first.
     __device__ __forceinline__ void expect_partials() const {
         arrive_expecting(barrier, count * (num_slots() * UNIT_BYTES + num_warps * STAT_BYTES));
     }
@@ -230,7 +226,7 @@ static_assert(SHARED_BYTES ==
                   1024 + QUERY_BYTES + 2 * STAGES * TILE_BYTES + RING_BYTES + BARRIER_BYTES + RING_BARRIER_BYTES,
               "the launcher's memory is not this");
 
-// Query rows and keys, replaced by partial results at the end; values; e4m3; barriers.
+// Query rows and keys (in the end partial results); values; e4m3; barriers.
 struct Shared {
     u32 base;
 
@@ -389,7 +385,7 @@ struct Consumer {
         if (tile + 1 == task.num_tiles()) release_queries(task);
     }
 
-    // Zeros values masked for the whole split, by each warpgroup for itself.
+    // Zeros values masked for the whole split; each warpgroup for itself.
     __device__ __forceinline__ void clear_masked_values(const Task& task, int tile, u32 values) const {
         const int begin = task.begin + tile * KEYS;
         const bool is_partly_masked =

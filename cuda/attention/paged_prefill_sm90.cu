@@ -1,19 +1,16 @@
-// Paged varlen prefill attention on Hopper: paged_prefill.cu's task in 16 bits for a HEAD_DIM of 64 or 128, by wgmma
-// and the copy engine.
+// paged_prefill_sm90: paged_prefill's task on Hopper in 16 bits for a HEAD_DIM of 64 or 128, by wgmma and TMA.
 //
-// Arrays as there. `query_map` is q as a 3-D tensor map in boxes of 64 elements x GROUP heads x ROWS / GROUP tokens,
-// `cache_map` kv (prefill_sm90.cuh). Workspace: partial_sums float32[num_ctas, 192, HEAD_DIM], partial_stats
-// float32[num_ctas, 192, 2]. Reference: NumpyOps.paged_prefill_attention.
-// Grid (num_ctas), at most one CTA an SM; THREADS threads; SHARED_BYTES of dynamic shared memory.
+//   arrays: paged_prefill; query_map: q in boxes of 64 elements x GROUP heads x ROWS / GROUP tokens; cache_map: kv
+//   (prefill_sm90.cuh); workspace: partial_sums float32 [num_ctas, 192, HEAD_DIM], partial_stats float32 [num_ctas,
+//   192, 2]
+//   grid (num_ctas), at most one CTA an SM, block THREADS, shared memory SHARED_BYTES
+//   reference: NumpyOps.paged_prefill_attention
+//   roofline: as paged_prefill; on an H200 440 / 585 / 635 TFLOP/s in bf16 at 1k / 4k / 16k
 //
-// CTAs take query tiles from one counter, which the last resets, none before the previous kernel has ended. With
-// several CTAs a tile they split its keys. One warp fetches; three warpgroups of 64 rows consume at their own pace: the
-// tensor cores work for one while others compute weights. Two would be bound by the L2. Three more warps widen e4m3.
-//
-// Keys run from the last tile to the first. Rows without visible keys become zeros. Unknown and masked blocks are boxes
-// outside the map; other masked values are zeroed, since they may be uninitialised.
-// Preconditions: those of paged_prefill.cu. Roofline: 4 * HEAD_DIM flop a visible (query, key) pair and head; on an
-// H200 440 / 585 / 635 TFLOP/s in bf16 at 1k / 4k / 16k.
+// CTAs take query tiles from a counter, which the last resets, after the previous kernel; with several CTAs a tile they
+// split its keys. One warp fetches; three warpgroups of 64 rows consume at their own pace: tensor cores work for one
+// while others compute weights. Two would be bound by L2. Three more warps widen e4m3. Keys run from last to first.
+// Unknown and masked blocks are boxes outside the map; other masked values are zeroed, since they may be uninitialised.
 #include "attention/paged_kv.cuh"
 #include "attention/prefill_sm90.cuh"
 #include "common/mma.cuh"
@@ -72,9 +69,7 @@ constexpr int MAX_SPLITS = 1024;
 __device__ u32 splits_stored[MAX_SPLITS];
 
 // Reduction of a tile's splits: each stores sums, maxima (log2) and totals, waits for the others, then reduces its
-// share of the rows, each split times 2^(its maximum - the largest).
-//
-// All CTAs must run at once, one an SM: two processes that share SMs through MPS could deadlock.
+// share of the rows. All CTAs must run at once: processes that share SMs through MPS could deadlock.
 struct PartialReduction {
     float* sums;
     float2* stats;
@@ -257,7 +252,7 @@ __device__ __forceinline__ void start_scores(float (&score)[KEYS / 2], u32 queri
     commit_products();
 }
 
-// Whether a block has keys masked for the whole query tile.
+// Whether the tile has a block with keys masked for the whole query tile.
 __device__ __forceinline__ bool is_cut(const QueryTile& query_tile, int tile) {
     const int begin = tile * KEYS;
     return (query_tile.first_key > begin && query_tile.first_key % BLOCK_KEYS != 0) ||

@@ -1,16 +1,16 @@
 // plan_decode: divides a decode batch into KvSplits of about equal work, once a step; on the device, so that one
 // captured graph serves all lengths.
 //
-//   context_lens int32[S], block_tables int32[S, max_blocks] -> splits KvSplit[num_slots], members
-//   PrefixGroupMember[max_groups, MEMBERS]
-//   Order: splits of common prefixes, then of single sequences, longest first. A sequence without visible tokens has an
-//   empty split. Unused slots name sequence S.
-//   A build defines WARPS, MEMBERS, BLOCK_SIZE, MAX_SPLITS, and MIN_SPLIT and MIN_COMMON in tokens.
+//   context_lens int32 [S], block_tables int32 [S, max_blocks] -> splits KvSplit [num_slots], members
+//   PrefixGroupMember [max_groups, MEMBERS]
+//   Splits of common prefixes, then of single sequences, longest first; an empty one for a sequence without visible
+//   tokens; unused slots name sequence S.
+//   A build defines WARPS, MEMBERS, BLOCK_SIZE, MAX_SPLITS; MIN_SPLIT and MIN_COMMON in tokens.
 //   grid (1), block (1024)
 //   reference: NumpyOps.plan_decode_attention
-//   needs: num_slots >= S, with target_splits > 0 also S + 2 * target_splits + max_groups; 0 splits nothing. max_groups
-//   is 0 if S > 1024, target_splits is 0 or the window hides tokens. Tables with one block in common agree up to it.
-//   roofline: none, about one launch
+//   needs: num_slots >= S, with target_splits > 0 (0: no splits) S + 2 * target_splits + max_groups; max_groups 0 if
+//   S > 1024, target_splits is 0 or the window hides tokens. Tables with a block in common agree up to it.
+//   roofline: none, one launch
 #include "attention/split_sizes.cuh"
 
 constexpr int THREADS = 1024;
@@ -35,7 +35,7 @@ struct SizeOrder {
         if (sequence_splits.count > 1) atomicAdd(of(sequence_splits.size), sequence_splits.count - 1);
         atomicAdd(of(sequence_splits.last_size(span)), 1);
     }
-    // Called by one warp: turns counts into slots.
+    // Called by one warp: counts become slots.
     __device__ __forceinline__ void begin(int lane, int first) const {
         const int mine = next[lane];
         int before = first;
@@ -51,7 +51,7 @@ struct SizeOrder {
     }
 };
 
-// A sequence's shared prefix. Comparing one index finds groups; a binary search, the length.
+// A sequence's shared prefix: groups by comparing one index, the length by binary search.
 struct CommonPrefix {
     int tokens = 0;  // a multiple of TILE; 0: no group
     int member_index = 0;

@@ -1,16 +1,15 @@
-// plan_exact_rows: plan_decode for few rows, each split as a batch of one, so that it gets the bits of a batch of one.
-// Adjacent rows of one sequence, a token and its drafts, form groups of up to MEMBERS, which read their splits once:
-// the smallest groups whose splits run at once.
+// plan_exact_rows: plan_decode for few rows, each split as in a batch of one. Adjacent rows of a sequence, a token and
+// its drafts, form groups of up to MEMBERS, which read splits once: the smallest groups whose splits run at once.
 //
-//   context_lens int32[S], block_tables int32[S, max_blocks] -> splits KvSplit[num_slots], members
-//   PrefixGroupMember[S]
-//   A split names its group's last row as `sequence`, the first member that has tokens there and the number of those
-//   that follow. Past the last split, num_stripes slots name sequence S.
-//   A build defines WARPS, MEMBERS, BLOCK_SIZE, MAX_SPLITS, and MIN_SPLIT in tokens.
+//   context_lens int32 [S], block_tables int32 [S, max_blocks] -> splits KvSplit [num_slots], members PrefixGroupMember
+//   [S]
+//   A split names its group's last row, the first member with tokens there and how many follow. num_stripes slots past
+//   the last name sequence S.
+//   A build defines WARPS, MEMBERS, BLOCK_SIZE, MAX_SPLITS, MIN_SPLIT in tokens.
 //   grid (1), block (32)
 //   reference: NumpyOps.plan_decode_attention
-//   needs: S <= 32, num_slots >= the splits of S batches of one. Tables with one block in common agree up to it.
-//   roofline: none, about one launch
+//   needs: S <= 32, num_slots >= the splits of S batches of one. Tables with a block in common agree up to it.
+//   roofline: none, one launch
 #include "attention/split_sizes.cuh"
 
 // The adjacent rows that may form groups.

@@ -1,11 +1,11 @@
 // Query tiles, key tiles and softmax rows of Hopper's prefill kernels.
 //
-// A query tile is ROWS query rows of a kv head; row r is query head r % GROUP of the chunk's token r / GROUP. Tile
-// indices run through kv heads, a chunk's tiles (longest first), sequences. With at most 32 sequences and several CTAs
-// a tile, these split its keys; indices then run through the first splits of all tiles, the second, ...
+// A query tile is ROWS query rows of a kv head; row r is query head r % GROUP of the chunk's token r / GROUP. Indices
+// run through kv heads, a chunk's tiles (longest first), sequences; with at most 32 sequences and several CTAs a tile,
+// which then split its keys, through the first splits of all tiles, the second, ...
 //
 // A build defines KEYS (of a key tile) and PADDED_ROWS. The cache map is kv as rows of HEAD_DIM, in boxes of 64
-// elements x BLOCK_KEYS rows with the 128-byte swizzle; of e4m3 in boxes of whole rows without.
+// elements x BLOCK_KEYS rows with the 128-byte swizzle; e4m3: boxes of whole rows without.
 #pragma once
 
 #include "attention/paged_kv.cuh"
@@ -52,7 +52,7 @@ struct Batch {
     const int* query_start;
     int num_sequences, num_kv_heads, max_blocks, window;
 
-    // Called by a whole warp. Returns the sequence, num_sequences past the last tile (only then sets `num_indices`).
+    // Called by a warp. Returns the sequence; past the last tile num_sequences, and sets `num_indices`.
     __device__ __forceinline__ int find(QueryTile& tile, KvSplit& split, int tile_index, int& num_indices) const {
         const int lane = threadIdx.x % WARP_SIZE;
         int wanted = tile_index / num_kv_heads, before = 0;
@@ -117,8 +117,7 @@ struct Batch {
     }
 };
 
-// A thread's rows in wgmma's fragments: element i belongs to half h = i / 2 % 2, row 8 h + lane / 4 of the warp's 16,
-// column i / 4 * 8 + lane % 4 * 2 + i % 2.
+// Element i is in row 8 h + lane / 4 of the warp's 16, h = i / 2 % 2, column i / 4 * 8 + lane % 4 * 2 + i % 2.
 struct Rows {
     float sum[HEAD_DIM / 2];
     float maximum[2];  // raw scores
@@ -132,7 +131,7 @@ struct Rows {
     }
 };
 
-// Minus infinity for masked keys. `last`: tokens from the tile's first key to a row's last visible.
+// `last`: tokens from the tile's first key to a row's last visible.
 __device__ __forceinline__ void mask_tile(float (&score)[KEYS / 2], const int (&last)[2],
                                           const int (&num_visible)[2]) {
 #pragma unroll
@@ -142,7 +141,7 @@ __device__ __forceinline__ void mask_tile(float (&score)[KEYS / 2], const int (&
     }
 }
 
-// Turns scores into weights 2^((score - maximum) * scale_log2); the row's sums must be multiplied by `correction`.
+// Scores become weights 2^((score - maximum) * scale_log2); sums must be multiplied by `correction`.
 __device__ __forceinline__ void weigh_scores(Rows& rows, float (&correction)[2], float (&score)[KEYS / 2],
                                              float scale_log2) {
 #pragma unroll
@@ -244,7 +243,7 @@ struct Pool {
         layer_row = 2 * layer * value_rows;
     }
 
-    // The row of key `first` in the map; an unknown block lies past its end and reads as zeros.
+    // Row of key `first` in the map; an unknown block lies past its end and reads as zeros.
     __device__ __forceinline__ int row(int block_id, int kv_head, int first) const {
         const bool exists = static_cast<u32>(block_id) < static_cast<u32>(num_blocks);
         return exists ? block_id * block_rows + layer_row + kv_head * BLOCK_SIZE + first % BLOCK_SIZE
@@ -287,7 +286,7 @@ __device__ __forceinline__ void release(u32 barrier) {
 }
 
 #if SCALES_QUERIES
-// Scales a warp's 16 rows; returns the factor of their scores. The warps of a product must then meet.
+// Scales a warp's 16 rows. The warps of a product must then meet.
 __device__ __forceinline__ float scale_own_queries(u32 queries, const QueryTile& tile, int first_row) {
     const u32 own = queries + first_row * 128;
     const int num_held = min(ROWS, tile.num_rows - tile.first_row) - first_row;
@@ -331,10 +330,9 @@ struct FetchedRing {
     }
 };
 
-// Called by the widening warps: turns the next fetched tile into float16 in the operands' swizzle.
-//
-// A unit is four steps of eight numbers a lane, 8 rows apart: one address plus constants saves registers. A step of the
-// next unit is loaded once one of this unit is stored.
+// The next fetched tile to float16 in the operands' swizzle, by the widening warps. A unit is four steps of eight
+// numbers a lane, 8 rows apart: one address plus constants saves registers. Each store is followed by a load for the
+// next unit.
 __device__ __forceinline__ void widen_tile(FetchedRing& ring, u32 to, u32 to_empty, u32 parity, u32 to_full, u32 warp) {
     constexpr int CHUNKS = HEAD_DIM / 8, ROWS_A_STEP = WARP_SIZE / CHUNKS, SETS = 8 / ROWS_A_STEP, STEPS = 4;
     constexpr int UNITS = KEYS / 8 / STEPS * SETS;

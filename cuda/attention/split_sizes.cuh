@@ -1,4 +1,4 @@
-// Sizes of the splits of plan_decode.cu and plan_exact_rows.cu, which define WARPS, MEMBERS, MIN_SPLIT and MAX_SPLITS.
+// Sizes of the splits of plan_decode and plan_exact_rows.
 #pragma once
 
 #include "attention/kv_split.cuh"

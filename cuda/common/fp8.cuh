@@ -1,5 +1,4 @@
-// e4m3 ("fn": no infinity, NaN 0x7f and 0xff, largest 448) as bytes: rounding a row to it with one scale, and exact
-// widening to 16 bits.
+// e4m3 ("fn": no infinity, NaN 0x7f and 0xff, largest 448): rounding a row with one scale, exact widening.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -12,12 +11,12 @@ using u16 = unsigned short;
 constexpr float E4M3_MAX = 448.0f;
 constexpr float MIN_SCALE = 1e-12f;  // MIN_SCALE of model/ops/fp8.py
 
-// Two floats rounded to nearest even, `low` in the low byte; NaN stays NaN.
+// Rounds to nearest even, `low` in the low byte; NaN stays NaN.
 __device__ __forceinline__ u16 e4m3_pair(float low, float high) {
     return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
 }
 
-// Bytes 2 HALF and 2 HALF + 1 of `four` as float16, exactly; NaN stays NaN.
+// Bytes 2 HALF and 2 HALF + 1; NaN stays NaN.
 template <int HALF>
 __device__ __forceinline__ u32 e4m3_to_f16(u32 four) {
 #if __CUDA_ARCH__ >= 890
@@ -25,8 +24,8 @@ __device__ __forceinline__ u32 e4m3_to_f16(u32 four) {
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<u16>(four >> (16 * HALF))));
     return pair;
 #else
-    // Sign, exponent and mantissa are shifted, and the exponents' biases differ by 2^8. Adding 1 carries into the sign's
-    // place for NaN alone, which makes the exponent all ones.
+    // Exponents' biases differ by 8. Adding 1 carries into the sign's place for NaN alone: the exponent becomes all
+    // ones.
     const u32 unsigned_bytes = four & 0x7f7f7f7fu;
     const u32 marked = unsigned_bytes | ((unsigned_bytes + 0x01010101u) & 0x80808080u);
     const u32 high = __byte_perm(marked, 0, HALF ? 0x3424 : 0x1404), sign = __byte_perm(four, 0, HALF ? 0x3424 : 0x1404);
@@ -36,23 +35,23 @@ __device__ __forceinline__ u32 e4m3_to_f16(u32 four) {
 #endif
 }
 
-// The bits of |x|: their order as integers is that of the numbers, with NaN above infinity.
+// Bits of |x|, ordered as the numbers, NaN above infinity.
 __device__ __forceinline__ u32 magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
-// The scale of a row whose largest magnitude has these bits; NaN if one of its elements is.
+// Scale of a row whose largest magnitude has these bits; NaN if an element is.
 __device__ __forceinline__ float scale_of(u32 largest) {
     const float scale = __uint_as_float(largest) / E4M3_MAX;
     return scale < MIN_SCALE ? MIN_SCALE : scale;
 }
 
-// 16-byte vectors of a row that a thread keeps; a row longer than HELD_VECS * blockDim.x vectors is computed twice.
+// Vectors of a row that a thread holds; longer rows are computed twice.
 constexpr int HELD_VECS = 4;
 
 __device__ __forceinline__ bool fits_in_registers(int width) {
     return width <= HELD_VECS * static_cast<int>(blockDim.x) * Vec<T>::SIZE;
 }
 
-// f(vector, index of its first element) for each vector of this thread, which are `width` elements in all.
+// f(vector, index of its first element) for each vector of this thread.
 template <typename F>
 __device__ __forceinline__ void for_each_vec(Vec<T> (&row)[HELD_VECS], int width, F f) {
 #pragma unroll
@@ -62,7 +61,7 @@ __device__ __forceinline__ void for_each_vec(Vec<T> (&row)[HELD_VECS], int width
     }
 }
 
-// Writes the block's part of a row, which its threads hold; row_max(own) is the maximum over the whole row.
+// Writes the block's part of a row; row_max(own) is the maximum over the whole row.
 template <typename RowMax>
 __device__ __forceinline__ void quantise_held(Vec<T> (&row)[HELD_VECS], int width, u8* out, float* scale,
                                               RowMax row_max) {
@@ -87,7 +86,7 @@ __device__ __forceinline__ void quantise_held(Vec<T> (&row)[HELD_VECS], int widt
     quantise_held(row, width, out, scale, [](u32 own) { return block_max(own, 0u); });
 }
 
-// Writes a row of any width: element(i) is called twice.
+// element(i) is called twice.
 template <typename Element>
 __device__ __forceinline__ void quantise_elements(Element element, int width, u8* out, float* scale) {
     u32 largest = 0;

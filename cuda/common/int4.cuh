@@ -1,12 +1,11 @@
-// 4-bit weights in tiles of 16 rows x 64 columns, as the tensor cores take them. A span is the tiles of 128 columns,
-// adjacent for all rows.
+// 4-bit weights, N a multiple of 16, K of 128, in tiles of 16 rows x 64 columns, as the tensor cores take them; a span
+// of 128 columns is adjacent for all rows.
 //
 //   tiles  u32 [K / 128, N / 16, 2 halves, 32 lanes, 4]: word s of lane 4g + t holds columns 16s + 2t, + 1, + 8, + 9 of
-//          its half of rows g and g + 8, the A fragment of mma.cuh; its register i is bits 4i (low element) and 4i +
-//          16.
-//   scale  16-bit [K / G, N / 16, 16], zero u8 [K / G, N / 16, 16]: rows g and g + 8 are elements 2g and 2g + 1.
+//          its half of rows g and g + 8, the A fragment of mma.cuh; register i is bits 4i (low element) and 4i + 16
+//   scale  16-bit [K / G, N / 16, 16], zero u8 alike: rows g and g + 8 are elements 2g and 2g + 1
 //
-// A build defines GROUPS in a span: 1 (G >= 128), 2 or 4; ZEROS: 0 if all zero points are 8; SCALE_BF16: 0 for float16.
+// A build defines GROUPS in a span: 1 (G >= 128), 2, 4; ZEROS: 0 if all zero points are 8; SCALE_BF16: 0 for float16.
 #pragma once
 
 #include "common/mma.cuh"
@@ -25,7 +24,7 @@ constexpr int GROUP_STEPS = STEPS / GROUPS;
 constexpr int DEFAULT_ZERO = 8;
 static_assert(GROUPS == 1 || GROUPS == 2 || GROUPS == 4, "groups of 32, 64, or 128 and more inputs");
 
-// A weight q is OFFSET + q with its bits in OFFSET's mantissa, at RAISED_BIT.
+// q in OFFSET's mantissa at RAISED_BIT is OFFSET + q.
 #if QUIRE_DTYPE == 1
 constexpr u32 RAISED = 0x54005400u;  // 64 twice
 constexpr int RAISED_BIT = 4;
@@ -66,7 +65,7 @@ __device__ __forceinline__ u32 multiply_pair(u32 a, u32 b) {
 }
 #endif
 
-// Raised zero points of rows g and g + 8.
+// Zero points of rows g and g + 8, raised.
 struct Zeros {
     u32 near, far;
 
@@ -75,7 +74,7 @@ struct Zeros {
 };
 
 #if QUIRE_DTYPE != 0
-// The fragment of `word` less the zero points: exact.
+// The fragment less zero points, exact.
 __device__ __forceinline__ void unpack(u32 (&a)[4], u32 word, const Zeros& zeros) {
     a[0] = subtract_pair(raised<0>(word), zeros.near);
     a[1] = subtract_pair(raised<1>(word), zeros.far);

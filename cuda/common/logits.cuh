@@ -1,4 +1,4 @@
-// Rows of logits in the sampling kernels: one block a row, four tokens an access.
+// Rows of logits: one block a row, four tokens an access.
 #pragma once
 
 #include "common/types.cuh"
@@ -27,7 +27,7 @@ struct LogitsRow {
         return tokens;
     }
 
-    // Writes group g to a row like this one, which allows 16-byte accesses as `logits` do.
+    // `to`: a row of an array aligned to 16 bytes.
     __device__ __forceinline__ void store(float* to, int g, const Vec<float>& tokens) const {
         if (aligned) {
             store_vec(to + 4 * g, tokens);
@@ -38,7 +38,7 @@ struct LogitsRow {
         }
     }
 
-    // Calls visit(g, tokens) once per group, spread over the block's threads; UNROLL loads are in flight.
+    // visit(g, tokens) once per group, over the block's threads; UNROLL loads in flight.
     template <int UNROLL, typename Visit>
     __device__ __forceinline__ void for_each_group(Visit visit) const {
         const int end = num_groups();
@@ -54,7 +54,7 @@ struct LogitsRow {
     }
 };
 
-// Orders as the float does; both zeros are equal, NaN is the greatest.
+// Orders as the float; zeros are equal, NaN the greatest.
 __device__ __forceinline__ u32 ordered(float x) {
     const u32 bits = __float_as_uint(x + 0.0f);
     if (x != x) return 0xffffffffu;
@@ -74,7 +74,7 @@ __device__ __forceinline__ int id_of(u64 key) { return static_cast<int>(~static_
 
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < positive_infinity(); }
 
-// The log-sum-exp of part of a row: sum of exp(x - maximum).
+// Part of a row: sum of exp(x - maximum).
 struct SumExp {
     float maximum;
     float sum;
@@ -90,7 +90,7 @@ struct SumExp {
         for (int j = 0; j < 4; j++) sum += expf(x.at[j] - maximum);
     }
 
-    // The log of the whole row's sum. Every thread of the block calls it.
+    // Log of the whole row's sum. Called by the whole block.
     __device__ __forceinline__ float log_of_row(float row_maximum) const {
         const float scale = sum == 0.0f ? 0.0f : expf(maximum - row_maximum);
         return logf(block_sum(sum * scale));

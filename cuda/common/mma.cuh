@@ -1,6 +1,6 @@
-// Tensor-core and asynchronous-copy instructions from sm_80 on in inline PTX: mma.h does not compile under NVRTC.
+// Tensor-core and asynchronous-copy instructions from sm_80 on, in PTX: mma.h does not compile under NVRTC.
 //
-// Fragment layouts, g = lane / 4 and t = lane % 4 (rows x columns, two 16-bit elements a register, low half first):
+// Fragments, g = lane / 4, t = lane % 4 (two 16-bit elements a register, low half first):
 //   A, 16 x 16   a[0] = A[g][2t, 2t+1]   a[1] = A[g+8][2t, 2t+1]   a[2] = A[g][2t+8, 2t+9]   a[3] = A[g+8][2t+8, 2t+9]
 //   B, 16 x 8    b0 = B[2t, 2t+1][g]     b1 = B[2t+8, 2t+9][g]
 //   C, 16 x 8    c[0], c[1] = C[g][2t, 2t+1]     c[2], c[3] = C[g+8][2t, 2t+1]
@@ -8,7 +8,7 @@
 
 #include "common/types.cuh"
 
-// Operands of products are T, but float16 with an e4m3 cache: exact, and the cheapest to widen to.
+// Operands are T; with an e4m3 cache float16, exact and the cheapest to widen to.
 #ifndef QUIRE_KV_FP8
 #define QUIRE_KV_FP8 0
 #endif
@@ -29,8 +29,8 @@ __device__ __forceinline__ void mma_16x8x16(float (&sum)[4], const u32 (&a)[4], 
 #endif
 }
 
-// sum += a b over 32 elements of K, of which a lane has 8 adjacent ones of rows g (`near`) and g + 8 (`far`) of a and of
-// column g of b: an mma takes K in any order that a and b share.
+// sum += a b over 32 elements of K, 8 adjacent ones a lane, of rows g (`near`) and g + 8 (`far`) of a and column g of
+// b: an mma takes K in any order that a and b share.
 __device__ __forceinline__ void mma_16x8x32(float (&sum)[4], uint4 near, uint4 far, uint4 b) {
     const u32 first[4] = {near.x, far.x, near.y, far.y};
     const u32 second[4] = {near.z, far.z, near.w, far.w};
@@ -38,8 +38,8 @@ __device__ __forceinline__ void mma_16x8x32(float (&sum)[4], uint4 near, uint4 f
     mma_16x8x16(sum, second, b.z, b.w);
 }
 
-// The byte offset of a 16-byte vector in rows of VECS. Odd rows swap the halves of each 128 bytes: eight lanes that read
-// four vectors of two rows touch all banks.
+// Byte offset of a vector in rows of VECS. Odd rows swap halves of each 128 bytes: four vectors of two rows touch all
+// banks.
 template <int VECS>
 __device__ __forceinline__ int row_pair_offset(int row, int vec) {
     return (row * VECS + (vec ^ (row % 2 * 4))) * 16;
@@ -47,8 +47,7 @@ __device__ __forceinline__ int row_pair_offset(int row, int vec) {
 
 __device__ __forceinline__ uint4 load_shared(const void* from) { return *static_cast<const uint4*>(from); }
 
-// Loads four 8 x 8 matrices: lane 8 i + r gives the shared address of row r (16 bytes) of matrix i, and register i
-// becomes matrix[i][g][2t, 2t+1].
+// Lane 8 i + r gives the address of row r (16 bytes) of matrix i; register i becomes matrix[i][g][2t, 2t+1].
 __device__ __forceinline__ void load_matrices(u32 (&matrix)[4], u32 row_address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
@@ -64,14 +63,13 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&matrix)[4], u32 r
                  : "memory");
 }
 
-// Transposes an 8 x 8 matrix held as matrix[g][2t, 2t+1].
 __device__ __forceinline__ u32 transpose_matrix(u32 matrix) {
     u32 transposed;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(matrix));
     return transposed;
 }
 
-// Two floats rounded to T, `low` in the low half.
+// Rounds to T, `low` in the low half.
 __device__ __forceinline__ u32 pack_pair(float low, float high) {
     u32 pair;
 #if QUIRE_DTYPE == 1
@@ -82,7 +80,7 @@ __device__ __forceinline__ u32 pack_pair(float low, float high) {
     return pair;
 }
 
-// Two floats rounded to the type of operands.
+// Rounds to the operands' type.
 __device__ __forceinline__ u32 pack_operand(float low, float high) {
 #if F16_PRODUCTS
     u32 pair;
@@ -113,7 +111,7 @@ __device__ __forceinline__ u32 shared_address(const void* in_shared) {
     return static_cast<u32>(__cvta_generic_to_shared(in_shared));
 }
 
-// Copies 16 bytes to shared memory past the L1; writes zeros and reads nothing if not `wanted`.
+// Past the L1; if not `wanted`, writes zeros and reads nothing.
 __device__ __forceinline__ void copy_async_16(u32 to_shared, const void* from_global, bool wanted) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                  :
@@ -125,10 +123,9 @@ __device__ __forceinline__ void copy_async_4(u32 to_shared, const void* from_glo
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" : : "r"(to_shared), "l"(from_global) : "memory");
 }
 
-// Closes the group of this thread's copies since the last call.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
 
-// Waits for all but this thread's last `PENDING` groups. Other threads need a barrier to see them.
+// Waits for all but this thread's last `PENDING` groups; other threads need a barrier.
 template <int PENDING>
 __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" : : "n"(PENDING) : "memory");

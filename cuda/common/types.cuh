@@ -1,7 +1,4 @@
-// The element type of the build, 16-byte vectors, conversions, reductions.
-//
-// A build defines QUIRE_DTYPE: 0 float32, 1 float16, 2 bfloat16. `T` is that type; sums are in float.
-// NVRTC has no standard headers.
+// The element type `T` of a build (QUIRE_DTYPE), vectors, conversions, reductions. NVRTC has no standard headers.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -63,7 +60,7 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { re
 
 __device__ __forceinline__ float positive_infinity() { return __int_as_float(0x7f800000); }
 
-// Reductions over a full warp: every lane calls and gets the result.
+// Called by a full warp; every lane gets the result.
 template <typename Value>
 __device__ __forceinline__ Value warp_sum(Value value) {
 #pragma unroll
@@ -81,8 +78,7 @@ __device__ __forceinline__ Value warp_max(Value value) {
     return value;
 }
 
-// Reductions over a one-dimensional block of a multiple of 32 threads: every thread calls and gets the result; the
-// warps' order is undefined.
+// Called by a one-dimensional block of whole warps; every thread gets the result.
 template <typename Value>
 __device__ __forceinline__ Value block_sum(Value value) {
     __shared__ Value partial[WARP_SIZE];
@@ -106,7 +102,7 @@ __device__ __forceinline__ Value block_max(Value value, Value lowest) {
     return warp_max(lane < blockDim.x / WARP_SIZE ? partial[lane] : lowest);
 }
 
-// Inclusive sums over the threads, and the total, in the warps' order: sums of positive numbers never decrease.
+// Inclusive sums over the threads, and the total, in order: sums of positive numbers never decrease.
 template <typename Value>
 __device__ __forceinline__ Value block_scan(Value value, Value* total) {
     __shared__ Value of_warps[WARP_SIZE];
@@ -128,15 +124,15 @@ __device__ __forceinline__ Value block_scan(Value value, Value* total) {
     return before + value;
 }
 
-// Programmatic dependent launch: before this call, a kernel must not touch memory that another kernel writes, nor write
-// memory that one reads. A no-op in a plain launch and before sm_90.
+// Programmatic dependent launch: before this call a kernel may not read what other kernels write, nor write what they
+// read. A no-op in a plain launch and before sm_90.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" : : : "memory");
 #endif
 }
 
-// The next kernel may start once every block has called this or ended.
+// The next kernel may start once all blocks have called this or ended.
 __device__ __forceinline__ void start_next_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" : : : "memory");

@@ -1,5 +1,5 @@
-// Hopper's instructions (sm_90a): mbarriers, tile copies (TMA), messages within a cluster, and wgmma, the asynchronous
-// products of a warpgroup, whose warp w holds rows 16 w .. 16 w + 15 in the fragments of mma.cuh.
+// Hopper's instructions (sm_90a): mbarriers, TMA, messages within a cluster, and wgmma, the products of a warpgroup,
+// whose warp w holds rows 16 w .. 16 w + 15 in the fragments of mma.cuh.
 #pragma once
 
 #include "common/mma.cuh"
@@ -18,13 +18,12 @@ struct alignas(64) TensorMap {
     unsigned char opaque[128];
 };
 
-// An mbarrier's phase ends when all arrivals and announced bytes are in. Waiters give the parity of the phase: 0 for
-// the first.
+// A phase ends when all arrivals and announced bytes are in; its parity starts with 0.
 __device__ __forceinline__ void make_barrier(u32 barrier, int num_arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(barrier), "r"(num_arrivals) : "memory");
 }
 
-// Makes new barriers visible to the copy engine.
+// Makes barriers visible to TMA.
 __device__ __forceinline__ void publish_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
 }
@@ -33,7 +32,6 @@ __device__ __forceinline__ void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(barrier) : "memory");
 }
 
-// Arrives, and announces bytes of a copy.
 __device__ __forceinline__ void arrive_expecting(u32 barrier, u32 num_bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(barrier), "r"(num_bytes) : "memory");
 }
@@ -64,7 +62,7 @@ __device__ __forceinline__ bool is_elected() {
     return is_it != 0;
 }
 
-// Starts to copy one box of a tensor map, at coordinates in elements. Elements outside become zeros.
+// Coordinates in elements; elements outside the map become zeros.
 __device__ __forceinline__ void copy_box(u32 to_shared, const TensorMap& map, int x, int y, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
@@ -81,14 +79,12 @@ __device__ __forceinline__ void copy_box(u32 to_shared, const TensorMap& map, in
         : "memory");
 }
 
-// The L2 policy of data read once.
 __device__ __forceinline__ u64 policy_of_read_once() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
 
-// The L2 policy of other data.
 __device__ __forceinline__ u64 policy_of_read_again() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
@@ -104,7 +100,6 @@ __device__ __forceinline__ void copy_box(u32 to_shared, const TensorMap& map, in
         : "memory");
 }
 
-// Copies contiguous bytes, read once.
 __device__ __forceinline__ void copy_bytes(u32 to_shared, const void* from, int num_bytes, u32 barrier, u64 policy) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
@@ -113,7 +108,6 @@ __device__ __forceinline__ void copy_bytes(u32 to_shared, const void* from, int 
         : "memory");
 }
 
-// Copies contiguous bytes, read again.
 __device__ __forceinline__ void copy_bytes(u32 to_shared, const void* from, int num_bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :
@@ -132,7 +126,7 @@ __device__ __forceinline__ u32 address_in(int rank, u32 address) {
     return there;
 }
 
-// Sends 16 bytes to another block of the cluster, whose barrier counts them. Addresses are from `address_in`.
+// To another block of the cluster, whose barrier counts the bytes; addresses from `address_in`.
 __device__ __forceinline__ void send(u32 to, const float (&four)[4], u32 barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
                  :
@@ -140,7 +134,7 @@ __device__ __forceinline__ void send(u32 to, const float (&four)[4], u32 barrier
                  : "memory");
 }
 
-// Reads 16 bytes sent, after waiting for the barrier.
+// After waiting for the barrier.
 __device__ __forceinline__ void receive(float (&four)[4], u32 from) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(four[0]), "=f"(four[1]), "=f"(four[2]), "=f"(four[3])
@@ -162,7 +156,7 @@ __device__ __forceinline__ void wait_for_sent(u32 barrier, u32 parity) {
         : "memory");
 }
 
-// A cluster barrier in two steps. It orders no memory but published barriers.
+// A cluster barrier in two steps; orders no memory but published barriers.
 __device__ __forceinline__ void arrive_at_cluster() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" : : : "memory");
 }
@@ -171,7 +165,7 @@ __device__ __forceinline__ void wait_for_cluster() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" : : : "memory");
 }
 
-// Orders this thread's stores to shared memory before later reads by the tensor cores.
+// Orders this thread's shared stores before reads by the tensor cores.
 __device__ __forceinline__ void publish_stores() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
 
 // A barrier among warps of a block; number 0 is __syncthreads'.
@@ -189,8 +183,8 @@ __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(REGISTERS));
 }
 
-// Operands in shared memory: rows of 128 bytes in the 128-byte swizzle (16-byte chunks XORed with the row).
-// `repeat_bytes` lies between columns of 64 if the rows are the summed dimension.
+// Descriptor of rows of 128 bytes in the 128-byte swizzle (16-byte chunks XORed with the row). `repeat_bytes`: between
+// columns of 64 if rows are the summed dimension.
 __device__ __forceinline__ u64 operand(u32 address, u32 repeat_bytes) {
     return (1ull << 62) | (static_cast<u64>(1024 >> 4) << 32) | (static_cast<u64>(repeat_bytes >> 4) << 16) |
            ((address & 0x3ffff) >> 4);
@@ -201,7 +195,7 @@ __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.syn
 
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory"); }
 
-// Keeps uses of an array on their side of waits and fences.
+// Keeps uses of registers on their side of waits and fences.
 template <int SIZE>
 __device__ __forceinline__ void pin(float (&d)[SIZE]) {
 #pragma unroll
@@ -215,8 +209,7 @@ __device__ __forceinline__ void wait_for_products(float (&d)[SIZE]) {
     pin(d);
 }
 
-// Accumulators of a wgmma of N columns as operands of its asm: D<N> are the registers d[0] .. d[N / 2 - 1], SUMS<N> their
-// places.
+// Accumulators of N columns as asm operands: registers d[0] .. d[N / 2 - 1], and their places.
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D_16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
 #define D16 D4(0), D4(4)
@@ -260,7 +253,8 @@ WGMMA_SHARED(64, "%32, %33")
 WGMMA_SHARED(96, "%48, %49")
 WGMMA_SHARED(128, "%64, %65")
 
-// 16-bit a in registers, b in shared memory: its rows are the summed dimension if transposed ("1"), else along it ("0").
+// 16-bit a in registers, b in shared memory: its rows are the summed dimension if transposed ("1"), else along it
+// ("0").
 #define WGMMA_REGISTERS(name, n, places, transposed)                                                        \
     __device__ __forceinline__ void name(float (&d)[n / 2], const u32 (&a)[4], u64 b) {                     \
         WGMMA(n, "k16", WGMMA_TYPES, "1", places ", p, 1, 1, " transposed, "r"(a[0]), "r"(a[1]), "r"(a[2]), \

@@ -1,4 +1,4 @@
-// Weights of 8 bits, widened exactly to 16. A build defines WEIGHT_INT8: 0 for e4m3 without NaN, 1 for int8.
+// 8-bit weights to 16 bits, exactly: e4m3 without NaN, or int8 (WEIGHT_INT8).
 #pragma once
 
 #include "common/types.cuh"
@@ -6,7 +6,7 @@
 using u8 = unsigned char;
 using u16 = unsigned short;
 
-// Two e4m3, in bytes 0 and 2 of `bytes` moved to bytes 1 and 3, as float16.
+// Two e4m3 in bytes 1 and 3.
 __device__ __forceinline__ u32 e4m3_as_float16(u32 bytes) {
     // The exponents' biases differ by 8.
     const u32 moved = (bytes & 0x80008000u) | ((bytes >> 1) & 0x3f803f80u);
@@ -14,7 +14,7 @@ __device__ __forceinline__ u32 e4m3_as_float16(u32 bytes) {
     return *reinterpret_cast<const u32*>(&pair);
 }
 
-// The low two or the high two e4m3 of a word, as float16.
+// The low or high two e4m3 of a word.
 template <int HIGH>
 __device__ __forceinline__ u32 widen_to_float16(u32 four) {
 #if __CUDA_ARCH__ >= 890
@@ -27,7 +27,7 @@ __device__ __forceinline__ u32 widen_to_float16(u32 four) {
 }
 
 #if QUIRE_DTYPE != 0
-// The low two or the high two weights of a word, in T.
+// The low or high two weights of a word, in T.
 template <int HIGH>
 __device__ __forceinline__ u32 widen(u32 four) {
 #if WEIGHT_INT8

@@ -1,9 +1,8 @@
-// draft_input: out[t] = [rms_norm(table[ids[t]]) ; rms_norm(hidden[t])], the input of an EAGLE-3 head's attention.
+// draft_input: out[t] = [rms_norm(table[ids[t]]) ; rms_norm(hidden[t])], the input of an EAGLE-3 head.
 //
-//   table [N, H], ids int32[T], hidden [T, H], table_weight and hidden_weight [H], out [T, 2 H]
-//   grid (T, 2): the halves; block (a multiple of 32 up to 1024)
-//   reference: NumpyOps.draft_input; an id outside 0..N-1 gives a half of zeros
-//   roofline: 4 T H elements moved; a few rows take one launch
+//   table [N, H], ids int32 [T] (outside 0..N-1: zeros), hidden [T, H], weights [H], out [T, 2 H]
+//   grid (T, 2): halves; block (multiple of 32)
+//   reference: NumpyOps.draft_input; roofline: 4 T H elements
 #include "layer/norm_row.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024)

@@ -1,12 +1,11 @@
-// plan_drafts: counts the drafts of each sequence that a step accepted, and places the next ones.
+// plan_drafts: counts each sequence's accepted drafts and places the next.
 //
-//   sampled int32[P]; token_ids, positions int32[T]; runs int32[S, 4]: a sequence's first row, its first index in
-//   `sampled`, its rows (0: padding), the tokens that its blocks hold; tables int32[S, W]
-//   last_rows, num_accepted int32[S]; places int32[K + 2, S], positions from the last accepted row's on; slots int64[K,
-//   S] of `places`, -1 if already written or beyond the blocks
+//   sampled int32 [P]; token_ids, positions int32 [T]; tables int32 [S, W]
+//   runs int32 [S, 4]: first row, first index in `sampled`, rows (0: padding), tokens that the blocks hold
+//   last_rows, num_accepted int32 [S]; places int32 [K + 2, S]: positions from the last accepted row's on; slots int64
+//   [K, S] of `places`, -1 if written already or beyond the blocks
 //   grid (ceil(S / 256)), block (256)
-//   reference: NumpyOps.plan_drafts
-//   roofline: none; about one launch
+//   reference: NumpyOps.plan_drafts; roofline: none, one launch
 #include "common/types.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)

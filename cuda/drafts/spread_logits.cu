@@ -1,9 +1,8 @@
-// spread_logits: out[r, v] = logits[r, columns[v]], or -inf if columns[v] is outside 0..N-1.
+// spread_logits: out[r, v] = logits[r, columns[v]], -inf if columns[v] is outside 0..N-1.
 //
-//   logits float32[R, N] of a draft vocabulary, columns int32[V], out float32[R, V]
+//   logits float32 [R, N], columns int32 [V], out float32 [R, V]
 //   grid (R, ceil(V / 1024)), block (256)
-//   reference: NumpyOps.spread_logits
-//   roofline: 4 R V bytes written; the logits come from the L2
+//   reference: NumpyOps.spread_logits; roofline: 4 R V bytes written
 #include "common/types.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -1,9 +1,9 @@
-// combine_experts: out[t] = sum over j of weights[t, j] * x[places[t, j]], added in float32 from j = 0 on.
+// combine_experts: out[t] = sum over j of weights[t, j] * x[places[t, j]], in float32 from j = 0 on.
 //
-//   x [P, H] of sorted pairs, places int32 [T, k] (-1: no pair), weights float32 [T, k], out [T, H]
-//   grid (T), block (256); without 16-byte alignment a thread takes its elements one by one
+//   x [P, H] of sorted pairs, places int32 [T, k] (-1: none), weights float32 [T, k], out [T, H]
+//   grid (T), block (256); arrays of any alignment
 //   reference: NumpyOps.combine_experts
-//   roofline: T (k + 1) H elements moved; 0.8 of copy bandwidth from T k H of 16 MB on
+//   roofline: T (k + 1) H elements; 0.8 of copy bandwidth from 16 MB
 #include "common/types.cuh"
 
 constexpr int AT_ONCE = 8;  // loads of a thread in flight

@@ -1,11 +1,9 @@
-// Work of the grouped products (experts_gemv*, experts_*sm90), of sorted pairs of a row and an expert:
-// out[p] = x[row of p] @ weight[expert of p].T. An item is up to CHUNK_ROWS pairs of one expert times a tile of its
-// weight rows.
+// Work of the grouped products: out[p] = x[row of p] @ weight[expert of p].T for sorted pairs p of a row and an expert.
+// An item is up to CHUNK_ROWS pairs of an expert times a tile of its weight rows.
 //
-//   x [T, K] with rows int32 [P], or sorted [P, K] (rows null, or no such argument); weight [E, N, K];
-//   offsets int32 [E + 1], E <= 1024; out [P, N]; arrays aligned to 16 bytes
-//   An expert of n rows is read ceil(n / CHUNK_ROWS) times. The order of an element's sums depends on K and the build
-//   alone: a row gives the same bits with any other rows.
+//   x [T, K] with rows int32 [P], or sorted [P, K] (rows null or absent); weight [E, N, K], offsets int32 [E + 1],
+//   E <= 1024, out [P, N]; arrays aligned to 16 bytes
+//   An expert of n rows is read ceil(n / CHUNK_ROWS) times. A row's bits depend on K and the build alone.
 #pragma once
 
 #include "common/types.cuh"
@@ -17,14 +15,14 @@ struct ExpertItem {
     int tile_row;  // N past the last item
 };
 
-// Items in order: a chunk's tiles, then the expert's next chunk. Reading `offsets` needs the previous kernel's end.
+// A chunk's tiles, then the expert's next chunk. Reads `offsets`.
 template <int CHUNK_ROWS, int ITEM_TILE_ROWS>
 struct ExpertItems {
     const int* offsets;
-    int* ends;  // [E] in shared memory: chunks up to and with each expert
+    int* ends;  // shared [E]: chunks through each expert
     int num_experts, n_size, num_tiles, num_items;
 
-    // Every thread of the block calls.
+    // Called by the whole block.
     __device__ __forceinline__ ExpertItems(const int* offsets, int* ends, int num_experts, int n_size)
         : offsets(offsets), ends(ends), num_experts(num_experts), n_size(n_size),
           num_tiles((n_size + ITEM_TILE_ROWS - 1) / ITEM_TILE_ROWS) {

@@ -1,18 +1,14 @@
 // experts_gemv_w4a16: experts_gemv with 4-bit weights.
 //
-//   tiles, scale and zero (or null) as in int4.cuh, expert after expert; group_spans: spans of 128 columns in a group
-//   (1 with GROUPS > 1)
-//   A build defines WARPS, ROW_TILES (weight rows of an item, in sixteens), COL_TILES (its pairs, in eights), STAGES
-//   (of a warp's ring in shared memory, a span each) and those of int4.cuh.
-//   grid (up to P ceil(N / (16 ROW_TILES))), block (32 WARPS), dynamic shared memory: rings, two sets of sums, 4 E
-//   bytes
+//   tiles, scale, zero (or null): int4.cuh, expert after expert; group_spans: as gemv_w4a16
+//   A build defines WARPS, ROW_TILES (sixteens of weight rows), COL_TILES (eights of pairs), STAGES (spans in a warp's
+//   ring) and the macros of int4.cuh.
+//   grid (up to P ceil(N / (16 ROW_TILES))), block (32 WARPS), shared memory: rings, two sets of sums, 4 E bytes
 //   reference: NumpyOps.experts_linear
-//   needs: N a multiple of 16, K of 128
-//   roofline: U N K / 2 bytes and the scales moved for U experts in use. Qwen3-30B-A3B, gate and up of 8 experts: 13
-//   MB, 3 us on an H200; of all 128: 208 MB, 49 us; 0.7 of copy bandwidth expected
+//   roofline: U N K / 2 bytes and the scales: Qwen3-30B-A3B, gate and up of 8 / 128 experts: 3 / 49 us on an H200; 0.7
+//   of copy bandwidth expected
 //
-// Weights less their zero points are exact in 16 bits; sums of a group are scaled in float. The warps split K, and
-// their sums are added in their order.
+// Weights less zero points are exact in 16 bits; groups' sums are scaled in float, warps' sums added in their order.
 #include "common/int4.cuh"
 #include "common/product_types.cuh"
 #include "experts/expert_items.cuh"
@@ -78,7 +74,7 @@ struct Weights {
     }
 
   private:
-    // The place of a sixteen of rows in the parameters, `group` counted from the span's first.
+    // Index of 16 rows' parameters; `group` counts from the span's first.
     __device__ __forceinline__ i64 group_at(const Position& at, int group, int block) const {
         const int of_expert = GROUPS > 1 ? at.span * GROUPS + group : at.span / group_spans;
         return (static_cast<i64>(at.item.expert) * num_groups() + of_expert) * num_blocks + block;
@@ -126,7 +122,7 @@ __device__ __forceinline__ void add_span(Sums& sum, const char* stage, const Col
     }
 }
 
-// Adds the warps' sums of an item, stores them, and clears them.
+// Adds and stores the warps' sums of an item; clears them.
 __device__ __forceinline__ void store_item(Sums& sum, float* partial, const ExpertItem& item, T* out, int n_size) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -177,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     while (at.item.tile_row < n_size) {
         if (at.item.index != begun) {
             begun = at.item.index;
-            // Columns past the last pair repeat it; their results are not written.
+            // Columns past the last pair repeat it; not written.
 #pragma unroll
             for (int j = 0; j < COL_TILES; j++) {
                 const int pair = at.item.first_pair + min(j * MMA_COLS + g, at.item.num_pairs - 1);

@@ -1,18 +1,15 @@
-// experts_row: add_rms_norm of one row, the router's product, the products of the row's experts and their weighted sum, in
-// one launch; bound by reading the weights of the experts in use once.
+// experts_row: add_rms_norm of one row, router, experts and their weighted sum in one launch.
 //
-//   x, residual, norm [H], router [E, H], gate_up [E, 2 I, H], down [E, H, I], out [H]; slots int64 [1] or null: a row whose
-//   slot is outside 0..num_slots - 1 is padding, whose sum is 0; k <= 32, E <= 1024
-//   scratch: logits float32 [E], gated_rows [k, I]; arrived, a word that is 0 before the first launch
-//   A build defines STAGES (of a warp's ring in shared memory).
-//   grid (at most the SMs: all blocks must run at once), block (512), dynamic shared memory: rings, the row, gated_rows,
+//   x, residual, norm [H], router [E, H], gate_up [E, 2 I, H], down [E, H, I], out [H]; slots int64 [1] or null:
+//   outside 0..num_slots - 1 is padding, out 0; k <= 32, E <= 1024; aligned to 16 bytes, H a multiple of 16 up to 4096,
+//   I of 8 scratch: logits float32 [E], gated_rows [k, I]; arrived, a word that is 0 before the first launch
+//   grid (at most the SMs: all blocks must run at once), block (512), shared memory: rings of STAGES, row, gated_rows,
 //   sums
 //   reference: NumpyOps.add_norm_experts
-//   needs: everything aligned to 16 bytes, H a multiple of 16 up to 4096, I of 8, 16-bit elements
-//   roofline: 3 k H I elements moved: 75 MB for Qwen3-30B-A3B, 18 us on an H200
+//   roofline: 3 k H I elements: 75 MB for Qwen3-30B-A3B, 18 us on an H200
 //
-// Every block norms the row and finds the experts from the logits of all blocks. Then its warps read the block's weights
-// through rings, those of `down` right after those of `gate_up`, while the blocks wait for each other's gated products.
+// Every block norms the row and finds the experts from all blocks' logits. Its warps then read their weights through
+// rings, those of `down` right after `gate_up`, while blocks wait for each other's gated products.
 #include "common/mma.cuh"
 #include "common/product_types.cuh"
 #include "experts/rank_of.cuh"
@@ -23,12 +20,12 @@ constexpr int THREADS = WARP_SIZE * WARPS;
 constexpr int SIZE = Vec<T>::SIZE;
 constexpr int SPAN = 128;       // columns of a stage
 constexpr int TILE_ROWS = 16;   // weight rows of a stage
-constexpr int GATED_ROWS = 8;   // a tile of gate_up has so many gates, then their ups
+constexpr int GATED_ROWS = 8;   // gates of a tile of gate_up, then their ups
 constexpr int VECS = SPAN / SIZE;
 constexpr int STAGE_BYTES = TILE_ROWS * SPAN * sizeof(T);
 constexpr int MAX_USED = 32;
 constexpr int MAX_EXPERTS = 1024;
-constexpr u32 MAX_POLLS = 1 << 26;  // half a minute: then the launch fails, and the worker's requests go on at another
+constexpr u32 MAX_POLLS = 1 << 26;  // half a minute: then the launch fails, and another worker takes the requests
 
 __device__ __forceinline__ u32 load_acquire(const u32* from) {
     u32 value;
@@ -36,7 +33,7 @@ __device__ __forceinline__ u32 load_acquire(const u32* from) {
     return value;
 }
 
-// A barrier of all blocks, which run at once. The first block's number lets each round flip the highest bit.
+// A barrier of all blocks. The first block's increment flips the highest bit in each round.
 __device__ __forceinline__ void sync_grid(u32* arrived) {
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -120,7 +117,7 @@ struct Weights {
     }
 };
 
-// Adds the products of a stage's rows and 128 columns `by` in shared memory: rows g and g + 8, in the lanes with t = 0.
+// Rows g and g + 8 of a stage times 128 columns `by` in shared memory; complete in lanes with t = 0.
 __device__ __forceinline__ void add_products(float (&sum)[4], const char* held, const T* by) {
     const int lane = threadIdx.x % WARP_SIZE, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -132,7 +129,7 @@ __device__ __forceinline__ void add_products(float (&sum)[4], const char* held, 
     }
 }
 
-// Finds the row's best experts and their weights from all logits; every thread of the block calls. As route_row.
+// route_row by the whole block.
 __device__ __forceinline__ void route(const float* logits, int* experts, float* weights, int num_experts, int num_used,
                                       int renormalise) {
     __shared__ u32 ranks[MAX_EXPERTS];
@@ -179,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     char* ring = shared + warp * STAGES * STAGE_BYTES;
     T* normed = reinterpret_cast<T*>(shared + WARPS * STAGES * STAGE_BYTES);  // [hidden], in whole rounds of spans
     T* held_gated = normed + sizes.gate_parts * WARPS * SPAN;                 // [num_used][padded_inner]
-    float* sums = reinterpret_cast<float*>(held_gated + num_used * padded_inner);  // of units and warps, or of pairs' spans
+    float* sums = reinterpret_cast<float*>(held_gated + num_used * padded_inner);  // of units x warps or pairs x spans
     const u32 ring_address = shared_address(ring);
 
     start_next_kernel();

@@ -1,14 +1,11 @@
-// experts_sm90: the product of expert_items.cuh on Hopper (sm_90a), 16 bits or e4m3, for experts with more rows than
-// experts_gemv takes at once.
+// experts_sm90: grouped products (expert_items.cuh) on Hopper, 16 bits or e4m3, for experts with many rows.
 //
-//   With X_FP8 x and weight are e4m3, with x_scale float32 [P] and weight_scale float32 [E, N]; else both scales are
-//   null. Maps as in small_m.cuh, of weight [E N, K].
-//   A build defines X_FP8, ROWS, COLS and the others of small_m.cuh; SPLIT is 1.
+//   X_FP8: e4m3 with x_scale float32 [P], weight_scale float32 [E, N], else both null; maps as in small_m.cuh, of
+//   weight [E N, K]; SPLIT 1; K a multiple of 8 (X_FP8: 16)
 //   grid: up to one block an SM; block THREADS
 //   reference: NumpyOps.experts_linear
-//   needs: K a multiple of 8 (X_FP8: 16)
-//   roofline: 2 P N K operations, N K elements moved a chunk, mostly from L2. Qwen3-30B-A3B in bf16, gate and up of
-//   8192 tokens: 206 GFLOP, 0.26 ms at 790 TFLOP/s; 0.6 of it expected
+//   roofline: 2 P N K operations; N K elements a chunk, mostly from L2: Qwen3-30B-A3B, bf16, gate and up of 8192
+//   tokens: 206 GFLOP, 0.26 ms at 790 TFLOP/s; 0.6 of it expected
 #if X_FP8
 #define WEIGHT_ELEMENTS 128
 #define SCALE_BYTES (COLS * 4)

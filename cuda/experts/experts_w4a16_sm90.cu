@@ -1,14 +1,9 @@
-// experts_w4a16_sm90: the product of expert_items.cuh with 4-bit weights on Hopper (sm_90a), for experts with more rows
-// than experts_gemv_w4a16 takes at once.
+// experts_w4a16_sm90: grouped products (expert_items.cuh) with 4-bit weights on Hopper, for experts with many rows.
 //
-//   x as a 2-D tensor map with boxes of 64 elements x COLS rows and the 128-byte swizzle; weights as in
-//   experts_gemv_w4a16
-//   A build defines those of small_m_w4a16.cuh; SPLIT is 1, OUT_FLOAT 0.
+//   x as in small_m_w4a16_sm90, weights as in experts_gemv_w4a16; SPLIT 1, OUT_FLOAT 0
 //   grid: up to one block an SM; block THREADS
 //   reference: NumpyOps.experts_linear
-//   needs: N a multiple of 16, K of 128
-//   roofline: 2 P N K operations, N K / 2 bytes and the scales moved a chunk, mostly from L2. Qwen3-30B-A3B, gate and
-//   up of 8192 tokens: 206 GFLOP, 0.26 ms at 790 TFLOP/s; 0.5 of it expected
+//   roofline: as experts_sm90, with N K / 2 bytes and the scales a chunk; 0.5 of it expected
 #include "linear/small_m_w4a16.cuh"
 #include "experts/expert_items.cuh"
 

@@ -1,18 +1,17 @@
-// group_by_expert: sorts pairs of a row and an expert by expert, then by row.
+// group_by_expert: sorts pairs of a row and an expert by expert, then row.
 //
-//   ids int32 [T, k] -> rows int32 [P], each sorted pair's; places int32 [T, k], where pairs are sorted to; offsets
-//   int32 [E + 1]; P = T k, E <= 1024. A pair with an id outside 0..E-1 is left out: its place is -1, and rows from
-//   offsets[E] on are not written.
-//   grid (1), block (512), dynamic shared memory: 16 E counters of four bytes
+//   ids int32 [T, k] -> rows int32 [P], of sorted pairs; places int32 [T, k], of each pair; offsets int32 [E + 1]; P =
+//   T k,
+//   E <= 1024. A pair with an id outside 0..E-1 has place -1; rows from offsets[E] on are not written.
+//   grid (1), block (512), shared memory: 64 E bytes; each warp counts and places consecutive pairs, to keep their
+//   order
 //   reference: NumpyOps.group_by_expert
-//   roofline: 16 P bytes moved; bound by P / 512 rounds of a warp: about 3 us for P = 512, 25 us for P = 65,536
-//
-// Each warp counts and then places a consecutive part of the pairs, to keep their order.
+//   roofline: 16 P bytes; bound by P / 512 rounds of a warp: about 3 us for P = 512, 25 us for 65,536
 #include "common/types.cuh"
 
 constexpr int WARPS = 16;
 
-// The lanes with this lane's expert, and whether it is their first.
+// Lanes with this lane's expert.
 struct Alike {
     u32 lanes;
     int before;  // with lower numbers
@@ -41,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     }
     __syncthreads();
 
-    // Turns each warp's counts into where its first pair of each expert goes.
+    // Each warp's counts become its first places.
     int before = 0;
     for (int first = 0; first < num_experts; first += 32 * WARPS) {
         const int e = first + threadIdx.x;

@@ -1,5 +1,4 @@
-// The loop of the GEMV kernels of experts: that of linear/gemv.cuh over items of all experts, whose weights are read ahead
-// across the borders of items.
+// The loop of linear/gemv.cuh over the items of all experts; weights are read ahead across items.
 #pragma once
 
 #include "experts/expert_items.cuh"
@@ -15,7 +14,7 @@ struct ExpertGemv {
     using One = Gemv<W, X>;
     using Items = ExpertItems<MAX_ROWS, TILE_ROWS>;
 
-    // A warp's position: its spans of K in one item, then in the block's next.
+    // A warp's spans of K in an item, then in the block's next.
     struct Position {
         ExpertItem item;
         int k;
@@ -47,8 +46,7 @@ struct ExpertGemv {
 #endif
     }
 
-    // x [T, K] with `rows` int32 [P], or [P, K] with null. A product begins an item (begin_item) and otherwise is as for
-    // Gemv::run; finish gets a pair and the row of x.
+    // As Gemv::run; a product also has begin_item, and finish gets the row of x.
     template <typename Product>
     static __device__ __forceinline__ void run(const X* x, const int* rows, const W* weight, const int* offsets, Out* out,
                                                int num_experts, int n_size, int k_size, Product product) {
@@ -79,7 +77,7 @@ struct ExpertGemv {
             if (at.item.index != begun) {
                 begun = at.item.index;
                 product.begin_item(at.item.expert, n_size);
-                // Columns past the last pair repeat it; their results are not written.
+                // Columns past the last pair repeat it; not written.
 #pragma unroll
                 for (int j = 0; j < COL_TILES; j++) {
                     const int pair = at.item.first_pair + min(j * MMA_COLS + g, at.item.num_pairs - 1);

@@ -1,11 +1,10 @@
-// route_experts: the k most probable experts of each row, best first, ties by lower id, and their softmax over all.
+// route_experts: each row's k most probable experts, best first, ties by lower id, and their softmax over all.
 //
-//   logits float32 [T, E], ids int32 [T, k], weights float32 [T, k], divided by their sum if `renormalise`; k <= E;
-//   slots int64 [T] or null: a slot outside 0..num_slots - 1 is padding: ids of -1, weights of 0
-//   A build defines PER_LANE: ceil(E / 32), at most 32.
+//   logits float32 [T, E], ids int32 [T, k], weights float32 [T, k], over their sum if `renormalise`; k <= E
+//   slots int64 [T] or null: outside 0..num_slots - 1 is padding: ids -1, weights 0; PER_LANE: ceil(E / 32), at most 32
 //   grid (ceil(T / 8)), block (256): a warp a row
 //   reference: NumpyOps.route_experts
-//   roofline: T (4 E + 8 k) bytes moved; bound by k rounds of 5 shuffles, about 3 us
+//   roofline: T (4 E + 8 k) bytes; bound by k rounds of 5 shuffles, about 3 us
 #include "experts/route_row.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -3,7 +3,7 @@
 
 #include "experts/rank_of.cuh"
 
-// Writes the row's best experts and their weights; the whole warp calls.
+// Called by a whole warp.
 __device__ __forceinline__ void route_row(const float* from, int* to_ids, float* to_weights, int num_experts, int num_used,
                                           int renormalise) {
     const int lane = threadIdx.x % WARP_SIZE;
@@ -61,7 +61,7 @@ __device__ __forceinline__ void route_padding(int* to_ids, float* to_weights, in
     }
 }
 
-// group_by_expert for few rows, `ids` in shared memory; every thread of the block calls, at least one a pair.
+// group_by_expert for at most blockDim.x pairs, `ids` in shared memory. Called by the whole block.
 __device__ __forceinline__ void group_few(const int* ids, int* rows, int* places, int* offsets, int num_pairs,
                                           int num_experts, int num_used) {
     const int pair = threadIdx.x;

@@ -1,9 +1,8 @@
-// best_of_ranks: each row's candidate of the highest score, then tie, then of the lowest rank, whose ids are lowest.
+// best_of_ranks: each row's candidate of the highest score, then tie, then lowest rank (lowest ids).
 //
-//   token_ids int32, scores, ties float32: [NUM_RANKS] of [R], from sample_part -> best int32 [R], is_nan bool [R]
-//   grid (1), block (a multiple of 32, at least NUM_RANKS)
-//   reference: NumpyCollectives.best
-//   roofline: three trips over the links; not measured
+//   token_ids int32, scores, ties float32: [NUM_RANKS] of [R] -> best int32 [R], is_nan bool [R]
+//   grid (1), block (multiple of 32, at least NUM_RANKS)
+//   reference: NumpyCollectives.best; roofline: three link latencies; not measured
 #include "group/signals.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024)

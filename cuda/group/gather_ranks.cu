@@ -1,9 +1,8 @@
-// gather_ranks: out [T, width] = the parts [T, n] of ranks 0, copies, 2 copies, ... side by side.
+// gather_ranks: out [T, width] = parts [T, n] of ranks 0, copies, 2 copies, ... side by side.
 //
-//   parts [NUM_RANKS] of [T, n], out [T, width], width <= n * NUM_RANKS / copies
-//   grid (at most MAX_BLOCKS), block (a multiple of 32, at least NUM_RANKS)
-//   reference: NumpyCollectives.gather
-//   roofline: T width elements, all but a rank's own over its link; not measured
+//   width <= n * NUM_RANKS / copies
+//   grid (at most MAX_BLOCKS), block (multiple of 32, at least NUM_RANKS)
+//   reference: NumpyCollectives.gather; roofline: T width elements over links; not measured
 #include "group/signals.cuh"
 
 template <int UNIT>

@@ -1,10 +1,10 @@
 // normalise_qk_ranks: normalise_qk over the heads of all ranks.
 //
-//   qkv [T, columns], q_norm [NUM_RANKS * q_size], k_norm [NUM_RANKS / copies * k_size], whole on each rank
-//   squares [NUM_RANKS] of float32 [T, 2]: each rank's sums of squares
-//   grid (at most T and MAX_BLOCKS), block (a multiple of 32, at least NUM_RANKS)
-//   reference: NumpyOps.normalise_qk of the whole rows; sums are in another order
-//   roofline: 2 T (q_size + k_size) elements read, half of that written; not measured
+//   qkv [T, columns], q_norm [NUM_RANKS * q_size], k_norm [NUM_RANKS / copies * k_size]
+//   squares [NUM_RANKS] of float32 [T, 2]: each rank's sums
+//   grid (at most T and MAX_BLOCKS), block (multiple of 32, at least NUM_RANKS)
+//   reference: NumpyOps.normalise_qk, with sums in another order
+//   roofline: 3 T (q_size + k_size) elements; not measured
 #include "group/signals.cuh"
 
 __device__ __forceinline__ float sum_of_squares(const T* row, int size) {

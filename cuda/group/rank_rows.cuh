@@ -1,5 +1,4 @@
-// Rows of a sum of one array per rank, in rank order in float, rounded to T once. With PUSH peers push them, else they
-// are read: the same bits.
+// Rows of a sum over ranks, pushed by peers (PUSH) or read: the same bits.
 #pragma once
 
 #include "group/rank_sum.cuh"
@@ -10,9 +9,8 @@
 
 #if PUSH
 
-// A block pushes row blockIdx.x to every peer as 4-byte words each with the push's number, and finds theirs in its own
-// slots. Two slots suffice: a peer that sends a row has read the one before. Rows of at most PUSH_ROW_BYTES are aligned
-// to 16 bytes.
+// A block pushes row blockIdx.x to every peer, each 4-byte word with the push's number. Two slots suffice: a peer that
+// sends a row has read the previous one. Rows have at most PUSH_ROW_BYTES, aligned to 16.
 struct RankRows {
     static constexpr bool MANY_ROWS = false;
     static constexpr int WORDS = 2;  // 16-byte words of a slot for a vector
@@ -23,7 +21,7 @@ struct RankRows {
     __device__ __forceinline__ RankRows(const Group& group, const PerRank<const T>& parts)
         : group(group), parts(parts), number(*group.own(PUSHES + blockIdx.x) + 1) {}
 
-    // Where `receiver` finds element i of the row from `sender`.
+    // Element i of the row that `sender` pushes to `receiver`.
     __device__ __forceinline__ uint4* slot(int receiver, int sender, int i) const {
         const i64 row = ((number & 1) * NUM_RANKS + sender) * MAX_PUSH_ROWS + blockIdx.x;
         u8* slots = reinterpret_cast<u8*>(group.words.at[receiver] + SLOTS);
@@ -50,7 +48,6 @@ struct RankRows {
         return words[0].y == number && words[0].w == number && words[1].y == number && words[1].w == number;
     }
 
-    // Elements i.. of the sum's row, which starts at `start`.
     __device__ __forceinline__ Vec<T> sum_vec(i64 start, int i) const {
         uint4 words[NUM_RANKS][WORDS];
 #pragma unroll
@@ -90,7 +87,6 @@ struct RankRows {
 
 #else
 
-// Reads the peers' rows once all have come; ends once all have read.
 struct RankRows {
     static constexpr bool MANY_ROWS = true;
     Barrier barrier;

@@ -1,11 +1,9 @@
-// Memory that the ranks of a group share, and waits for each other, which all end.
+// Memory that ranks share, and waits for each other, which all end.
 //
-// Peers write to each rank's memory, zero at start and laid out as in model/ops/gpu/group/shared.py: u32 words error
-// [32], barriers [MAX_BLOCKS], pushes [MAX_BLOCKS], signals [NUM_RANKS][MAX_BLOCKS], then slots
-// [2][NUM_RANKS][MAX_PUSH_ROWS][2 * PUSH_ROW_BYTES] bytes. Numbers grow with every launch.
-//
-// Block b of a rank meets block b of its peers: all ranks launch the same kernels with the same grids, of at most
-// MAX_BLOCKS blocks that are resident at once.
+// Each rank's memory, zero at start, as in model/ops/gpu/group/shared.py: u32 error [32], barriers [MAX_BLOCKS], pushes
+// [MAX_BLOCKS], signals [NUM_RANKS][MAX_BLOCKS]; slots [2][NUM_RANKS][MAX_PUSH_ROWS][2 * PUSH_ROW_BYTES] bytes. Numbers
+// grow with every launch. Ranks launch the same kernels with the same grids of at most MAX_BLOCKS resident blocks;
+// block b meets block b of its peers.
 #pragma once
 
 #include "common/types.cuh"
@@ -64,7 +62,7 @@ __device__ __forceinline__ u64 now_ns() {
     return now;
 }
 
-// Reads 16 bytes that another rank wrote, past this one's caches.
+// Past this rank's caches.
 __device__ __forceinline__ uint4 load_from_rank(const void* from) {
     uint4 value;
     asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -98,8 +96,7 @@ __device__ __forceinline__ bool are_aligned(const PerRank<const T>& parts) {
     return aligned;
 }
 
-// Repeats `poll` until it is true; false after LIMIT_NS, or once the group has an error. Reports a late `peer` to all
-// ranks.
+// Polls until true; false after LIMIT_NS, which reports `peer` to all ranks, or once the group has an error.
 template <typename Poll>
 __device__ __forceinline__ bool wait_for_rank(const Group& group, int peer, Poll poll) {
     const u64 start = now_ns();
@@ -123,7 +120,7 @@ struct Barrier {
     __device__ __forceinline__ explicit Barrier(const Group& group)
         : group(group), number(*group.own(BARRIERS + blockIdx.x)) {}
 
-    // Every thread calls it. A peer that sees the signal sees the block's earlier reads and writes done.
+    // A peer that sees the signal sees the block's earlier reads and writes done.
     __device__ __forceinline__ void arrive() {
         number++;
         __syncthreads();
@@ -132,7 +129,7 @@ struct Barrier {
             store_release(group.words.at[peer] + SIGNALS + group.rank * MAX_BLOCKS + blockIdx.x, number);
     }
 
-    // Every thread calls it after `arrive`, and gets whether all peers arrived.
+    // Returns whether all peers arrived.
     __device__ __forceinline__ bool wait() {
         const int peer = threadIdx.x;
         bool came = true;
@@ -149,7 +146,6 @@ struct Barrier {
         return wait();
     }
 
-    // Every thread calls it last.
     __device__ __forceinline__ void close() {
         if (threadIdx.x == 0) *group.own(BARRIERS + blockIdx.x) = number;
     }

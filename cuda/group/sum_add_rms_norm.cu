@@ -1,10 +1,9 @@
-// sum_add_rms_norm: add_rms_norm of x[t] = the sum over ranks of parts[r][t].
+// sum_add_rms_norm: add_rms_norm of the sum over ranks of parts [T, H].
 //
-//   parts [NUM_RANKS] of [T, H]; residual, out [T, H], weight [H]
-//   PUSH 0: grid (at most T and MAX_BLOCKS); 1: grid (T), T <= MAX_PUSH_ROWS, rows of 16-byte vectors
-//   block as for add_rms_norm
-//   reference: NumpyCollectives.sum, then NumpyOps.add_rms_norm
-//   roofline: one trip over the links (PUSH), else three, and (NUM_RANKS - 1) T H elements; not measured
+//   residual, out [T, H], weight [H]
+//   grid PUSH 0: at most T and MAX_BLOCKS; 1: T <= MAX_PUSH_ROWS, rows of whole vectors
+//   reference: NumpyCollectives.sum, NumpyOps.add_rms_norm
+//   roofline: (NUM_RANKS - 1) T H elements, one link latency (PUSH) or three; not measured
 #include "group/rank_rows.cuh"
 #include "layer/norm_row.cuh"
 

@@ -1,8 +1,7 @@
-// sum_add_rms_norm_quantised: sum_add_rms_norm, rounded to out e4m3 [T, H] with scale float32 [T].
+// sum_add_rms_norm_quantised: sum_add_rms_norm, then quantise_rows.
 //
-//   grid and block as for sum_add_rms_norm
-//   reference: NumpyCollectives.sum, then NumpyOps.add_rms_norm_quantised
-//   roofline: as sum_add_rms_norm; not measured
+//   grid, block and roofline as sum_add_rms_norm; not measured
+//   reference: NumpyCollectives.sum, NumpyOps.add_rms_norm_quantised
 #include "group/rank_rows.cuh"
 #include "layer/norm_row_quantised.cuh"
 

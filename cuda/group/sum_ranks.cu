@@ -1,12 +1,10 @@
-// sum_ranks: out[i] = the sum over ranks of parts[r][i], in rank order in float, rounded to T once.
+// sum_ranks: out[i] = sum over ranks of parts[r][i], in rank order in float.
 //
 //   parts, outs [NUM_RANKS] of [size]
-//   STEPS 1: each rank reads all parts; 2: each sums its share, then reads its peers'; 0: parts are own memory, filled
-//   by NCCL, and no rank waits
-//   grid (at most MAX_BLOCKS), block (a multiple of 32, at least NUM_RANKS)
+//   STEPS 1: each rank reads all parts; 2: each sums its share, then reads its peers'; 0: parts are own memory (NCCL)
+//   grid (at most MAX_BLOCKS), block (multiple of 32, at least NUM_RANKS)
 //   reference: NumpyCollectives.sum
-//   roofline: elements over each rank's link: (NUM_RANKS - 1) size with STEPS 1, 2 (NUM_RANKS - 1) / NUM_RANKS size
-//   with 2; not measured
+//   roofline: (NUM_RANKS - 1) size elements over a link, with STEPS 2 times 2 / NUM_RANKS; not measured
 #include "group/rank_sum.cuh"
 
 #ifndef STEPS

@@ -1,9 +1,9 @@
-// add_rms_norm: residual[t] += x[t], rounded to its type, then out[t] = rms_norm(residual[t]).
+// add_rms_norm: residual += x, rounded to T; out = rms_norm(residual).
 //
 //   x, residual, out [T, H], weight [H]; out may be x
-//   grid (T), block (a multiple of 32 up to 1024)
+//   grid (T), block (multiple of 32)
 //   reference: NumpyOps.add_rms_norm
-//   roofline: 4 T H elements moved; 0.85 of copy bandwidth from T = 2048 on
+//   roofline: 4 T H elements; 0.85 of copy bandwidth from T = 2048
 #include "layer/norm_row.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024)

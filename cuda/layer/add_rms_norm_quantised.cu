@@ -1,9 +1,9 @@
-// add_rms_norm_quantised: residual[t] += x[t], rounded to its type, then quantise_rows of rms_norm(residual).
+// add_rms_norm_quantised: add_rms_norm, then quantise_rows.
 //
 //   x, residual [T, H], weight [H], out e4m3 [T, H], scale float32 [T]
-//   grid (T), block (a multiple of 32 up to 1024)
+//   grid (T), block (multiple of 32)
 //   reference: NumpyOps.add_rms_norm_quantised
-//   roofline: 3 T H elements and T H bytes moved; 0.8 of copy bandwidth from T = 8192 on
+//   roofline: 3 T H elements, T H bytes; 0.8 of copy bandwidth from T = 8192
 #include "layer/norm_row_quantised.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024) add_rms_norm_quantised(const T* x, T* residual, const T* weight,

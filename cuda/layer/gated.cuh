@@ -1,4 +1,4 @@
-// The activation of an MLP, for silu_mul and the products that end in it.
+// SiLU(gate) * up.
 #pragma once
 
 #include "common/types.cuh"

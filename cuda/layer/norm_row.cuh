@@ -1,15 +1,15 @@
-// RMSNorm of one row by one block, which keeps the row in registers.
+// RMSNorm of a row by a block, which holds it in registers.
 #pragma once
 
 #include "common/types.cuh"
 
-// 16-byte vectors of a row in a thread's registers. More than HELD * blockDim.x are read twice.
+// Vectors of a thread; rows of more than HELD * blockDim.x are read twice.
 constexpr int HELD = 4;
 
 // out[i] = row[i] / sqrt(mean(row^2) + eps) * weight[i], for i < width.
-//   make_vec(i), make_one(i)  elements i.. of the row, each made exactly once, before any of `out` is written
-//   made                      where the row can be read again afterwards
-//   aligned                   whether rows, weight and out allow 16-byte accesses
+//   make_vec(i), make_one(i)  elements i.., each called once, before `out` is written
+//   made                      where the row can be read afterwards
+//   aligned                   rows, weight and out allow 16-byte accesses
 template <typename MakeVec, typename MakeOne>
 __device__ __forceinline__ void norm_row(MakeVec make_vec, MakeOne make_one, const T* made, const T* weight, T* out,
                                          int width, float eps, bool aligned) {

@@ -1,9 +1,9 @@
-// RMSNorm of one row by one block, rounded to T, then to e4m3.
+// norm_row, rounded to T, then to e4m3.
 #pragma once
 
 #include "common/fp8.cuh"
 
-// out[i], scale = quantised(row[i] / sqrt(mean(row^2) + eps) * weight[i]); arguments as in norm_row.cuh.
+// Arguments as in norm_row.
 template <typename MakeVec, typename MakeOne>
 __device__ __forceinline__ void norm_row_quantised(MakeVec make_vec, MakeOne make_one, const T* made, const T* weight,
                                                    u8* out, float* scale, int width, float eps, bool aligned) {

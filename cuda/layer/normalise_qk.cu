@@ -1,9 +1,8 @@
-// normalise_qk: q and k of each row become their RMSNorm over all heads, in place.
+// normalise_qk: RMSNorm of q and of k over all heads, in place.
 //
 //   qkv [T, width]: q_width columns of q, k_width of k, then v; q_norm [q_width], k_norm [k_width]
-//   grid (T, 2): q and k; block (a multiple of 32 up to 1024)
-//   reference: NumpyOps.normalise_qk
-//   roofline: 2 T (q_width + k_width) elements moved
+//   grid (T, 2): q, k; block (multiple of 32)
+//   reference: NumpyOps.normalise_qk; roofline: 2 T (q_width + k_width) elements
 #include "layer/norm_row.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024)

@@ -1,9 +1,9 @@
-// quantise_rows: out[t] = x[t] / scale[t] in e4m3, scale[t] = max(|x[t]|) / 448, at least 1e-12.
+// quantise_rows: out = x / scale in e4m3, scale[t] = max(|x[t]|) / 448, at least 1e-12; not finite if the row is not.
 //
-//   x [T, K], out e4m3 [T, K], scale float32 [T]; a row with NaN or infinity has a scale that is not finite
-//   grid (T), block (a multiple of 32 up to 1024)
-//   reference: NumpyOps.quantise_rows, equal in every bit
-//   roofline: T K elements read, T K bytes written; 0.9 of copy bandwidth from T = 8192 on
+//   x [T, K], out e4m3 [T, K], scale float32 [T]
+//   grid (T), block (multiple of 32)
+//   reference: NumpyOps.quantise_rows, bit for bit
+//   roofline: T K elements read, T K bytes written; 0.9 of copy bandwidth from T = 8192
 #include "common/fp8.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024) quantise_rows(const T* x, u8* out, float* scale, int width) {

@@ -1,9 +1,9 @@
-// rms_norm: out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight.
+// rms_norm: out = x / sqrt(mean(x^2) + eps) * weight.
 //
 //   x, out [T, H], weight [H]
-//   grid (T), block (a multiple of 32 up to 1024)
+//   grid (T), block (multiple of 32)
 //   reference: NumpyOps.rms_norm
-//   roofline: 2 T H elements moved; 0.85 of copy bandwidth from T = 2048 on
+//   roofline: 2 T H elements; 0.85 of copy bandwidth from T = 2048
 #include "layer/norm_row.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024)

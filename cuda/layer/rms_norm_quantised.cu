@@ -1,7 +1,7 @@
-// rms_norm_quantised: quantise_rows of rms_norm(x), in one pass.
+// rms_norm_quantised: rms_norm, then quantise_rows.
 //
 //   x [T, H], weight [H], out e4m3 [T, H], scale float32 [T]
-//   grid (T), block (a multiple of 32 up to 1024)
+//   grid (T), block (multiple of 32)
 //   reference: NumpyOps.rms_norm_quantised
 //   roofline: T H elements read, T H bytes written; 0.6 of copy bandwidth at T = 8192
 #include "layer/norm_row_quantised.cuh"

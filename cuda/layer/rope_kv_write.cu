@@ -1,16 +1,13 @@
-// rope_kv_write: normalises q and k per head if weights are given, rotates them, writes k and v to the paged cache,
-// returns q.
+// rope_kv_write: norms q and k per head if weights are given, rotates them, writes k and v to the paged cache, returns
+// q.
 //
-//   qkv [T, (Hq + 2 Hkv) * D]; cos, sin float32[max_len, D / 2]; positions int32[T]; slots int64[T]
-//   kv [num_blocks, L, 2, Hkv, B, D], of type T or, with QUIRE_KV_FP8, e4m3 of value / kv_scales float32[L, 2, Hkv]
-//   q_norm, k_norm [D] or null; q_out [T, Hq, D]
-//   A build defines HEAD_DIM and BLOCK_SIZE.
-//   grid (ceil(T * (Hq + 2 Hkv) / (256 / TEAM))), block (256): a team of TEAM lanes takes one head of one token, each
-//   lane 16 bytes of the lower half and the 16 they are paired with
+//   qkv [T, (Hq + 2 Hkv) * D]; cos, sin float32 [max_len, D / 2]; positions int32 [T]; slots int64 [T]
+//   kv [num_blocks, L, 2, Hkv, B, D], with QUIRE_KV_FP8 e4m3 of value / kv_scales float32 [L, 2, Hkv]
+//   q_norm, k_norm [D] or null; q_out [T, Hq, D]; arrays aligned to 16 bytes; T * (Hq + 2 Hkv) * TEAM below 2^31
+//   grid (ceil(T * (Hq + 2 Hkv) / (256 / TEAM))), block (256): TEAM lanes a head, each 16 bytes of both halves
 //   reference: NumpyOps.rope_kv_write
-//   needs: arrays aligned to 16 bytes; T * (Hq + 2 Hkv) * TEAM below 2^31
-//   A slot outside the cache or a position outside the table writes nothing to kv; such a position gives q of zeros.
-//   roofline: 2 T (Hq + 2 Hkv) D elements moved; 0.85 of copy bandwidth from T = 2048 on
+//   A slot outside the cache or a position outside the table writes no kv; such a position gives q of zeros.
+//   roofline: 2 T (Hq + 2 Hkv) D elements; 0.85 of copy bandwidth from T = 2048
 #include "common/fp8.cuh"
 #include "common/types.cuh"
 

@@ -3,7 +3,7 @@
 //   gate_up [T, 2 I], out [T, I]
 //   grid (T, ceil(I / (256 vectors))), block (256)
 //   reference: NumpyOps.silu_mul
-//   roofline: 3 T I elements moved; 0.85 of copy bandwidth from T = 512 on
+//   roofline: 3 T I elements; 0.85 of copy bandwidth from T = 512
 #include "layer/gated.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) silu_mul(const T* gate_up, T* out, int width) {

@@ -1,7 +1,7 @@
-// silu_mul_quantised: quantise_rows of silu_mul(gate_up), in one pass.
+// silu_mul_quantised: silu_mul, then quantise_rows.
 //
 //   gate_up [T, 2 I], out e4m3 [T, I], scale float32 [T]
-//   grid (T), block (a multiple of 32 up to 1024)
+//   grid (T), block (multiple of 32)
 //   reference: NumpyOps.silu_mul_quantised
 //   roofline: 2 T I elements read, T I bytes written; 0.6 of copy bandwidth at T = 4096
 #include "common/fp8.cuh"

@@ -1,18 +1,16 @@
-// silu_mul_quantised_sm90: silu_mul_quantised of a few wide rows on Hopper, eight blocks a row. One block alone takes
-// longer for its exponentials than for its bytes.
+// silu_mul_quantised_sm90: silu_mul_quantised of few wide rows on Hopper, eight blocks a row: exponentials bound one.
 //
-//   gate_up [T, 2 I], out e4m3 [T, I], scale float32 [T]
-//   grid (8 T) in clusters of 8, which exchange their maxima; block (a multiple of 32 up to 1024)
-//   reference: NumpyOps.silu_mul_quantised; equal in every bit to the kernel silu_mul_quantised
-//   needs: gate_up and out aligned to 16 bytes, I / 8 whole 16-byte vectors, at most HELD_VECS a thread
-//   roofline: bound by latency: 2.4 us a launch within a step at T = 1, I = 14336
+//   gate_up and out aligned to 16 bytes, I / 8 whole vectors, at most HELD_VECS a thread
+//   grid (8 T), clusters of 8, which exchange maxima; block (multiple of 32)
+//   reference: NumpyOps.silu_mul_quantised; the bits of silu_mul_quantised
+//   roofline: latency: 2.4 us within a step at T = 1, I = 14336
 #include "common/fp8.cuh"
 #include "common/wgmma.cuh"
 #include "layer/gated.cuh"
 
 constexpr int CLUSTER = 8;
 
-// The maximum over the blocks of the cluster, each of which has called arrive_at_cluster.
+// Maximum over the cluster, whose blocks have called arrive_at_cluster.
 __device__ __forceinline__ u32 cluster_max(u32 largest) {
     __shared__ u32 of_blocks[CLUSTER];
     largest = block_max(largest, 0u);

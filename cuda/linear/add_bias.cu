@@ -1,9 +1,8 @@
-// add_bias: out[m, n] += bias[n], where cuBLASLt cannot add a bias of this type itself.
+// add_bias: out[m, n] += bias[n], where cuBLASLt cannot.
 //
-//   bias [N] of the build's type; out [M, N] of the same type, or float32 in a build with OUT_FLOAT=1
+//   bias [N]; out [M, N], float32 with OUT_FLOAT
 //   grid (M, ceil(N / 256)), block (256)
-//   reference: the last line of NumpyOps.linear
-//   roofline: 2 M N elements moved
+//   reference: NumpyOps.linear; roofline: 2 M N elements
 #include "common/types.cuh"
 
 #if OUT_FLOAT

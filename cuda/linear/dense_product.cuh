@@ -1,4 +1,4 @@
-// The product of gemv and experts_gemv: rows of x times weights of the same 16-bit type.
+// The product of gemv and experts_gemv: x and weights of one 16-bit type.
 #pragma once
 
 #include "linear/gemv.cuh"

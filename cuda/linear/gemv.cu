@@ -1,11 +1,9 @@
-// gemv: out[m] = x[m] @ weight.T + bias for a few rows; bound by reading the weights once.
+// gemv: out = x @ weight.T + bias for up to 8 COL_TILES rows.
 //
-//   x [M, K], weight [N, K], bias [N] or null, out [M, N]; M <= 8 COL_TILES
-//   A build defines the macros of gemv.cuh; OUT_FLOAT: out is of the build's type (0) or float32 (1).
-//   grid (up to ceil(N / (16 ROW_TILES))), block (32 WARPS), dynamic shared memory: rings, two sets of sums
+//   x [M, K], weight [N, K], bias [N] or null, out [M, N]; x and weight aligned to 16 bytes, K a multiple of 8
+//   grid (up to ceil(N / (16 ROW_TILES))), block (32 WARPS), shared memory: rings, two sets of sums
 //   reference: NumpyOps.linear
-//   needs: x and weight aligned to 16 bytes, K a multiple of 8, 16-bit elements
-//   roofline: N K elements moved; 0.9 of copy bandwidth from 64 MB of weights
+//   roofline: N K elements; 0.9 of copy bandwidth from 64 MB
 #include "linear/dense_product.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)

@@ -1,9 +1,8 @@
-// The loop of the GEMV kernels: persistent blocks whose warps split K and read weights through rings in shared memory.
+// The loop of the GEMV kernels: persistent blocks, whose warps split K and read weights through rings in shared memory.
 //
-// A build defines WARPS, ROW_TILES (weight rows of a tile, in sixteens), COL_TILES (rows of x, in eights), SPAN
-// (elements of K that a warp takes in turn), STEP (those of a stage, default SPAN), STAGES (of a warp's ring), X_AHEAD
-// (x is read a step ahead, default 0). The warps' sums are added in their order: a row's bits depend on K, WARPS and
-// SPAN alone.
+// A build defines WARPS, ROW_TILES (sixteens of weight rows), COL_TILES (eights of rows of x), SPAN (elements of K a
+// warp takes in turn), STEP (elements of a stage, default SPAN), STAGES (of a warp's ring), X_AHEAD (reads x a step
+// ahead, default 0). Sums of warps are added in their order: a row's bits depend on K, WARPS and SPAN alone.
 #pragma once
 
 #include "common/mma.cuh"
@@ -53,7 +52,6 @@ struct Gemv {
 
     using XVecs = uint4[CHUNKS][COL_TILES][X_VECS];  // of a lane for a step
 
-    // The byte offset of a weight vector in its stage.
     static __device__ __forceinline__ int shared_offset(int row, int vec) { return row_pair_offset<VECS>(row, vec); }
 
     static __device__ __forceinline__ void start_copies(u32 stage, const W* weight, Position at, int n_size,
@@ -92,7 +90,7 @@ struct Gemv {
         }
         wait_for_previous_kernel();
 
-        // Columns past the last row of x repeat it; their results are not written.
+        // Columns past the last row repeat it; not written.
         const X* x_rows[COL_TILES];
 #pragma unroll
         for (int j = 0; j < COL_TILES; j++)

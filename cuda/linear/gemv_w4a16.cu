@@ -1,17 +1,15 @@
-// gemv_w4a16: out[m] = x[m] @ weight.T + bias with 4-bit weights, for a few rows; bound by reading the weights once.
+// gemv_w4a16: gemv with 4-bit weights, for up to X_ROWS rows.
 //
-//   x [M, K]; tiles, scale and zero (or null) as in int4.cuh; bias [N] or null, out [M, N]; M <= X_ROWS; group_spans:
-//   spans of 128 columns in a group (1 with GROUPS > 1)
-//   A build defines WARPS (a block), ROW_TILES (weight rows of a tile, in sixteens), X_ROWS (1, 4, 8 or 16), STAGES (of
-//   a warp's ring in shared memory, a span each), BLOCKS_PER_SM, OUT_FLOAT as for gemv.cu, and those of int4.cuh.
-//   grid (up to N / (16 ROW_TILES), rounded up), block (32 WARPS), dynamic shared memory: rings, two sets of sums, x.
-//   The warps split K, and their sums are added in their order.
+//   tiles, scale, zero (or null): int4.cuh; group_spans: spans in a group (1 with GROUPS > 1); arrays aligned to 16
+//   bytes
+//   A build defines WARPS, ROW_TILES (sixteens of weight rows), X_ROWS (1, 4, 8, 16), STAGES (spans in a warp's ring),
+//   BLOCKS_PER_SM and the macros of int4.cuh.
+//   grid (up to ceil(N / (16 ROW_TILES))), block (32 WARPS), shared memory: rings, two sets of sums, x
 //   reference: NumpyOps.linear
-//   needs: all arrays aligned to 16 bytes, N a multiple of 16, K of 128
-//   roofline: N K / 2 bytes and the scales moved; 0.85 of copy bandwidth at one row
+//   roofline: N K / 2 bytes and the scales; 0.85 of copy bandwidth at one row
 //
-// No weight is rounded: OFFSET + q is multiplied by x and summed in float for each group; (OFFSET + zero point) times
-// the sum of x, which a product with ones gives, is subtracted, and the rest is scaled in float.
+// No weight is rounded: x times OFFSET + q is summed in float for each group, less OFFSET + zero point times the sum of
+// x, which a product with ones gives; the rest is scaled. Sums of warps, which split K, are added in their order.
 #include "common/int4.cuh"
 #include "common/product_types.cuh"
 
@@ -27,9 +25,9 @@ constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
 constexpr int PIECES = GROUPS * ROW_TILES * 2;  // of 16 bytes of a stage's scales: a lane copies one
 static_assert(PIECES <= WARP_SIZE, "a lane copies a piece");
 
-// Copies a warp's spans of one tile, then of the next, into its ring. The integer units are as busy as the memory, so
-// all but increments is computed once a tile. (Loads to registers would share a scoreboard: a wait for the first waits
-// for the last.)
+// Copies a warp's spans of one tile, then of the next, into its ring. Integer units are as busy as the memory:
+// addresses are computed once a tile. Loads to registers would share a scoreboard, so that a wait for one waits for
+// all.
 struct Loader {
     const u8* tiles;
     const u8* scale;
@@ -40,7 +38,7 @@ struct Loader {
     const u8* zeros_from;
     int tile, span;
 
-    // The first sixteen of a tile. The last tile begins earlier where it is not whole.
+    // A last tile that is not whole begins earlier.
     __device__ __forceinline__ int first_block(int at) const { return min(at * ROW_TILES, num_blocks - ROW_TILES); }
 
     __device__ __forceinline__ i64 piece() const {
@@ -88,8 +86,7 @@ struct Loader {
     }
 };
 
-// x in shared memory, row after row. The 16-byte chunks of each 128 bytes are XORed with the row: ldmatrix reads one
-// chunk of eight rows without bank conflicts.
+// Rows of x; 16-byte chunks are XORed with the row, so that ldmatrix has no bank conflicts.
 struct SharedX {
     char* base;
     int row_bytes;
@@ -111,11 +108,11 @@ struct SharedX {
         }
     }
 
-    // Where this lane's row begins, for rows 8 j to 8 j + 7.
+    // This lane's row of rows 8 j .. 8 j + 7.
     __device__ __forceinline__ u32 row_address(int j) const {
         return shared_address(base) + min(8 * j + static_cast<int>(threadIdx.x) % 8, X_ROWS - 1) * row_bytes;
     }
-    // The fragments of 64 columns of such rows.
+    // Fragments of 64 columns.
     static __device__ __forceinline__ void load(u32 (&columns)[4][2], u32 at, int j) {
         const int lane = threadIdx.x % WARP_SIZE, row = min(8 * j + lane % 8, X_ROWS - 1);
 #pragma unroll
@@ -137,7 +134,7 @@ __device__ __forceinline__ void clear(Sums& sum) {
 
 __device__ __forceinline__ void add_span(Sums& sum, const char* stage, const u32 (&x_at)[COL_TILES], int span) {
     const int lane = threadIdx.x % WARP_SIZE;
-    constexpr int HALF_GROUPS = GROUPS == 4 ? 2 : 1;  // that a half of the span has, or has a part of
+    constexpr int HALF_GROUPS = GROUPS == 4 ? 2 : 1;  // in half a span
     const u32 ones[4] = {ONES, ONES, ONES, ONES};
     Sums of_group;
     float x_sum[COL_TILES][HALF_GROUPS][4];
@@ -196,7 +193,7 @@ __device__ __forceinline__ void add_span(Sums& sum, const char* stage, const u32
     }
 }
 
-// Adds the warps' sums of a tile, stores them, and clears them.
+// Adds and stores the warps' sums of a tile; clears them.
 __device__ __forceinline__ void store_tile(Sums& sum, float* partial, int first_row, const T* bias, Out* out,
                                            int num_rows, int n_size) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE, g = lane / 4, t = lane % 4;
@@ -247,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     int stage = 0, next = STAGES - 1, parity = 0;
     for (int tile = blockIdx.x; tile * TILE_ROWS < n_size; tile += gridDim.x) {
         int span = warp;
-        do {  // a warp without a span takes part too
+        do {  // also without a span
             wait_for_copies<STAGES - 2>();
             __syncwarp();  // the stage has landed, and all lanes have read the previous one
             loader.load(ring_address + next * STAGE_BYTES);
@@ -256,7 +253,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
             stage = stage == STAGES - 1 ? 0 : stage + 1;
             span += WARPS;
         } while (span < num_spans);
-        // The buffers alternate, which saves a barrier.
         store_tile(sum, partials + parity * PARTIAL_FLOATS, loader.first_block(tile) * BLOCK_ROWS, bias, out, num_rows,
                    n_size);
         parity ^= 1;

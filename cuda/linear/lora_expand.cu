@@ -1,13 +1,12 @@
-// lora_expand: out[rows[m], n] += sum over c of shrunk[c, m, part of n] . b[slot, n], by the adapter in the `slot` of
-// row m.
+// lora_expand: out[rows[m], n] += sum over splits c of shrunk[c, m, part of n] . b[slot, n].
 //
-//   shrunk float32[C, M, P, R] of lora_shrink; b [S, N, R], scaled, and out [T, N] of the build's type
-//   rows int32[M], tiles int32[G, 3], ranks int32[S]: as in lora_shrink; b is finite beyond the rank
-//   the P parts of the outputs end at first_end, second_end and N; unused ends are N; all and R are multiples of 8
-//   grid (sum over parts of ceil(columns / 512), G), block 256: a warp makes 64 columns of a tile's rows
-//   reference: NumpyOps.lora_expand. shrunk is multiplied as the sum of two 16-bit numbers, which keep at least 16 of
-//   its bits (float16: magnitudes up to 65,504); added to `out` in float32 and rounded once
-//   roofline: as lora_shrink with N R elements, and 2 M N of the outputs moved
+//   shrunk float32 [C, M, P, R] of lora_shrink; b [S, N, R], scaled, finite beyond the rank; out [T, N]
+//   rows int32 [M], tiles int32 [G, 3], ranks int32 [S]: as in lora_shrink
+//   outputs of the P parts end at first_end, second_end, N (unused: N); all and R are multiples of 8
+//   grid (sum over parts of ceil(columns / 512), G), block 256: a warp makes 64 columns of a tile
+//   reference: NumpyOps.lora_expand. shrunk is multiplied as two 16-bit numbers, at least 16 of its bits (float16: up
+//   to 65,504); added to `out` in float32, rounded once
+//   roofline: as lora_shrink with N R elements, and 2 M N of outputs
 #include "common/mma.cuh"
 
 constexpr int WARPS = 8;
@@ -53,7 +52,7 @@ __device__ void expand_tile(T* out, const float* shrunk, const T* b, const int* 
 
 #else
 
-// Column g of mma tile j is column g / 2 * 8 + 2 j + g % 2 of 32: a lane's sums of four tiles are 8 adjacent columns.
+// Column g of mma tile j is g / 2 * 8 + 2 j + g % 2 of 32: four tiles give a lane 8 adjacent columns.
 __device__ __forceinline__ void load_columns(uint2 (&to)[COL_TILES], const T* b, Columns columns, int first, int r,
                                              int rank, int max_rank) {
     const int g = threadIdx.x % WARP_SIZE / 4;
@@ -65,7 +64,7 @@ __device__ __forceinline__ void load_columns(uint2 (&to)[COL_TILES], const T* b,
     }
 }
 
-// Four elements of a row of `shrunk` as rounded pairs and what rounding left out.
+// Four elements of `shrunk`: rounded pairs, and what rounding left out.
 struct Operands {
     u32 rounded[2], rest[2];
 };
@@ -149,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP_SIZE)
     lora_expand(T* out, const float* shrunk, const T* b, const int* rows, const int* tiles, const int* ranks,
                 int num_splits, int num_rows, int width, int num_parts, int max_rank, int first_end, int second_end) {
     start_next_kernel();
-    // As in lora_shrink.
+    // Older than the step, as in lora_shrink.
     const int slot = tiles[3 * blockIdx.y], first = tiles[3 * blockIdx.y + 1], count = tiles[3 * blockIdx.y + 2];
     const int rank = ranks[slot], stride = num_parts * max_rank;
     if (count <= 0 || rank == 0) {

@@ -1,14 +1,11 @@
-// lora_shrink: shrunk[c, m, o] = x[rows[m]] . a[slot, o] over split c of K, by the adapter in the `slot` of row m.
+// lora_shrink: shrunk[c, m, o] = x[rows[m]] . a[slot, o] over split c of K.
 //
-//   x [T, K], a [S, P * R, K] of the build's type; shrunk float32[C, M, P * R]; o = p * R + r, r below the rank
-//   rows int32[M]: rows of x, those of an adapter adjacent; ranks int32[S]
-//   tiles int32[G, 3]: slot, first of `rows`, number of rows, at most 16 ROW_TILES; 0 rows: padding
-//   K and R are multiples of 8, split_inputs of 256; x and a are aligned to 16 bytes
-//   grid (ceil(P R / (8 ROW_TILES)), G, C), block 128: four warps take chunks of 64 inputs of the same outputs in turn,
-//   through rings in shared memory (48 KiB in all)
-//   reference: NumpyOps.lora_shrink; undefined beyond the rank, up to the next multiple of 8
-//   roofline: decodes read each adapter of the step once, P rank K elements, the first of them before the previous
-//   kernel has ended; x comes from L2 for every 8 ROW_TILES outputs
+//   x [T, K], a [S, P R, K], aligned to 16 bytes; shrunk float32 [C, M, P R]; o = p R + r, r below the rank
+//   rows int32 [M]: rows of x, an adapter's adjacent; ranks int32 [S]; K, R multiples of 8, split_inputs of 256
+//   tiles int32 [G, 3]: slot, first of `rows`, at most 16 ROW_TILES rows (0: padding)
+//   grid (ceil(P R / (8 ROW_TILES)), G, C), block 128: four warps take chunks of 64 inputs in turn; 48 KiB of rings
+//   reference: NumpyOps.lora_shrink; undefined beyond the rank, up to a multiple of 8
+//   roofline: each adapter of the step read once, P rank K elements; x comes from L2 for every 8 ROW_TILES outputs
 #include "common/mma.cuh"
 
 constexpr int WARPS = 4;
@@ -49,7 +46,7 @@ constexpr int ROW_BYTES = 2 * CHUNK;
 constexpr int STAGE_BYTES = (OUTPUTS + TILE_ROWS) * ROW_BYTES;
 constexpr int LANE_ROWS = WARP_SIZE / VECS;
 
-// A lane's part of NUM rows of an operand: every LANE_ROWS-th, one vector of each.
+// A lane's vectors of NUM rows, every LANE_ROWS-th.
 template <int NUM>
 struct Rows {
     const T* from[NUM / LANE_ROWS];  // null: zeros
@@ -154,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP_SIZE)
     lora_shrink(float* shrunk, const T* x, const T* a, const int* rows, const int* tiles, const int* ranks,
                 int num_rows, int num_inputs, int num_parts, int max_rank, int split_inputs) {
     start_next_kernel();
-    // Tiles, ranks and adapters are older than the step: they are read before the previous kernel has ended.
+    // Tiles, ranks and adapters are older than the step: read before the previous kernel's end.
     const Tile tile = {tiles[3 * blockIdx.y], tiles[3 * blockIdx.y + 1], tiles[3 * blockIdx.y + 2]};
     const int width = num_parts * max_rank, output = blockIdx.x * OUTPUTS, rank = ranks[tile.slot];
     const int begin = blockIdx.z * split_inputs, end = min(begin + split_inputs, num_inputs);

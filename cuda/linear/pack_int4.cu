@@ -1,11 +1,9 @@
-// pack_int4: arranges a loaded matrix of 4-bit weights as in int4.cuh.
+// pack_int4: arranges 4-bit weights as in int4.cuh, once at load.
 //
-//   data u8 [N, K / 2], column k in the low (even k) or high half of byte k / 2; scale 16-bit [N, K / G]; zero u8 [N, K
-//   / G] or null -> tiles, packed_scale and packed_zero of int4.cuh
-//   grid over words of tiles, then scales; block of any size
-//   reference: pack_int4 of model/ops/int4.py
-//   needs: N a multiple of 16, K of 128
-//   roofline: none, it runs once a matrix
+//   data u8 [N, K / 2] (even k: low half), scale 16-bit [N, K / G], zero u8 [N, K / G] or null -> tiles, packed_scale,
+//   packed_zero; N a multiple of 16, K of 128
+//   grid over words of tiles, then scales; any block
+//   reference: pack_int4 of model/ops/int4.py; roofline: none
 #include "common/types.cuh"
 
 using u8 = unsigned char;

@@ -3,7 +3,7 @@
 
 #include "linear/small_m.cuh"
 
-// A warp's part of the output tile; scales (1 without `weight_scale`) and bias of this thread's two weight rows.
+// A warp's rows of the output tile; scales (1 without `weight_scale`) and bias of this thread's two.
 struct OutputTile {
     Out* out;
     u32 x_scales;    // in shared memory
@@ -52,7 +52,7 @@ struct OutputTile {
 #endif
     }
 
-    // Row g of these eight of x: lane t has elements 2t, 2t + 1, 2t + 8, 2t + 9 of the warp's sixteen.
+    // Row g of eight: lane t has elements 2t, 2t + 1, 2t + 8, 2t + 9 of sixteen.
     __device__ __forceinline__ void store_pairs(int row_of_x, u32 near, u32 far) const {
         const int lane = threadIdx.x % WARP_SIZE, g = lane / 4, t = lane % 4, m = row_of_x + g;
         Out* row = out + static_cast<i64>(m) * n_size + first;

@@ -1,13 +1,11 @@
-// Shared by the Hopper products (sm_90a) of up to 256 rows: a tile of out, transposed, is ROWS weight rows times COLS
-// rows of x, by wgmma, 64 weight rows a warpgroup. One more warp fetches both, 128 bytes of a weight row a stage.
+// Hopper products of up to 256 rows: a tile of out, transposed, is ROWS weight rows x COLS rows of x by wgmma, 64
+// weight rows a warpgroup. Another warp fetches, 128 bytes of a weight row a stage.
 //
-// A build defines ROWS (at most 128), COLS, STAGES (of the ring), AHEAD (stages whose weights do not wait for the
-// previous kernel), SPLIT (2: two blocks split K of a tile, and each sends the other half of its sums, in a fixed
-// order), SHARED_BYTES and OUT_FLOAT. A kernel sets WEIGHT_ELEMENTS (of K in 128 bytes of weights), X_BOXES (of 128
-// bytes of x in a stage) and SCALE_BYTES (of x's scales).
-// `weight_map` is weight as a 2-D tensor map with boxes of 64 16-bit elements x ROWS rows, `x_map` x with boxes of 64 x
-// COLS rows, both with the 128-byte swizzle; 8-bit elements count as half of one. Arrays are aligned to 16 bytes, M <=
-// COLS. The order of an element's sums depends on K and SPLIT alone: a row of x gives the same bits in any batch.
+// A build defines ROWS (up to 128), COLS, STAGES, AHEAD (stages of weights fetched before the previous kernel ends),
+// SPLIT (2: two blocks split K of a tile and exchange half their sums, in a fixed order), SHARED_BYTES, OUT_FLOAT. A
+// kernel sets WEIGHT_ELEMENTS (of K in 128 bytes), X_BOXES (of 128 bytes of x in a stage), SCALE_BYTES (of x's scales).
+// `weight_map`, `x_map`: 2-D tensor maps, boxes of 64 16-bit elements (8-bit ones count half) x ROWS or COLS rows,
+// 128-byte swizzle. Arrays are aligned to 16 bytes, M <= COLS. The order of sums depends on K and SPLIT alone.
 #pragma once
 
 #include "linear/warpgroup_tile.cuh"
@@ -21,7 +19,7 @@ constexpr int BOX_BYTES = COLS * 128;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + X_BOXES * BOX_BYTES;
 constexpr int SENT_BYTES = SPLIT == 2 ? CONSUMERS * CHUNKS / 2 * 16 : 0;
 constexpr int BARRIER_BYTES = 16 * STAGES + 8;
-// The last warpgroup reads 64 rows even of a shorter tile: past it lies x, and in the last stage this padding.
+// The last warpgroup reads 64 rows even of a shorter tile: past it lies x, or this padding.
 constexpr int ROWS_PAST = 64 * WARPGROUPS - ROWS - X_BOXES * COLS;
 constexpr int PAST_BYTES = ROWS_PAST > 0 ? ROWS_PAST * 128 : 0;
 static_assert(AHEAD <= STAGES, "AHEAD stages fit in the ring");
@@ -29,8 +27,7 @@ static_assert(ROWS % 8 == 0 && ROWS <= 128 && COLS % 16 == 0 && COLS <= 256, "wh
 static_assert(SHARED_BYTES == 1024 + STAGES * STAGE_BYTES + SENT_BYTES + BARRIER_BYTES + SCALE_BYTES + PAST_BYTES,
               "the launcher's memory is not this");
 
-// STAGES of weights and x; sums from the other block; barriers: full and empty for each stage, one for the sums; scales
-// of x.
+// Weights and x; sums from the other block; barriers: full, empty, one for the sums; scales of x.
 struct Shared {
     u32 base;
 
@@ -45,7 +42,7 @@ struct Shared {
     __device__ __forceinline__ u32 parity(u32 iteration) const { return iteration / STAGES % 2; }
 };
 
-// A block's split of K for one tile, then for the next. An iteration fills one stage.
+// A block's split of K, tile after tile. An iteration fills a stage.
 struct BlockWork {
     int split, first_tile, num_tiles, first_span, num_spans;
 
@@ -99,8 +96,7 @@ struct Producer {
     }
 };
 
-// The sums of one tile over this block's split of K from `iteration` on. Stage::multiply starts the products of a
-// stage.
+// Sums of a tile over this block's split of K. Stage::multiply starts a stage's products.
 template <typename Stage>
 __device__ __forceinline__ void sum_tile(Sums& sum, const Shared& shared, const BlockWork& work, u32 iteration) {
     const bool arrives = threadIdx.x % WARP_SIZE == 0;
@@ -118,7 +114,7 @@ __device__ __forceinline__ void sum_tile(Sums& sum, const Shared& shared, const 
     if (work.num_spans > 0 && arrives) arrive(shared.empty(iteration - 1));
 }
 
-// Sends one of every two chunks to the other block, and stores the other one.
+// Sends every second chunk to the other block; stores the others.
 template <typename OutputTile>
 __device__ __forceinline__ void store_half(const Sums& sum, const OutputTile& output, const Shared& shared, int split) {
     const u32 mine = shared.sent() + threadIdx.x * 16;
@@ -150,7 +146,7 @@ __device__ __forceinline__ void store(const Sums& sum, const OutputTile& output,
         store_all(sum, output);
 }
 
-// Makes the barriers and fetches ahead; returns whether this thread is a consumer.
+// Returns whether this thread is a consumer.
 __device__ __forceinline__ bool begin_block(const Shared& shared, const Producer& producer) {
     const bool is_producer = threadIdx.x == CONSUMERS;
     start_next_kernel();

@@ -1,19 +1,18 @@
-// small_m_fp8_sm90: out[m] = (x[m] @ weight.T) * x_scale[m] * weight_scale + bias on Hopper (sm_90a), both in e4m3. Up
-// to 128 rows the time is that of reading the weights once.
+// small_m_fp8_sm90: out = (x @ weight.T) * x_scale * weight_scale + bias in e4m3 on Hopper; reads weights at their
+// speed up to 128 rows.
 //
 //   x e4m3 [M, K], x_scale float32 [M], weight e4m3 [N, K], weight_scale float32 [N], bias [N] or null, out [M, N]
-//   A build defines COLS (16, 32, 64, 96, 128, 192, 256) and the others of small_m.cuh.
-//   grid: up to one block a tile, with SPLIT 2 two; block THREADS
+//   COLS 16, 32, 64, 96, 128, 192, 256; K a multiple of 16
+//   grid: SPLIT blocks a tile at most; block THREADS
 //   reference: NumpyOps.linear
-//   needs: K a multiple of 16
-//   roofline: N K bytes moved; 0.9 of copy bandwidth from 100 MB of weights, up to M = 64
+//   roofline: N K bytes; 0.9 of copy bandwidth from 100 MB, up to M = 64
 #define WEIGHT_ELEMENTS 128
 #define X_BOXES 1
 #define SCALE_BYTES (COLS * 4)
 #include "linear/small_m.cuh"
 #include "linear/scaled_output.cuh"
 
-// In shared memory: from global memory every store would wait for its own.
+// Scales in shared memory: a store would wait for its own from global memory.
 __device__ __forceinline__ void keep_scales(const Shared& shared, const float* x_scale, int num_rows) {
     for (int m = threadIdx.x; m < COLS; m += CONSUMERS) {
         const float scale = m < num_rows ? x_scale[m] : 0.0f;

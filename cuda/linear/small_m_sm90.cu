@@ -1,18 +1,15 @@
-// small_m_sm90: out[m] = x[m] @ weight.T + bias on Hopper (sm_90a), for more rows than gemv takes; bound by reading the
-// weights once.
+// small_m_sm90: out = x @ weight.T + bias on Hopper, for more rows than gemv takes.
 //
-//   x [M, K], weight [N, K], bias [N] or null, out [M, N]
-//   A build defines COLS (32, 64, 96, 128) and the others of small_m.cuh.
-//   grid: up to one block a tile, with SPLIT 2 two; block THREADS
+//   x [M, K], weight [N, K], bias [N] or null, out [M, N]; COLS 32, 64, 96, 128; K a multiple of 8
+//   grid: SPLIT blocks a tile at most; block THREADS
 //   reference: NumpyOps.linear
-//   needs: K a multiple of 8, 16-bit elements
-//   roofline: N K elements moved; 0.9 of copy bandwidth from 100 MB of weights
+//   roofline: N K elements; 0.9 of copy bandwidth from 100 MB
 #define WEIGHT_ELEMENTS 64
 #define X_BOXES 1
 #define SCALE_BYTES 0
 #include "linear/small_m.cuh"
 
-// A warp's part of the output tile; bias of this thread's two weight rows.
+// A warp's rows of the output tile; bias of this thread's two.
 struct OutputTile {
     Out* out;
     int first, end;  // weight rows of this warp
@@ -29,8 +26,7 @@ struct OutputTile {
         }
     }
 
-    // Stores rows 8 chunk .. 8 chunk + 7 of x. 16-bit results are transposed first, so that a lane stores adjacent
-    // ones.
+    // Stores rows 8 chunk .. 8 chunk + 7 of x; transposed if 16 bits, for adjacent stores.
     __device__ __forceinline__ void store(int chunk, const float (&four)[4]) const {
         const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
 #pragma unroll

@@ -1,10 +1,9 @@
-// Shared by the Hopper products with 4-bit weights (sm_90a): a tile of out, transposed, is 16 BLOCKS weight rows times
-// COLS rows of x, by wgmma: 64 weight rows a warpgroup, whose threads unpack their own weights into the registers that
-// wgmma reads, scaled and rounded to the build's type. Another warp fetches weights and x, 128 elements of K a stage.
+// Hopper products with 4-bit weights: a tile of out, transposed, is 16 BLOCKS weight rows x COLS rows of x by wgmma, 64
+// weight rows a warpgroup. Threads unpack their weights into the registers that wgmma reads, scaled and rounded to T.
+// Another warp fetches, 128 elements of K a stage.
 //
-// A build defines BLOCKS (at most 16), COLS (32, 64, 96, 128, 192, 256), STAGES (of the ring in shared memory), AHEAD
-// (stages whose weights do not wait for the previous kernel), SPLIT (1, 2 or 4 blocks of a cluster split K of a tile),
-// SHARED_BYTES, OUT_FLOAT (out is of the build's type (0) or float32 (1)), and those of int4.cuh.
+// A build defines BLOCKS (up to 16), COLS (32, 64, 96, 128, 192, 256), STAGES, AHEAD (as in small_m.cuh), SPLIT (1, 2,
+// 4 blocks of a cluster split K), SHARED_BYTES, OUT_FLOAT, and the macros of int4.cuh.
 #pragma once
 
 #include "common/int4.cuh"
@@ -13,7 +12,7 @@
 
 constexpr int WARPGROUPS = (BLOCKS + 3) / 4;
 constexpr int CONSUMERS = WARPGROUP_SIZE * WARPGROUPS;
-constexpr int THREADS = CONSUMERS + WARPGROUP_SIZE;  // of the last warpgroup one warp fetches: it gives up its registers
+constexpr int THREADS = CONSUMERS + WARPGROUP_SIZE;  // one warp of the last fetches; it gives up its registers
 constexpr int PRODUCER_REGISTERS = 40;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS <= 2 ? 232 : WARPGROUPS == 3 ? 152 : 104;
 constexpr int BOX_BYTES = COLS * 128;  // 64 elements of K of x
@@ -28,8 +27,7 @@ static_assert(BLOCKS <= 16 && CHUNKS % SPLIT == 0, "as registers allow; a block 
 static_assert(SENT_BYTES <= STAGES * STAGE_BYTES, "what is sent fits in the ring");
 static_assert(SHARED_BYTES == 1024 + STAGES * (STAGE_BYTES + PARAMETER_BYTES + 16) + 16, "the launcher's memory is not this");
 
-// Shared memory: STAGES of x and weights, which in the end hold the sums from the other blocks; STAGES of scales and
-// zero points; barriers: full and empty for each stage, and one for the sums sent.
+// x and weights (in the end the other blocks' sums); scales and zero points; barriers: full, empty, one for the sums.
 struct Shared {
     u32 base;
 
@@ -48,8 +46,7 @@ struct Shared {
     __device__ __forceinline__ u32 parity(u32 iteration) const { return iteration / STAGES % 2; }
 };
 
-// A block's split of K for one tile, then for the next. An iteration fills one stage. Tiles of the same weights follow
-// each other, so that they are in flight at once.
+// A block's split of K, tile after tile. Tiles of the same weights are adjacent, to be in flight at once.
 struct BlockWork {
     int split, first_tile, num_tiles, first_span, num_spans, num_blocks, col_tiles;
 
@@ -65,7 +62,7 @@ struct BlockWork {
     }
 };
 
-// A tile of the block's: where its weight rows begin, in sixteens, and its rows of x.
+// A tile's first weight rows, in sixteens, and row of x.
 struct TilePlace {
     int first_block, first_col;
 
@@ -95,7 +92,7 @@ __device__ __forceinline__ void load_words(u32 (&words)[4], u32 address) {
                  : "memory");
 }
 
-// The scales of rows g and g + 8, rounded to the build's type, each twice.
+// Scales of rows g and g + 8 in T, each twice.
 __device__ __forceinline__ void pair_scales(u32& near, u32& far, u32 both) {
     if (SCALE_BF16 != (QUIRE_DTYPE == 2)) {
         const float2 scales = widen_scales(both);
@@ -105,7 +102,7 @@ __device__ __forceinline__ void pair_scales(u32& near, u32& far, u32 both) {
     far = __byte_perm(both, 0, 0x3232);
 }
 
-// The scales and zero points of a group of a warp's 16 rows.
+// A group's scales and zero points for a warp's rows.
 struct GroupParameters {
     u32 near, far;
     Zeros zeros;
@@ -124,8 +121,8 @@ struct GroupParameters {
     }
 };
 
-// The sums of one tile over this block's split of K, which starts at `iteration`. A warp unpacks 16 columns while the tensor
-// cores multiply those before: issued in a row, products of all warpgroups would wait for each other, then all unpack.
+// A warp unpacks 16 columns while the tensor cores multiply the previous ones: issued together, products of all
+// warpgroups would wait for each other, then all unpack.
 __device__ __forceinline__ void sum_tile(Sums& sum, const Shared& shared, const BlockWork& work, u32 iteration) {
     const bool arrives = threadIdx.x % WARP_SIZE == 0;
     const int block = min(static_cast<int>(threadIdx.x) / WARP_SIZE, BLOCKS - 1);
@@ -160,7 +157,7 @@ __device__ __forceinline__ void sum_tile(Sums& sum, const Shared& shared, const 
     if (work.num_spans > 0 && arrives) arrive(shared.empty(iteration - 1));
 }
 
-// A warp's part of the output tile; bias of this thread's two weight rows.
+// A warp's rows of the output tile; bias of this thread's two.
 struct OutputTile {
     Out* out;
     int first;  // weight row: of this warp's sixteen
@@ -180,8 +177,7 @@ struct OutputTile {
         }
     }
 
-    // Stores rows 8 chunk .. 8 chunk + 7 of x. 16-bit results are transposed first: lane t of a row stores elements 4t
-    // to 4t + 3 of the warp's sixteen.
+    // Stores rows 8 chunk .. 8 chunk + 7 of x; transposed if 16 bits: lane t has elements 4t .. 4t + 3.
     __device__ __forceinline__ void store(int chunk, const float (&four)[4]) const {
         const int lane = threadIdx.x % WARP_SIZE, g = lane / 4, t = lane % 4;
         if (!is_inside) return;

@@ -1,20 +1,17 @@
-// small_m_w4a16_sm90: out[m] = x[m] @ weight.T + bias with 4-bit weights on Hopper (sm_90a), for up to 2,048 rows. Up
-// to 64 rows the time is that of unpacking, from 256 on of the products.
+// small_m_w4a16_sm90: out = x @ weight.T + bias with 4-bit weights on Hopper, up to 2,048 rows. Unpacking bounds it up
+// to 64 rows, products from 256 on.
 //
-//   x [M, K] as a 2-D tensor map with boxes of 64 elements x COLS rows and the 128-byte swizzle; tiles, scale and zero
-//   (or null) as in int4.cuh; bias [N] or null, out [M, N]; group_spans: spans of 128 columns in a group (1 with GROUPS
-//   > 1)
-//   A build defines the macros of small_m_w4a16.cuh.
-//   grid: with SPLIT 1 up to one block a tile, else SPLIT blocks a tile; block THREADS
+//   x [M, K] as a 2-D tensor map, boxes of 64 elements x COLS rows, 128-byte swizzle; tiles, scale, zero (or null):
+//   int4.cuh; bias [N] or null, out [M, N]; group_spans: as gemv_w4a16; arrays aligned to 16 bytes
+//   grid: SPLIT blocks a tile at most; block THREADS
 //   reference: NumpyOps.linear
-//   needs: all arrays aligned to 16 bytes, N a multiple of 16, K of 128
-//   roofline: N K / 2 bytes and the scales moved, or 2 M N K operations; 0.8 of the larger time from 30 MB of weights
+//   roofline: N K / 2 bytes and the scales, or 2 M N K operations; 0.8 of the larger time from 30 MB
 //
-// With SPLIT each block sums its own chunks of 8 rows of x over the cluster, in the order of the blocks. The order of
-// an element's sum depends on K and SPLIT alone: a row of x gives the same bits in any batch.
+// Blocks of a cluster split K; each sums its own chunks of 8 rows of x, in their order. The order of sums depends on K
+// and SPLIT alone: a row gives the same bits in any batch.
 #include "linear/small_m_w4a16.cuh"
 
-// A stage of the ring, and the span of a tile that it holds.
+// A stage and its span.
 struct PipelineState {
     const BlockWork& work;
     TilePlace place;
@@ -36,8 +33,7 @@ struct PipelineState {
     }
 };
 
-// The thread that fetches, elected so that no loops surround its copies: its instructions bound the time of narrow
-// tiles.
+// One elected thread, so that no loops surround its copies: its instructions bound narrow tiles.
 struct Producer {
     const Shared& shared;
     const BlockWork& work;
@@ -92,14 +88,14 @@ struct Producer {
     }
 };
 
-// What was read from shared memory is in use by now, so that no release is needed, which costs 1 us.
+// No release (1 us): what was read from shared memory is in use by now.
 __device__ __forceinline__ void sync_cluster() {
     arrive_at_cluster();
     wait_for_cluster();
 }
 
-// Sends every other block its chunks, and stores this block's. Chunk SPLIT i + rank belongs to block `rank`. All blocks
-// have read their rings, where the sums arrive: those of block r at place r, the own one left out.
+// Sends other blocks their chunks and stores this one's, chunk SPLIT i + rank. Sums arrive in the rings, which all have
+// read, in the order of ranks.
 __device__ __forceinline__ void store_own(const Sums& sum, const OutputTile& output, const Shared& shared, int rank) {
     const u32 base = shared.base + threadIdx.x * 16;
     constexpr int PLACE_BYTES = CONSUMERS * OWN_CHUNKS * 16;

@@ -1,16 +1,14 @@
-// small_m_w8a16_sm90: out[m] = x[m] @ (weight * its scales).T + bias with weights of 8 bits on Hopper (sm_90a). Up to
-// 64 rows the time is nearly that of reading the weights once.
+// small_m_w8a16_sm90: out = x @ (weight * its scales).T + bias with 8-bit weights on Hopper; nearly at the speed of
+// reading them up to 64 rows.
 //
-//   x [M, K], weight [N, K]; weight_scale float32 [N], or [ceil(N / 128), ceil(K / 128)] with BLOCK_SCALES; bias [N] or
-//   null, out [M, N]
-//   A build defines COLS (32, 64, 96, 128, 192) and the others of small_m.cuh, WEIGHT_INT8 (widen.cuh), BLOCK_SCALES.
-//   grid: up to one block a tile, with SPLIT 2 two; block THREADS
+//   x [M, K], weight [N, K], bias [N] or null, out [M, N]; COLS 32, 64, 96, 128, 192; K a multiple of 16
+//   weight_scale float32 [N], with BLOCK_SCALES [ceil(N / 128), ceil(K / 128)]
+//   grid: SPLIT blocks a tile at most; block THREADS
 //   reference: NumpyOps.linear
-//   needs: K a multiple of 16
-//   roofline: N K bytes moved; 0.8 of copy bandwidth from 100 MB of weights, up to M = 64
+//   roofline: N K bytes; 0.8 of copy bandwidth from 100 MB, up to M = 64
 //
-// The threads widen weights into the registers that wgmma reads. Scales of blocks multiply them there, rounded to the
-// build's type; scales of rows multiply the sums.
+// Threads widen weights into the registers that wgmma reads. Block scales multiply them there, rounded to T; row scales
+// multiply the sums.
 #include "common/widen.cuh"
 
 #define WEIGHT_ELEMENTS 128
@@ -30,7 +28,7 @@ using Pair = __nv_bfloat162;
 
 __device__ __forceinline__ Pair as_pair(u32 bits) { return *reinterpret_cast<const Pair*>(&bits); }
 
-// The scales of blocks for rows g and g + 8, in one span.
+// Block scales of rows g and g + 8 in a span.
 struct BlockScales {
     u32 high[2], low[2];  // rounded to T, and what that leaves; each twice
 
@@ -85,8 +83,7 @@ __device__ __forceinline__ void widen_half(Fragments& a, u32 rows, int half, con
     }
 }
 
-// The sums of one tile over this block's split of K from `iteration` on. While the tensor cores multiply half a stage,
-// the threads widen the next.
+// Threads widen half a stage while the tensor cores multiply the other.
 __device__ __forceinline__ void sum_widened(Sums& sum, const Shared& shared, const BlockWork& work, u32 iteration,
                                             const BlockScaleRows& block_scales) {
     const bool arrives = threadIdx.x % WARP_SIZE == 0;

@@ -1,11 +1,9 @@
-// unpack_int4: packed 4-bit weights in the build's type: (weight - zero point) * scale, rounded once.
+// unpack_int4: 4-bit weights to T: (weight - zero point) * scale, rounded once.
 //
-//   tiles, scale and zero (or null) as in int4.cuh, whose macros but GROUPS a build defines -> out [N, K]; group_size
-//   is G
-//   grid (N / 16 * K / 64 / WARPS, rounded up), block (32 WARPS): a warp writes a tile
+//   tiles, scale, zero (or null): int4.cuh -> out [N, K], aligned to 16 bytes; group_size: G
+//   grid (ceil(N K / 1024 / WARPS)), block (32 WARPS): a warp writes a tile
 //   reference: dequantise_int4 of model/ops/int4.py
-//   needs: out aligned to 16 bytes, N a multiple of 16, K of 128
-//   roofline: 2.6 N K bytes moved (16-bit types); 0.85 of copy bandwidth
+//   roofline: 2.6 N K bytes (16-bit T); 0.85 of copy bandwidth
 #include "common/int4.cuh"
 
 constexpr int WARPS = 8;

@@ -1,5 +1,5 @@
-// The product of gemv_w8 and experts_gemv_w8: rows of x times 8-bit weights, widened to 16 bits in registers. e4m3 rows
-// of x are multiplied as float16, exactly.
+// The product of gemv_w8 and experts_gemv_w8: weights widen to 16 bits in registers; e4m3 x multiplies as float16,
+// exactly.
 #pragma once
 
 #include "common/widen.cuh"

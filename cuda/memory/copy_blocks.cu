@@ -1,9 +1,9 @@
-// copy_blocks: kv[targets[i]] = kv[sources[i]]; ignores a pair with an id outside the pool.
+// copy_blocks: kv[targets[i]] = kv[sources[i]]; ignores ids outside the pool.
 //
-//   kv: num_blocks of block_vecs * 16 bytes, aligned to 16; sources, targets int32[N]; no target is a source or repeats
+//   kv: num_blocks of block_vecs vectors, aligned to 16 bytes; sources, targets int32 [N]; no target is a source or
+//   repeats
 //   grid (N * ceil(block_vecs / (256 * VECS_PER_THREAD))), block (256)
-//   reference: NumpyOps.copy_blocks
-//   roofline: 2 N block_bytes moved; 0.90 of copy bandwidth from 64 MB on
+//   reference: NumpyOps.copy_blocks; roofline: 2 N block_bytes; 0.90 of copy bandwidth from 64 MB
 #include "common/types.cuh"
 
 constexpr int VECS_PER_THREAD = 4;  // loads in flight before the first store

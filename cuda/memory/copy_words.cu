@@ -1,12 +1,10 @@
-// copy_words: copies rows of bytes, perhaps from or to pinned host memory.
+// copy_words: copies rows, also from and to pinned host memory: copy engines would queue kilobytes after swapped
+// blocks.
 //
-//   from: num_rows * row_bytes, contiguous; to: rows of to_stride 4-byte words; row i goes to row places[i] (int32), or
-//   i if places is null
+//   from: num_rows * row_bytes; to: rows of to_stride 4-byte words, row i at places[i] (int32; null: i)
+//   both aligned to 4 bytes; row_bytes a multiple of 4 unless num_rows is 1
 //   grid (1..256), block (256)
-//   reference: NumpyOps.upload_all
-//   needs: both aligned to 4 bytes; row_bytes a multiple of 4 unless there is one row
-//   why: a copy engine would queue a step's few kilobytes after megabytes of swapped blocks
-//   roofline: none; about one launch and the bus latency
+//   reference: NumpyOps.upload_all; roofline: none: a launch and the bus latency
 #include "common/types.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)

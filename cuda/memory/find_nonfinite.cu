@@ -1,9 +1,8 @@
-// find_nonfinite: sets found[0] = 1 if any element of x is NaN or infinite.
+// find_nonfinite: found[0] = 1 if an element of x is NaN or infinite.
 //
-//   x T[count], found int32[1]
-//   grid (at most a few blocks an SM), block (256)
-//   reference: NumpyOps.find_nonfinite
-//   roofline: device memory, count * sizeof(T) bytes read
+//   x [count], found int32 [1]
+//   grid (a few blocks an SM), block (256)
+//   reference: NumpyOps.find_nonfinite; roofline: x read once
 #include "common/types.cuh"
 
 __device__ __forceinline__ bool is_finite(T x) { return fabsf(to_float(x)) < positive_infinity(); }

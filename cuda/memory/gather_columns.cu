@@ -1,9 +1,7 @@
 // gather_columns: out[m, k] = x[m, order[k]], for weights sorted by group (GPTQ's desc_act).
 //
-//   x [M, K], order int32 [K], out [M, K]
-//   grid (M, ceil(K / block))
-//   reference: x[:, order]
-//   roofline: 2 M K elements moved; x of a few rows comes from the L2
+//   x, out [M, K], order int32 [K]; grid (M, ceil(K / block))
+//   reference: x[:, order]; roofline: 2 M K elements; few rows come from L2
 #include "common/types.cuh"
 
 extern "C" __global__ void gather_columns(const T* x, const int* order, T* out, int width) {

@@ -1,9 +1,8 @@
-// gather_rows: out[t] = table[ids[t]]; a row of zeros for an id outside 0..N-1.
+// gather_rows: out[t] = table[ids[t]]; zeros for an id outside 0..N-1.
 //
-//   table [N, H], ids int32[T], out [T, H]
+//   table [N, H], ids int32 [T], out [T, H]
 //   grid (T), block (256)
-//   reference: NumpyOps.gather_rows
-//   roofline: 2 T H elements moved; copy bandwidth once T H is a few MB
+//   reference: NumpyOps.gather_rows; roofline: 2 T H elements
 #include "common/types.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -1,9 +1,7 @@
 // pick_tokens: token_ids[i] = previous[source[i]] where 0 <= source[i] < num_previous.
 //
-//   token_ids, source int32[T], previous int32[P]
-//   grid (ceil(T / 256)), block (256)
-//   reference: NumpyOps.pick_tokens
-//   roofline: none; about one launch
+//   token_ids, source int32 [T], previous int32 [P]; grid (ceil(T / 256)), block (256)
+//   reference: NumpyOps.pick_tokens; roofline: none, one launch
 #include "common/types.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -1,9 +1,7 @@
 // place_columns: out[t, first + i] = x[t, i].
 //
-//   x [T, H], out [T, W]
-//   grid (T), block (256)
-//   reference: NumpyOps.place_columns
-//   roofline: 2 T H elements moved; about one launch in a decode
+//   x [T, H], out [T, W]; grid (T), block (256)
+//   reference: NumpyOps.place_columns; roofline: 2 T H elements
 #include "common/types.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)

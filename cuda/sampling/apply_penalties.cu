@@ -1,14 +1,13 @@
-// apply_penalties: a copy of the logits with biases added, then repetition, frequency and presence penalties taken off.
+// apply_penalties: adds biases to a copy of the logits, then takes off repetition, frequency and presence penalties.
 //
-//   logits, adjusted float32[R, V] of tokens 0.., with IS_PART of tokens first_token..
-//   bias_indptr int32[R + 1] or null, bias_ids int32[N], bias_values float32[N]
-//   seen_indptr int32[R + 1] or null, seen_ids int32[M] unique within a row, output_counts int32[M], 0 = only in the
-//   prompt; repetition, presence, frequency float32[R]
+//   logits, adjusted float32 [R, V] of tokens 0.., with IS_PART first_token..; adjusted aligned to 16 bytes
+//   bias_indptr int32 [R + 1] or null, bias_ids int32 [N], bias_values float32 [N]
+//   seen_indptr int32 [R + 1] or null, seen_ids int32 [M] unique in a row, output_counts int32 [M] (0: prompt only);
+//   repetition, presence, frequency float32 [R]
 //   grid (R), block (1024)
-//   reference: add_bias and penalise in numpy_sampling
-//   needs: adjusted aligned to 16 bytes
-//   Ignores ids outside 0..V-1. A token biased more than twice in a row sums in no fixed order.
-//   roofline: 2 R V floats moved; copy bandwidth from R = 132 on
+//   reference: add_bias, penalise of numpy_sampling
+//   Ignores ids outside 0..V-1. Several biases of a token sum in no fixed order.
+//   roofline: 2 R V floats; copy bandwidth from R = 132
 #include "common/logits.cuh"
 
 #ifndef IS_PART

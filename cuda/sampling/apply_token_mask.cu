@@ -1,12 +1,10 @@
-// apply_token_mask: sets the logits of tokens that a grammar forbids to -inf.
+// apply_token_mask: sets logits of tokens that a grammar forbids to -inf.
 //
-//   logits, adjusted float32[R, V], perhaps the same array
-//   mask_rows int32[R], row of words; outside 0..M-1: all tokens are allowed
-//   words uint32[M, W], bit i % 32 of word i / 32: token i is allowed; tokens from 32 W on are not
-//   grid (R, V / 4096), block (256)
-//   reference: forbid in numpy_sampling
-//   needs: adjusted aligned to 16 bytes
-//   roofline: 2 R V floats moved, and the words; copy bandwidth
+//   logits, adjusted float32 [R, V], perhaps one array, aligned to 16 bytes
+//   mask_rows int32 [R]: row of words, outside 0..M-1 none; words uint32 [M, W]: bit i % 32 of word i / 32 allows token
+//   i; none from 32 W on
+//   grid (R, ceil(V / 4096)), block (256)
+//   reference: forbid of numpy_sampling; roofline: 2 R V floats; copy bandwidth
 #include "common/logits.cuh"
 
 constexpr int MASK_THREADS = 256;

@@ -1,10 +1,8 @@
-// log_softmax: the log-probabilities of each row of logits.
+// log_softmax: log-probabilities of rows of logits; NaN for a row with NaN or without a finite logit.
 //
-//   logits, logprobs float32[R, V]
+//   logits, logprobs float32 [R, V]
 //   grid (R), block (1024)
-//   reference: log_softmax in numpy_sampling
-//   A row with NaN or without a finite logit becomes NaN.
-//   roofline: R V floats read, mostly twice through the L2, and written
+//   reference: log_softmax of numpy_sampling; roofline: R V floats read, mostly twice through L2, and written
 #include "common/logits.cuh"
 
 extern "C" __global__ void __launch_bounds__(LOGITS_THREADS)

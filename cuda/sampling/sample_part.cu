@@ -1,10 +1,9 @@
 // sample_part: the best token of a part of the vocabulary, by temperature and Gumbel noise.
 //
-//   logits float32[R, V] of tokens first_token.., adjusted; temperature float32[R]; seed uint64[R]; position, branch
-//   uint32[R] -> token_ids int32[R], scores, ties float32[R]
+//   logits float32 [R, V] of tokens first_token..; temperature float32 [R]; seed uint64 [R]; position, branch uint32
+//   [R] -> token_ids int32 [R], scores, ties float32 [R]
 //   grid (R), block (1024)
-//   reference: sample_part in numpy_sampling
-//   roofline: two reads of the part, at copy bandwidth from R = 132; not measured
+//   reference: sample_part of numpy_sampling; roofline: two reads of the part; not measured
 #include "common/philox.cuh"
 #include "sampling/threshold.cuh"
 
@@ -17,7 +16,6 @@ __device__ __forceinline__ PhiloxWords words_from(int first, u32 position, u32 b
     return words;
 }
 
-// The key of the greatest logit / temperature + noise, and its token.
 __device__ __forceinline__ u64 noisy_best(const Distances& distances, int first_token, u64 seed, u32 position,
                                           u32 branch) {
     // As in sample_tokens.

@@ -1,12 +1,12 @@
-// sample_tokens: one token a row from adjusted logits, by temperature, top-k, top-p, min-p and Gumbel noise.
+// sample_tokens: a token per row by temperature, top-k, top-p, min-p and Gumbel noise.
 //
-//   logits float32[R, V]; temperature, top_p, min_p float32[R]; top_k int32[R]; seed uint64[R]; position, branch
-//   uint32[R] -> token_ids int32[R], is_nan bool[R]
+//   logits float32 [R, V], V <= 2^19; temperature, top_p, min_p float32 [R]; top_k int32 [R]; seed uint64 [R];
+//   position,
+//   branch uint32 [R] -> token_ids int32 [R], is_nan bool [R]
 //   grid (R), block (1024)
-//   reference: sample in numpy_sampling, philox.py
-//   needs: V at most 2^19
-//   roofline: one read of the row for greedy, two without filters, two or three more for each of top-k and top-p; each
-//   at copy bandwidth from R = 132
+//   reference: sample of numpy_sampling, philox.py
+//   roofline: reads of the row: one if greedy, two without filters, two or three more for top-k and top-p each; copy
+//   bandwidth from R = 132
 #include "common/philox.cuh"
 #include "sampling/threshold.cuh"
 
@@ -32,8 +32,8 @@ __device__ __forceinline__ float kept_distance(Histogram& histogram, const Dista
 // The kept token with the greatest logit / temperature + noise.
 __device__ __forceinline__ int noisy_argmax(const Distances& distances, float limit, u64 seed, u32 position,
                                             u32 branch) {
-    // A token farther than `limit` below the best loses with any noise. The exact noise is computed only near this
-    // thread's best score; the slack covers rounding, which grows with the logits.
+    // A token farther below the best loses with any noise. Exact noise is computed near this thread's best score only;
+    // the slack covers rounding, which grows with the logits.
     const float slack = 1e-5f * fmaxf(1.0f, fabsf(distances.best));
     limit = fminf(limit, GUMBEL_HIGHEST - GUMBEL_LOWEST + slack);
     u64 best = 0;

@@ -1,8 +1,8 @@
 // Top-k and top-p without a sort: the greatest distance below the best logit that is kept.
 //
-// Distances are e = best - x >= 0 with x = logit / temperature; their bits order as their values. Histograms narrow a
-// range of distances: 2048 equal bins over the window, then 2048 parts of the bin that reaches the target, until one
-// token or value is left. Sums are of integers, so that threads' order does not matter.
+// Distances e = best - logit / temperature >= 0 order as their bits. A histogram of 2048 bins over the window, then of
+// 2048 parts of the bin that reaches the target, until one token or value is left. Sums are of integers: no order
+// matters.
 #pragma once
 
 #include "common/logits.cuh"
@@ -17,8 +17,8 @@ constexpr float LOSS_UNIT = 0x1p-19f;
 // A token's measure: 1 (top-k) or exp(-e) (top-p).
 enum class Measure { COUNT, MASS };
 
-// Weights in a bin are [1 - 1/64, 1] times the weight at its near edge; the loss is counted in LOSS_UNIT, which 2^19
-// tokens do not overflow.
+// Weights in a bin are 1 - 1/64 to 1 times that at its near edge; losses count LOSS_UNIT, which 2^19 tokens do not
+// overflow.
 struct Histogram {
     u32 count[NUM_BINS];
     u32 loss[NUM_BINS];
@@ -46,7 +46,7 @@ __device__ __forceinline__ float loss_of(float within) {
     return within * (1.0f - within * (0.5f - within * (1.0f / 6.0f - within * (1.0f / 24.0f))));
 }
 
-// Counts tokens whose distance has bits in [low, high], in bins of 2^shift values or, with WHOLE_WINDOW, of the window.
+// Counts distances with bits low..high in bins of 2^shift values, or of the window (WHOLE_WINDOW).
 constexpr int WHOLE_WINDOW = -1;
 
 template <Measure MEASURE>
@@ -79,8 +79,7 @@ __device__ __forceinline__ double measure_of(const Histogram& histogram, int bin
     return kept * exp(-near_edge / static_cast<double>(BINS_PER_UNIT));
 }
 
-// The first bin at which the measure, summed from bin 0, reaches `wanted`. For a mass over the whole window `wanted` is
-// a share of it on entry and a mass on return.
+// The first bin at which the summed measure reaches `wanted`: over the whole window a share on entry, a mass on return.
 template <Measure MEASURE>
 __device__ __forceinline__ Boundary find(const Histogram& histogram, double& wanted, int shift, int near_edge) {
     __shared__ Boundary found;
@@ -113,8 +112,8 @@ __device__ __forceinline__ Boundary find(const Histogram& histogram, double& wan
     return found;
 }
 
-// The least distance at most `limit` that keeps `wanted` (a count, or a share of the mass within `limit`); ties stay.
-// Every thread calls and gets the result.
+// The least distance up to `limit` that keeps `wanted` (a count or a share of mass); ties stay. Called by the whole
+// block.
 template <Measure MEASURE>
 __device__ __forceinline__ float select(Histogram& histogram, const Distances& distances, float limit, double wanted) {
     u32 low = 0, high = __float_as_uint(limit);

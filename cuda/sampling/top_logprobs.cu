@@ -1,12 +1,10 @@
-// top_logprobs: a given token's log-probability in each row of logits, and the K best tokens with theirs.
+// top_logprobs: log-probabilities of a given token and of the K best, in each row of logits.
 //
-//   logits float32[R, V], token_ids int32[R] -> chosen float32[R], top_ids int32[R, K], top float32[R, K]
-//   Best first, ties by lower id; K <= V, 0 = the chosen token only. A row with NaN or without a finite logit gives
-//   NaN.
-//   normalized: the rows are log-probabilities already.
+//   logits float32 [R, V], token_ids int32 [R] -> chosen float32 [R], top_ids int32 [R, K], top float32 [R, K]
+//   Best first, ties by lower id; 0 <= K <= V; NaN for a row with NaN or no finite logit. normalized:
+//   log-probabilities.
 //   grid (R), block (1024)
-//   reference: NumpyOps.top_logprobs
-//   roofline: R V floats read once, then K rounds of one load latency each
+//   reference: NumpyOps.top_logprobs; roofline: R V floats read once, then K load latencies
 #include "common/logits.cuh"
 
 __device__ __forceinline__ u64 best_of_group(int g, const Vec<float>& tokens, int vocab, u64 below) {
