@@ -1,11 +1,23 @@
 // Rows of a sum over ranks, pushed by peers (PUSH) or read: the same bits.
 #pragma once
 
-#include "group/rank_sum.cuh"
+#include "group/signals.cuh"
 
 #ifndef PUSH
 #error "define PUSH: 0 or 1"
 #endif
+
+__device__ __forceinline__ Vec<T> sum_of(const Vec<T> (&parts)[NUM_RANKS]) {
+    Vec<T> sum;
+#pragma unroll
+    for (int j = 0; j < Vec<T>::SIZE; j++) {
+        float x = to_float(parts[0].at[j]);
+#pragma unroll
+        for (int r = 1; r < NUM_RANKS; r++) x += to_float(parts[r].at[j]);
+        sum.at[j] = from_float<T>(x);
+    }
+    return sum;
+}
 
 #if PUSH
 
@@ -72,7 +84,7 @@ struct RankRows {
             const uint4 bits = make_uint4(words[r][0].x, words[r][0].z, words[r][1].x, words[r][1].z);
             each[r] = *reinterpret_cast<const Vec<T>*>(&bits);
         }
-        return sum_of_ranks(each);
+        return sum_of(each);
     }
 
     __device__ __forceinline__ T sum_one(i64 start, int i) const {
@@ -98,11 +110,17 @@ struct RankRows {
     __device__ __forceinline__ bool begin(int) { return barrier.meet(); }
 
     __device__ __forceinline__ Vec<T> sum_vec(i64 start, int i) const {
-        return load_sum_vec(parts, start + i);
+        Vec<T> each[NUM_RANKS];
+#pragma unroll
+        for (int r = 0; r < NUM_RANKS; r++) each[r] = load_rank_vec(parts.at[r] + start + i);
+        return sum_of(each);
     }
 
     __device__ __forceinline__ T sum_one(i64 start, int i) const {
-        return load_sum(parts, start + i);
+        float x = to_float(load_rank_element(parts.at[0] + start + i));
+#pragma unroll
+        for (int r = 1; r < NUM_RANKS; r++) x += to_float(load_rank_element(parts.at[r] + start + i));
+        return from_float<T>(x);
     }
 
     __device__ __forceinline__ void end() {
@@ -112,6 +130,13 @@ struct RankRows {
 };
 
 #endif
+
+__device__ __forceinline__ bool are_aligned(const PerRank<const T>& parts) {
+    bool aligned = true;
+#pragma unroll
+    for (int r = 0; r < NUM_RANKS; r++) aligned = aligned && is_aligned_16(parts.at[r]);
+    return aligned;
+}
 
 // residual[t] += the sum's row t, rounded to T; then norm(load_vec, load_one, row, t), for each row t of the block.
 template <typename Norm>

@@ -89,13 +89,6 @@ __device__ __forceinline__ Element load_rank_element(const Element* from) {
     return *const_cast<const volatile Element*>(from);
 }
 
-__device__ __forceinline__ bool are_aligned(const PerRank<const T>& parts) {
-    bool aligned = true;
-#pragma unroll
-    for (int r = 0; r < NUM_RANKS; r++) aligned = aligned && is_aligned_16(parts.at[r]);
-    return aligned;
-}
-
 // Polls until true; false after LIMIT_NS, which reports `peer` to all ranks, or once the group has an error.
 template <typename Poll>
 __device__ __forceinline__ bool wait_for_rank(const Group& group, int peer, Poll poll) {

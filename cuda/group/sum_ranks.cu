@@ -5,7 +5,7 @@
 //   grid (at most MAX_BLOCKS), block (multiple of 32, at least NUM_RANKS)
 //   reference: NumpyCollectives.sum
 //   roofline: (NUM_RANKS - 1) size elements over a link, with STEPS 2 times 2 / NUM_RANKS; not measured
-#include "group/rank_sum.cuh"
+#include "group/signals.cuh"
 
 #ifndef STEPS
 #error "define STEPS: 0, 1 or 2"
@@ -16,17 +16,32 @@ struct Elements {
     const PerRank<const T>& parts;
 
     __device__ __forceinline__ void sum(T* out, i64 unit) const {
-        if constexpr (UNIT == 1)
-            out[unit] = load_sum(parts, unit);
-        else
-            store_vec(out + unit * UNIT, load_sum_vec(parts, unit * UNIT));
+        if constexpr (UNIT == 1) {
+            float x = to_float(load_rank_element(parts.at[0] + unit));
+#pragma unroll
+            for (int r = 1; r < NUM_RANKS; r++) x += to_float(load_rank_element(parts.at[r] + unit));
+            out[unit] = from_float<T>(x);
+        } else {
+            Vec<T> each[NUM_RANKS], sum;
+#pragma unroll
+            for (int r = 0; r < NUM_RANKS; r++) each[r] = load_rank_vec(parts.at[r] + unit * UNIT);
+#pragma unroll
+            for (int j = 0; j < UNIT; j++) {
+                float x = to_float(each[0].at[j]);
+#pragma unroll
+                for (int r = 1; r < NUM_RANKS; r++) x += to_float(each[r].at[j]);
+                sum.at[j] = from_float<T>(x);
+            }
+            store_vec(out + unit * UNIT, sum);
+        }
     }
 
     __device__ __forceinline__ void copy(const T* from, T* out, i64 unit) const {
-        if constexpr (UNIT == 1)
+        if constexpr (UNIT == 1) {
             out[unit] = load_rank_element(from + unit);
-        else
+        } else {
             store_vec(out + unit * UNIT, load_rank_vec(from + unit * UNIT));
+        }
     }
 };
 

@@ -65,7 +65,7 @@ class RulesMatcher:
         return forced if forced or self._inner is None else self._inner.forced_tokens()
 
     def fill_mask(self, words: np.ndarray, end_token_ids: Iterable[int]) -> bool:
-        """Like `Matcher.fill_mask`. A forced token overrides the grammar and the other rules."""
+        """Fill a mask like `Matcher.fill_mask`; a forced token overrides the grammar and the other rules."""
         forced = None if self._reasoning is None else self._reasoning.forced_id
         if forced is not None:
             words[:] = 0

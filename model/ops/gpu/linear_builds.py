@@ -29,6 +29,16 @@ _MIN_TILE_ROWS = 32
 _EIGHT = 8  # rows of a swizzle
 
 
+def num_stages(one_bytes: int, two_bytes: int, max_shared_bytes: int) -> int:
+    """Return the stages that fit, given a build's bytes with one and with two."""
+    return 1 + (max_shared_bytes - one_bytes) // (two_bytes - one_bytes)
+
+
+def persistent_blocks(num_tiles: int, num_sms: int) -> int:
+    """Return the fewest blocks, one an SM, that take `num_tiles` in as many rounds as `num_sms` blocks would."""
+    return math.ceil(num_tiles / math.ceil(num_tiles / num_sms))
+
+
 class GemvBuild(NamedTuple):
     """Macros of gemv.cu, and its blocks per SM. The order of a row's sums depends on warps and span alone."""
 
@@ -136,7 +146,7 @@ class SmallMBuild:
         tiles = math.ceil(n / self.rows)
         if self.split == 2:
             return 2 * tiles
-        return math.ceil(tiles / math.ceil(tiles / num_sms))
+        return persistent_blocks(tiles, num_sms)
 
 
 @functools.cache
@@ -152,6 +162,5 @@ def small_m_build(split: int, m: int, n: int, num_sms: int, max_shared_bytes: in
         return None
     rows = max(_MIN_TILE_ROWS, _EIGHT * math.ceil(n / (places * rounds) / _EIGHT))
     one = SmallMBuild(rows, 32 * math.ceil(m / 32), split, 1)
-    of_stage = replace(one, stages=2).shared_bytes - one.shared_bytes
-    stages = 1 + (max_shared_bytes - one.shared_bytes) // of_stage
+    stages = num_stages(one.shared_bytes, replace(one, stages=2).shared_bytes, max_shared_bytes)
     return replace(one, stages=stages) if stages >= 3 else None

@@ -1,5 +1,5 @@
-"""Adapters' products of a group. Beside a weight divided by rows a rank has A and its rows of B; beside one divided
-by columns it has its columns of A and B, and adds its share to its partial sum."""
+"""Adapters' products of a group. For a weight divided by rows a rank has A and its rows of B; for one divided by
+columns its columns of A and B, whose product it adds to its partial sum."""
 
 from __future__ import annotations
 

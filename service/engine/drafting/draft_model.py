@@ -28,7 +28,7 @@ class _Read:
     """Tokens whose keys and values were written, and where."""
 
     num_tokens: int
-    drafts: list[int]  # behind them
+    drafts: list[int]  # that follow
     table: array[int]
     num_tokens_before_preemption: int
 

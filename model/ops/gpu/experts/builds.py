@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, replace
 
 from model.ops.gpu.int4.builds import BLOCK_ROWS, Int4Layout, SmallMW4Build
-from model.ops.gpu.linear_builds import GemvBuild, SmallMBuild
+from model.ops.gpu.linear_builds import GemvBuild, SmallMBuild, num_stages
 from model.ops.gpu.w8.builds import GemvW8Build, SmallMW8Build
 
 MAX_EXPERTS = 1024
@@ -83,24 +83,19 @@ def w4_sm90_build(mean_pairs: float, layout: Int4Layout, max_shared_bytes: int) 
 def _sm90_build(cols: int, is_fp8: bool, all_bytes: int) -> SmallMBuild | SmallMW8Build | None:
     one: SmallMBuild | SmallMW8Build
     one = SmallMW8Build(_TILE_ROWS, cols, 1, 1, 1) if is_fp8 else SmallMBuild(_TILE_ROWS, cols, 1, 1)
-    stages = _num_stages(one.shared_bytes, replace(one, stages=2).shared_bytes, all_bytes)
+    stages = num_stages(one.shared_bytes, replace(one, stages=2).shared_bytes, all_bytes)
     return replace(one, stages=stages) if stages >= _MIN_STAGES else None
 
 
 @functools.cache
 def _w4_sm90_build(cols: int, layout: Int4Layout, all_bytes: int) -> SmallMW4Build | None:
     one = SmallMW4Build(_TILE_ROWS // BLOCK_ROWS, cols, 1, 1, layout)
-    stages = _num_stages(one.shared_bytes, replace(one, stages=2).shared_bytes, all_bytes)
+    stages = num_stages(one.shared_bytes, replace(one, stages=2).shared_bytes, all_bytes)
     return replace(one, stages=stages) if stages >= _MIN_STAGES else None
 
 
 def _cols(mean_pairs: float) -> int:
     return next((cols for cols in _COLS if cols >= mean_pairs), _COLS[-1])
-
-
-def _num_stages(one: int, two: int, all_bytes: int) -> int:
-    """Return the stages of a ring in `all_bytes`, of which builds of one and two stages take these."""
-    return 1 + (all_bytes - one) // (two - one)
 
 
 def _takes_two_tiles(num_rows: int, mean_pairs: float) -> bool:

@@ -6,14 +6,13 @@ import functools
 import math
 from dataclasses import dataclass, replace
 
+from model.ops.gpu.linear_builds import AHEAD_BYTES, num_stages, persistent_blocks
+
 BLOCK_ROWS = 16
 """Weight rows of a tile; divides N."""
 
 SPAN = 128
 """Columns of a stage; divides K."""
-
-AHEAD_BYTES = 32 << 10
-"""Bytes fetched early, as in `linear_builds`."""
 
 _SPAN_BYTES = 1024  # of 16 rows of a span
 _MIN_STAGES = 3
@@ -130,7 +129,7 @@ class SmallMW4Build:
         tiles = math.ceil(n / (BLOCK_ROWS * self.blocks)) * math.ceil(m / self.cols)
         if self.split > 1:
             return self.split * tiles
-        return math.ceil(tiles / math.ceil(tiles / num_sms))
+        return persistent_blocks(tiles, num_sms)
 
 
 @functools.cache
@@ -147,7 +146,7 @@ def small_m_w4_build(
     tiles.sort(key=lambda tile: (product.us(tile[0], tile[1], split), -tile[1]))
     for cols, blocks in tiles:
         one, two = (SmallMW4Build(blocks, cols, split, stages, layout) for stages in (1, 2))
-        stages = 1 + (max_shared_bytes - one.shared_bytes) // (two.shared_bytes - one.shared_bytes)
+        stages = num_stages(one.shared_bytes, two.shared_bytes, max_shared_bytes)
         if stages >= _MIN_STAGES:
             return replace(one, stages=stages)
     return None

@@ -6,6 +6,8 @@ import functools
 import math
 from dataclasses import dataclass, replace
 
+from model.ops.gpu.linear_builds import AHEAD_BYTES, num_stages, persistent_blocks
+
 _SPAN_BYTES = 128  # of a row and stage
 _MIN_TILE_ROWS, _FEW_TILE_ROWS, _MAX_TILE_ROWS = 32, 48, 128
 _MAX_READING_ROWS = 128  # of x: more take longer than reading weights
@@ -19,9 +21,6 @@ MAX_SMALL_M_ROWS = _FP8_COLS[-1]
 
 MAX_W8A16_ROWS = _W8A16_COLS[-1]
 """Most rows of x of small_m_w8a16_sm90."""
-
-AHEAD_BYTES = 32 << 10
-"""Bytes fetched early, as in `linear_builds`."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class SmallMW8Build:
         tiles = math.ceil(n / self.rows)
         if self.split == 2:
             return 2 * tiles
-        return math.ceil(tiles / math.ceil(tiles / num_sms))
+        return persistent_blocks(tiles, num_sms)
 
 
 @functools.cache
@@ -130,7 +129,7 @@ def _small_m_build(
         rows = _tile_rows(n, num_sms // split * rounds)
     cols = next(cols for cols in all_cols if cols >= m)
     one, two = (SmallMW8Build(rows, cols, split, stages, x_boxes) for stages in (1, 2))
-    stages = 1 + (max_shared_bytes - one.shared_bytes) // (two.shared_bytes - one.shared_bytes)
+    stages = num_stages(one.shared_bytes, two.shared_bytes, max_shared_bytes)
     return replace(one, stages=stages) if stages >= _MIN_STAGES else None
 
 
