@@ -166,6 +166,8 @@ def _expected(fields: Fields, modules: Sequence[str], num_layers: int) -> tuple[
     if isinstance(excluded, str):
         _check_expression(fields, excluded)
         return ()
+    if not isinstance(excluded, list | tuple):
+        raise fields.error("exclude_modules", "not a list of names or an expression")
     return tuple(
         module
         for module in chosen

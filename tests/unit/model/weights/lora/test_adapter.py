@@ -49,6 +49,7 @@ CONFIGS = {
     "rank by expression": ({"rank_pattern": {".*q_proj": 8}}, "rank_pattern: key '.*q_proj' is a regular expression"),
     "rank of a pattern": ({"rank_pattern": {"q_proj": 0}}, "rank_pattern: q_proj: 0 is not a rank"),
     "alphas of a list": ({"alpha_pattern": [1]}, "alpha_pattern: not an object"),
+    "excluded of a number": ({"exclude_modules": 2.5}, "exclude_modules: not a list of names or an expression"),
     "layers": ({"layers_to_transform": [99]}, "layers_to_transform: not layers of 0..5"),
 }
 TENSORS = {
