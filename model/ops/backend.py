@@ -9,6 +9,7 @@ import numpy as np
 from model.dtypes import NUMPY_DTYPES
 from model.errors import ModelError
 from model.ops.collectives import NumpyCollectives
+from model.ops.cpu.heap import keep_freed_memory
 from model.ops.cpu.ops import NumpyOps
 from model.ops.group.adapters import GroupAdapterOps
 from model.ops.group.ops import GroupOps
@@ -67,6 +68,7 @@ def adapter_ops(ops: Ops) -> AdapterOps | None:
 
 def _open_cpu(dtype: str, kv_dtype: str) -> Ops:
     own_dtype = "float32" if dtype == "auto" else dtype
+    keep_freed_memory()
     return NumpyOps(NUMPY_DTYPES[own_dtype], _cache_dtype(kv_dtype, own_dtype))
 
 
