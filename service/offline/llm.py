@@ -202,6 +202,8 @@ class LLM:
             given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):
             return [given] * num_prompts
+        if not isinstance(given, Sequence) or not all(isinstance(each, SamplingParams) for each in given):
+            raise ValueError("'sampling_params' must be a SamplingParams, or a list of them")
         if len(given) != num_prompts:
             raise ValueError(f"'sampling_params': {len(given)} for {num_prompts} prompts (one, or one per prompt)")
         return given

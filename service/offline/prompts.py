@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict
 
@@ -27,9 +27,11 @@ Conversation = list[dict[str, Any]]
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts; a list of numbers is one prompt's token ids."""
+    """Return a list of prompts; a list of numbers is one prompt's token ids. Raises ValueError."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"'prompts' must be a prompt or a list of them, not {prompts!r}")
     found: list[Any] = list(prompts)
     return [found] if found and isinstance(found[0], int) else found
 
