@@ -4,6 +4,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -27,9 +28,16 @@ class CompileCall:
         return 0.0 if self.began_at_s is None else time.monotonic() - self.began_at_s
 
 
+Calls = queue.SimpleQueue[CompileCall | None]
+"""None: the threads end."""
+
+
 class CompileThreads:
+    """Threads that end once this is garbage."""
+
     def __init__(self, num_threads: int) -> None:
-        self._calls: queue.SimpleQueue[CompileCall] = queue.SimpleQueue()
+        self._calls: Calls = queue.SimpleQueue()
+        weakref.finalize(self, self._calls.put, None)
         self._num_lost = 0
         for _ in range(num_threads):
             self._add_thread()
@@ -47,16 +55,19 @@ class CompileThreads:
             self._add_thread()
 
     def _add_thread(self) -> None:
-        threading.Thread(target=self._work, name="grammar", daemon=True).start()
+        threading.Thread(target=_work, args=(self._calls,), name="grammar", daemon=True).start()
 
-    def _work(self) -> None:
-        while True:
-            self._run(self._calls.get())
 
-    @staticmethod
-    def _run(submitted: CompileCall) -> None:
-        submitted.began_at_s = time.monotonic()
-        try:
-            submitted.future.set_result(submitted.call(*submitted.args))
-        except BaseException as error:  # raised where the result is read
-            submitted.future.set_exception(error)
+def _work(calls: Calls) -> None:
+    while (submitted := calls.get()) is not None:
+        _run(submitted)
+        del submitted
+    calls.put(None)  # for the next thread
+
+
+def _run(submitted: CompileCall) -> None:
+    submitted.began_at_s = time.monotonic()
+    try:
+        submitted.future.set_result(submitted.call(*submitted.args))
+    except BaseException as error:  # raised where the result is read
+        submitted.future.set_exception(error)
