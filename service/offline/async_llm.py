@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import weakref
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -25,8 +25,10 @@ from service.offline.sampling_params import (
     RequestOutputKind,
     SamplingParams,
     default_sampling_params,
+    each_params,
 )
 from service.offline.settings import read_keywords
+from service.offline.vllm_names import VllmNames, named
 
 
 class _LoopInbox:
@@ -46,7 +48,7 @@ class _LoopInbox:
                 self.arrived[opened.request_id].set()
 
 
-class AsyncLLM:
+class AsyncLLM(VllmNames):
     """A model in this process, for one event loop at a time. A context manager, plain or async."""
 
     def __init__(self, model: str | os.PathLike[str] | None = None, *, seed: int | None = 0, **keywords: Any) -> None:
@@ -57,6 +59,7 @@ class AsyncLLM:
         self._aborted: set[str] = set()
         self._finalizer = weakref.finalize(self, self._engine.shut_down)
 
+    @named
     async def generate(
         self,
         prompt: Prompt,
@@ -72,7 +75,8 @@ class AsyncLLM:
         """
         if priority:
             raise ValueError("'priority' is not supported (0)")
-        params = sampling_params or await self.get_default_sampling_params()
+        given = await self.get_default_sampling_params() if sampling_params is None else sampling_params
+        (params,) = each_params(given, SamplingParams, "sampling_params", 1)
         request = with_prompt(params.request(), prompt)
         prepared = await self._prepared(request, request_id, lora_request)
         opened = self._opened(prepared, text_of(prompt), params.output_kind, has_text=params.detokenize)
@@ -80,6 +84,7 @@ class AsyncLLM:
             async for output, _ in outputs:
                 yield output
 
+    @named
     async def encode(
         self,
         prompt: Prompt,
@@ -88,7 +93,9 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Yield the prompt's pooled hidden states, once. Raises like `generate`."""
-        request = with_prompt((pooling_params or PoolingParams()).request(), prompt)
+        given = PoolingParams() if pooling_params is None else pooling_params
+        (params,) = each_params(given, PoolingParams, "pooling_params", 1)
+        request = with_prompt(params.request(), prompt)
         prepared = await self._prepared(request, request_id, lora_request)
         opened = self._opened(prepared, None, RequestOutputKind.FINAL_ONLY)
         async with contextlib.aclosing(opened) as outputs:
@@ -96,12 +103,17 @@ class AsyncLLM:
                 data = PoolingOutput(np.frombuffer(generation.embedding, np.float32))
                 yield PoolingRequestOutput(output.request_id, data, output.prompt_token_ids)
 
-    async def abort(self, request_id: str) -> None:
-        """End a request: its iteration stops. Unknown ids are ignored."""
-        arrived = None if self._inbox is None else self._inbox.arrived.get(request_id)
-        if arrived is not None:
-            self._aborted.add(request_id)
-            arrived.set()
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End a request, or several: their iterations stop. Unknown ids are ignored."""
+        for one in [request_id] if isinstance(request_id, str) else request_id:
+            arrived = None if self._inbox is None else self._inbox.arrived.get(one)
+            if arrived is not None:
+                self._aborted.add(one)
+                arrived.set()
+
+    async def reset_prefix_cache(self) -> bool:
+        """Like `LLM.reset_prefix_cache`."""
+        return self._engine.reset_prefix_cache()
 
     async def get_tokenizer(self) -> Tokenizer:
         return self._engine.model.tokenizer

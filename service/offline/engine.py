@@ -97,6 +97,7 @@ class OfflineEngine:
         self._adapters = AdapterFiles(built.config, settings)
         self._numbers = count()
         self._grammars: dict[bytes, str] = {}
+        self._num_resets = 0  # of the prefix cache
         self._open: dict[str, OpenRequest] = {}
         self._death: BaseException | None = None
         self._is_shut_down = False
@@ -109,6 +110,11 @@ class OfflineEngine:
 
     def new_id(self) -> str:
         return str(next(self._numbers))
+
+    def reset_prefix_cache(self) -> bool:
+        """Let later requests find no earlier prefix; what is cached goes when its memory is needed. Return True."""
+        self._num_resets += 1
+        return True
 
     def prepare(
         self,
@@ -177,7 +183,7 @@ class OfflineEngine:
             request_id=request_id,
             prompt=tuple(prompt),
             sampling=sampling,
-            cache_salt=request.cache_salt,
+            cache_salt=f"{self._num_resets}/{request.cache_salt}",
             adapter=None if lora is None else self._adapters.source(lora),
         )
         return PreparedRequest(request, engine_request, lora)

@@ -33,11 +33,19 @@ from service.offline.outputs import (
 )
 from service.offline.prompts import Conversation, Prompt, conversations, listed, text_of, with_conversation, with_prompt
 from service.offline.run import Progress, Work, run_all
-from service.offline.sampling_params import BeamSearchParams, PoolingParams, SamplingParams, default_sampling_params
+from service.offline.sampling_params import (
+    AnyParams,
+    BeamSearchParams,
+    PoolingParams,
+    SamplingParams,
+    default_sampling_params,
+    each_params,
+)
 from service.offline.settings import read_keywords
+from service.offline.vllm_names import VllmNames, named
 
 
-class LLM:
+class LLM(VllmNames):
     """A model in this process. Methods block until complete, and may be called from several threads.
 
     A context manager; `shutdown` or garbage collection ends the engine's thread.
@@ -53,6 +61,7 @@ class LLM:
         self._engine = OfflineEngine(self.settings, seed)
         self._finalizer = weakref.finalize(self, self._engine.shut_down)  # the thread holds the engine, not this
 
+    @named
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -79,6 +88,7 @@ class LLM:
         )
         return [output for output, _ in run_all(self._engine, work, use_tqdm)]
 
+    @named
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
@@ -86,6 +96,7 @@ class LLM:
         use_tqdm: Progress = True,
         lora_request: LoRARequests = None,
         chat_template: str | None = None,
+        *,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -109,41 +120,48 @@ class LLM:
         work = self._work(requests, lora_request, has_text=[each.detokenize for each in params], model=model)
         return [output for output, _ in run_all(self._engine, work, use_tqdm)]
 
+    @named
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: BeamSearchParams,
+        params: BeamSearchParams | Sequence[BeamSearchParams],
         lora_request: LoRARequests = None,
         use_tqdm: Progress = False,
     ) -> list[BeamSearchOutput]:
         """Return the best `beam_width` continuations of each prompt. Raises like `generate`."""
         asked = listed(prompts)
-        requests = [with_prompt(params.request(), prompt) for prompt in asked]
+        each = _requests(each_params(params, BeamSearchParams, "params", len(asked)))
+        requests = [with_prompt(request, prompt) for request, prompt in zip(each, asked, strict=True)]
         work = self._work(requests, lora_request, texts=[text_of(prompt) for prompt in asked])
         return [self._beams(output) for output, _ in run_all(self._engine, work, use_tqdm)]
 
+    @named
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: Progress = True,
         lora_request: LoRARequests = None,
     ) -> list[PoolingRequestOutput]:
         """Return each prompt's pooled hidden states (keyword `pooling`), of length 1. Raises like `generate`."""
-        template = (pooling_params or PoolingParams()).request()
-        work = self._work([with_prompt(template, prompt) for prompt in listed(prompts)], lora_request)
+        asked = listed(prompts)
+        given = PoolingParams() if pooling_params is None else pooling_params
+        params = each_params(given, PoolingParams, "pooling_params", len(asked))
+        requests = [with_prompt(request, prompt) for request, prompt in zip(_requests(params), asked, strict=True)]
+        work = self._work(requests, lora_request)
         return [
             PoolingRequestOutput(output.request_id, PoolingOutput(_vector(data)), output.prompt_token_ids)
             for output, data in run_all(self._engine, work, use_tqdm)
         ]
 
+    @named
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
         use_tqdm: Progress = True,
-        pooling_params: PoolingParams | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: LoRARequests = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return the vectors of `encode` as lists."""
@@ -152,19 +170,21 @@ class LLM:
             for one in self.encode(prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request)
         ]
 
+    @named
     def score(
         self,
         text_1: Prompt | Sequence[Prompt],
         text_2: Prompt | Sequence[Prompt],
         *,
         use_tqdm: Progress = True,
+        pooling_params: PoolingParams | None = None,
         lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """Return the cosine of the embeddings of each pair. One `text_1` is compared with all of `text_2`."""
         left, right = listed(text_1), listed(text_2)
         if len(left) not in (1, len(right)):
             raise ValueError("'text_1' must be one text, or as many as 'text_2'")
-        encoded = self.encode([*left, *right], use_tqdm=use_tqdm, lora_request=lora_request)
+        encoded = self.encode([*left, *right], pooling_params, use_tqdm=use_tqdm, lora_request=lora_request)
         firsts, seconds = encoded[: len(left)], encoded[len(left) :]
         pairs = zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True)
         return [
@@ -183,6 +203,10 @@ class LLM:
         """Return the sampling that the model's folder recommends."""
         return default_sampling_params(self._engine.model.defaults)
 
+    def reset_prefix_cache(self) -> bool:
+        """Let later prompts find no earlier prefix. Return True."""
+        return self._engine.reset_prefix_cache()
+
     def shutdown(self) -> None:
         """End open requests and the engine's thread."""
         self._finalizer()
@@ -198,15 +222,8 @@ class LLM:
     def _params(
         self, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
     ) -> Sequence[SamplingParams]:
-        if given is None:
-            given = self.get_default_sampling_params()
-        if isinstance(given, SamplingParams):
-            return [given] * num_prompts
-        if not isinstance(given, Sequence) or not all(isinstance(each, SamplingParams) for each in given):
-            raise ValueError("'sampling_params' must be a SamplingParams, or a list of them")
-        if len(given) != num_prompts:
-            raise ValueError(f"'sampling_params': {len(given)} for {num_prompts} prompts (one, or one per prompt)")
-        return given
+        given = self.get_default_sampling_params() if given is None else given
+        return each_params(given, SamplingParams, "sampling_params", num_prompts)
 
     def _with_template(self, given: str) -> ServedModel:
         model = self._engine.model
@@ -253,7 +270,7 @@ class LLM:
         )
 
 
-def _requests(params: Sequence[SamplingParams]) -> list[GenerationRequest]:
+def _requests(params: Sequence[AnyParams]) -> list[GenerationRequest]:
     """Return each params' request, made once for the same object."""
     made = {id(each): each.request() for each in {id(one): one for one in params}.values()}
     return [made[id(each)] for each in params]
@@ -262,6 +279,8 @@ def _requests(params: Sequence[SamplingParams]) -> list[GenerationRequest]:
 def _order(priority: Sequence[int] | None, num_prompts: int) -> Sequence[int]:
     if priority is None:
         return range(num_prompts)
+    if not isinstance(priority, Sequence) or not all(type(each) is int for each in priority):
+        raise ValueError("'priority' must be a list of integers, one per prompt")
     if len(priority) != num_prompts:
         raise ValueError(f"'priority': {len(priority)} for {num_prompts} prompts (one per prompt)")
     return sorted(range(num_prompts), key=lambda index: priority[index])

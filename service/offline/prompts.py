@@ -30,7 +30,7 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return a list of prompts; a list of numbers is one prompt's token ids. Raises ValueError."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
         raise ValueError(f"'prompts' must be a prompt or a list of them, not {prompts!r}")
     found: list[Any] = list(prompts)
     return [found] if found and isinstance(found[0], int) else found
@@ -69,7 +69,9 @@ def text_of(prompt: Prompt) -> str | None:
 
 
 def conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    """Return a list of conversations."""
+    """Return a list of conversations. Raises ValueError."""
+    if not isinstance(messages, Iterable) or isinstance(messages, str | bytes | Mapping):
+        raise ValueError(f"'messages' must be a list of messages, or a list of such lists, not {messages!r}")
     found: list[Any] = [*messages]
     return [found] if found and isinstance(found[0], Mapping) else found
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Self, TypeVar
 
 from service.errors import RequestError
 from service.gateway.core.request import COMPLETIONS, EMBEDDINGS, GenerationRequest
 from service.gateway.openai.request_reader import read_request
+from service.offline.vllm_names import named_fields
 
 ANY_PROMPT = {"prompt": [0]}
 UNBOUNDED = 1 << 31
@@ -26,6 +28,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2  # all, once
 
 
+@named_fields
 @dataclass(kw_only=True)
 class StructuredOutputsParams:
     """The form of an answer: one of the first five."""
@@ -49,6 +52,7 @@ GuidedDecodingParams = StructuredOutputsParams
 """vLLM's name before 0.11."""
 
 
+@named_fields
 @dataclass
 class SamplingParams:
     """vLLM's fields, in its order, and `best_of`. Raises ValueError with the name of a wrong value."""
@@ -87,6 +91,14 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self.request()
 
+    @classmethod
+    def from_optional(cls, **values: Any) -> Self:
+        """Return params in which None is a value's default. Raises ValueError."""
+        return cls(**{name: value for name, value in values.items() if value is not None})
+
+    def clone(self) -> Self:
+        return deepcopy(self)
+
     def request(self) -> GenerationRequest:
         """Return a completion of an empty prompt's place-holder. Raises ValueError."""
         for name in ("logits_processors", "extra_args"):
@@ -119,6 +131,7 @@ class SamplingParams:
         }
 
 
+@named_fields
 @dataclass
 class BeamSearchParams:
     """Raises ValueError with the name of a wrong value."""
@@ -139,6 +152,7 @@ class BeamSearchParams:
         return replace(checked_request(COMPLETIONS, fields), has_token_ids=True)
 
 
+@named_fields
 @dataclass
 class PoolingParams:
     """Raises ValueError with the name of a wrong value."""
@@ -151,6 +165,21 @@ class PoolingParams:
     def request(self) -> GenerationRequest:
         """Return a request like `SamplingParams.request`. Raises ValueError."""
         return checked_request(EMBEDDINGS, {"input": [0], **asdict(self)})
+
+
+AnyParams = SamplingParams | BeamSearchParams | PoolingParams
+Params = TypeVar("Params", bound=AnyParams)
+
+
+def each_params(given: Params | Sequence[Params], kind: type[Params], name: str, num_prompts: int) -> Sequence[Params]:
+    """Return one of `kind` per prompt; `name`: the argument's. Raises ValueError."""
+    if isinstance(given, kind):
+        return [given] * num_prompts
+    if not isinstance(given, Sequence) or not all(isinstance(each, kind) for each in given):
+        raise ValueError(f"'{name}' must be a {kind.__name__}, or a list of them")
+    if len(given) != num_prompts:
+        raise ValueError(f"'{name}': {len(given)} for {num_prompts} prompts (one, or one per prompt)")
+    return given
 
 
 def checked_request(endpoint: str, fields: dict[str, Any]) -> GenerationRequest:

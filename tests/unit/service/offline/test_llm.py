@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -120,6 +123,7 @@ def test_a_form_holds_and_a_bad_one_is_named(llm):
         (["x"], {"max_tokens": 3}, "sampling_params"),
         (["x"], [3], "sampling_params"),
         (3, GREEDY, "'prompts' must be"),
+        (b"abc", GREEDY, "'prompts' must be"),
         ([[1 << 40]], None, "prompt"),
         (["x"], SamplingParams(max_tokens=500), "context"),
         (["x"], SamplingParams(stop_token_ids=[1 << 20]), "stop_token_ids"),
@@ -129,6 +133,20 @@ def test_a_wrong_request_is_named_and_the_others_are_cancelled(llm, prompts, par
     with pytest.raises(ValueError, match=name):
         llm.generate(["x", *prompts] if params is None else prompts, params, use_tqdm=False)
     assert texts(llm.generate("The fox", GREEDY, use_tqdm=False))[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate("x", priority=["x"]), "'priority' must be a list of integers"),
+        (lambda llm: llm.chat(None), "'messages' must be a list"),
+        (lambda llm: llm.beam_search("x", None), "'params' must be a BeamSearchParams"),
+        (lambda llm: llm.encode("x", 3), "'pooling_params' must be a PoolingParams"),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_named(llm, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(llm)
 
 
 def test_priorities_order_the_start_and_the_bar_counts(llm):
@@ -152,11 +170,46 @@ def test_priorities_order_the_start_and_the_bar_counts(llm):
     assert seen == [2, 1, 1, "closed"]
 
 
-def test_it_starts_no_process_and_ends_its_thread():
+def test_ctrl_c_cancels_the_call_and_the_next_one_works(llm):
+    class Bar:
+        def __init__(self, **how):
+            pass
+
+        def update(self, count):
+            signal.raise_signal(signal.SIGINT)
+
+        def set_postfix_str(self, text, refresh):
+            pass
+
+        def close(self):
+            pass
+
+    many = [SamplingParams(temperature=0, max_tokens=1), *[SamplingParams(temperature=0, max_tokens=100)] * 9]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([START] * 10, many, use_tqdm=Bar)
+    assert not llm._engine._open
+    assert llm.generate([], GREEDY) == []
+    found = llm.generate(START, GREEDY, use_tqdm=False)
+    assert pickle.loads(pickle.dumps(found)) == found
+
+
+def test_a_reset_hides_earlier_prefixes(llm):
+    prompt = f"{START} there was a fox who lived in a wood"
+
+    def num_cached():
+        return llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens
+
+    num_cached()
+    assert num_cached() > 0
+    assert llm.reset_prefix_cache()
+    assert num_cached() == 0 < num_cached()
+
+
+def test_it_starts_no_process_and_ends_its_threads():
     def children():
         return Path(f"/proc/self/task/{os.getpid()}/children").read_text()
 
-    before = children()
+    before, threads = children(), set(threading.enumerate())
     made = LLM(max_model_len=64, seed=5)
     first = made.generate(START, SamplingParams(max_tokens=20), use_tqdm=False)
     assert children() == before
@@ -165,11 +218,13 @@ def test_it_starts_no_process_and_ends_its_thread():
         made.generate("x")
     again = LLM(max_model_len=64, seed=5)
     assert texts(again.generate(START, SamplingParams(max_tokens=20), use_tqdm=False)) == texts(first)
-    engine = again._engine._thread._thread
+    own = set(threading.enumerate()) - threads
+    assert {each.name for each in own} >= {"engine", "grammar"}
     del made, again
     gc.collect()
-    engine.join(10)
-    assert not engine.is_alive()
+    for each in own:
+        each.join(10)
+    assert not any(each.is_alive() for each in own)
 
 
 def test_a_kept_log_record_does_not_keep_the_model(caplog):

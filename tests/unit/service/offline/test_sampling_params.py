@@ -56,3 +56,11 @@ def test_values_reach_the_request():
 def test_a_folders_recommendations_are_the_defaults():
     found = default_sampling_params({"temperature": 0.6, "top_k": 20.0, "other": 3})
     assert (found.temperature, found.top_k, found.top_p) == (0.6, 20, 1.0)
+
+
+def test_clones_and_optional_values():
+    params = SamplingParams.from_optional(n=None, max_tokens=3, stop=["x"])
+    clone = params.clone()
+    assert params == clone == SamplingParams(max_tokens=3, stop=["x"])
+    clone.stop.append("y")
+    assert params.stop == ["x"]
