@@ -24,7 +24,13 @@ class ReasoningFormat:
 QWEN3 = ReasoningFormat("<think>", "</think>")
 DEEPSEEK_R1 = ReasoningFormat("<think>", "</think>", always_thinks=True)
 MISTRAL = ReasoningFormat("[THINK]", "[/THINK]")
-REASONING_FORMATS: Mapping[str, ReasoningFormat] = {"deepseek_r1": DEEPSEEK_R1, "mistral": MISTRAL, "qwen3": QWEN3}
+SEED_OSS = ReasoningFormat("<seed:think>", "</seed:think>", always_thinks=True)
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    "deepseek_r1": DEEPSEEK_R1,
+    "mistral": MISTRAL,
+    "qwen3": QWEN3,
+    "seed_oss": SEED_OSS,
+}
 """Formats by vLLM's --reasoning-parser names."""
 DEEPSEEK_TURN = "<｜Assistant｜>"
 
@@ -44,8 +50,9 @@ class SplitText(NamedTuple):
 
 def detect_reasoning(template: str) -> ReasoningFormat | None:
     """Return a chat template's format; None: no reasoning."""
-    if MISTRAL.end in template:
-        return MISTRAL
+    for markers in (MISTRAL, SEED_OSS):
+        if markers.end in template:
+            return markers
     if QWEN3.end not in template:
         return None
     return DEEPSEEK_R1 if DEEPSEEK_TURN in template else QWEN3

@@ -38,6 +38,7 @@ VALUES: dict[str, dict[str, str]] = {
     ),
     "--max-model-len": {"auto": "", "-1": ""},
     "--log-level": {"critical": "error", "trace": "debug"},
+    "--reasoning-parser": {"olmo3": "deepseek_r1"},
     "--tool-call-parser": {
         "granite4": "hermes",
         "llama4_json": "llama3_json",

@@ -116,13 +116,14 @@ class Settings:
             "pythonic",
             "pythonic_anywhere",
             "qwen3_coder",
+            "seed_oss",
         ),
         verbs=_GATEWAY_VERBS,
     )
     reasoning_parser: str | None = _one_of(
         None,
         "parser of the model's reasoning; none: leave it in the text (default: chosen by the chat template)",
-        ("deepseek_r1", "mistral", "none", "qwen3"),
+        ("deepseek_r1", "mistral", "none", "qwen3", "seed_oss"),
         verbs=_GATEWAY_VERBS,
     )
     dtype: str = _one_of(

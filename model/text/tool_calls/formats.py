@@ -59,6 +59,9 @@ QWEN3_CODER = CallFormat(
     between="\n",
     wraps_each=True,
 )
+SEED_OSS = replace(
+    QWEN3_CODER, syntax=replace(QWEN3_CODER.syntax, openings=("<seed:tool_call>",), closings=("</seed:tool_call>",))
+)
 LLAMA3_JSON_ANYWHERE = replace(LLAMA3_JSON, syntax=replace(LLAMA3_JSON.syntax, at_start_only=False))
 PYTHONIC = CallFormat(
     syntax=CallSyntax(
@@ -83,6 +86,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
     "pythonic": PYTHONIC,
     "pythonic_anywhere": PYTHONIC_ANYWHERE,
     "qwen3_coder": QWEN3_CODER,
+    "seed_oss": SEED_OSS,
 }
 """Formats by vLLM's --tool-call-parser names; `_anywhere`: bare calls may follow prose."""
 
@@ -97,7 +101,7 @@ class SpecialTokens(Protocol):
 def detect_format(template: str) -> CallFormat:
     """Return the format that a chat template renders."""
     if BEGIN in template:
-        return QWEN3_CODER
+        return SEED_OSS if SEED_OSS.syntax.openings[0] in template else QWEN3_CODER
     for call_format in (MISTRAL, HERMES):
         if call_format.syntax.openings[0] in template:
             return call_format

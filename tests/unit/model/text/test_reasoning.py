@@ -9,6 +9,7 @@ from model.text.reasoning import (
     MAX_HELD_BLANKS,
     MISTRAL,
     QWEN3,
+    SEED_OSS,
     ReasoningState,
     ReasoningStream,
     detect_reasoning,
@@ -77,6 +78,8 @@ def test_templates_and_prompts():
     assert detect_reasoning("split('</think>')") is QWEN3
     assert detect_reasoning("<｜Assistant｜> split('</think>')") is DEEPSEEK_R1
     assert detect_reasoning("[THINK]x[/THINK]") is MISTRAL
+    assert detect_reasoning("set think_end_token = '</seed:think>'") is SEED_OSS
     assert [state_after(QWEN3, end) for end in ("a\n", "<think>\n", "<think>\n\n</think>\n\n")] == [OPTIONAL, OPEN, OFF]
+    assert [state_after(SEED_OSS, end) for end in ("<seed:bos>assistant\n", "</seed:think>")] == [OPEN, OFF]
     assert [state_after(DEEPSEEK_R1, end) for end in ("a\n", "</think>")] == [OPEN, OFF]
     assert [state_within(QWEN3, text) for text in ("a", "<think>a", "<think>a</think>b")] == [OFF, OPEN, OFF]

@@ -24,6 +24,7 @@ from model.text.tool_calls.formats import (
     LLAMA3_JSON,
     MISTRAL,
     QWEN3_CODER,
+    SEED_OSS,
     calls_grammar,
     detect_arguments_key,
     detect_format,
@@ -40,6 +41,7 @@ STOP = '{"name": "stop", "parameters": {}}'
 ONE, BOTH = [("get_weather", WEATHER)], [("get_weather", WEATHER), ("stop", "{}")]
 
 XML = "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"
+SEED = "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Oslo</parameter>\n</function>\n</seed:tool_call>"
 
 READINGS = [
     ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", ONE),
@@ -67,6 +69,7 @@ READINGS = [
     ("mistral", f"[TOOL_CALLS] [{CALL}]", "", ONE),
     ("mistral", f"Let me see.[TOOL_CALLS]get_weather[ARGS]{WEATHER}[TOOL_CALLS]stop{{}}", "Let me see.", BOTH),
     ("mistral", "[TOOL_CALLS]rm{}", "[TOOL_CALLS]rm{}", []),
+    ("seed_oss", f"I look.\n{SEED}", "I look.", [("get_weather", '{"city": "Oslo"}')]),
     ("mistral", "an [array], [TOOL", "an [array], [TOOL", []),
 ]
 
@@ -153,6 +156,7 @@ def test_the_form_of_a_template():
     assert found["llama3"] is LLAMA3_JSON
     assert found["mistral"] is MISTRAL
     assert detect_format("<tool_call>\n<function=example>") is QWEN3_CODER
+    assert detect_format("'<seed:tool_call>' + '\\n<function=' + name") is SEED_OSS
     assert detect_arguments_key((folder / "llama3.jinja").read_text()) == "parameters"
     assert detect_arguments_key((folder / "qwen2_5.jinja").read_text()) == "arguments"
 
@@ -291,6 +295,7 @@ WRITTEN = {  # a call with a value, by form; where text may follow or not
     "hermes": '<tool_call>\n{{"name": "f", "arguments": {{"a": {}}}}}\n</tool_call>',
     "mistral": '[TOOL_CALLS][{{"name": "f", "arguments": {{"a": {}}}}}]',
     "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</seed:tool_call>",
     "llama3_json": '{{"name": "f", "arguments": {{"a": {}}}}}',
     "llama3_json_anywhere": '{{"name": "f", "arguments": {{"a": {}}}}}',
     "pythonic": "[f(a={})]",
