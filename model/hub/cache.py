@@ -74,7 +74,8 @@ class CachedRepository:
         """Return the folder if all served files are there. Raises ModelError with what is missing."""
         snapshot = self.snapshot(revision)
         if snapshot is None:
-            raise ModelError("is not there")
+            commits = sorted(path.name for path in self.folder.glob("snapshots/*") if _COMMIT.fullmatch(path.name))
+            raise ModelError(f"has no revision {revision}, only {', '.join(commits)}" if commits else "is not there")
         if self.unverified.exists():
             raise ModelError("is an interrupted download")
         available = {path.name for path in snapshot.iterdir() if path.exists()}  # a blob may be missing

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import logging
-import os
 import re
 import sys
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shutil import disk_usage
 
-from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub import HfApi, constants, get_token, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -34,6 +33,7 @@ log = logging.getLogger("quire.hub")
 GIB = 1 << 30
 CHUNK_BYTES = 1 << 20
 HASH_THREADS = 4
+CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EIO, errno.ENOTDIR, errno.EEXIST)
 _GIT_SHA1 = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -49,11 +49,17 @@ def download_model(name: str, revision: str, cache: Path, files: ServedFiles = M
     for library in ("huggingface_hub", "httpx", "httpx2"):
         logging.getLogger(library).setLevel(logging.ERROR)
     try:
+        _check_token()
         return _download(name, revision, cache, files)
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from None
     except Exception as error:  # the client raises errors of many libraries
         raise ModelError(f"{name}: {_reason(error, name, revision, cache)}") from error
+
+
+def _check_token() -> None:
+    if not (get_token() or "").isascii():
+        raise ModelError("HF_TOKEN: has characters outside ASCII")
 
 
 def _download(name: str, revision: str, cache: Path, files: ServedFiles) -> Path:
@@ -123,7 +129,7 @@ def _reason(error: BaseException, name: str, revision: str, cache: Path) -> str:
     for each in chain:
         if isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT):
             return f"no space left in {cache}"
-        if isinstance(each, PermissionError):
+        if isinstance(each, OSError) and each.errno in CANNOT_WRITE:
             return f"{cache} cannot be written: {each.strerror}"
     for each in chain:
         if isinstance(each, HfHubHTTPError):
@@ -134,7 +140,6 @@ def _reason(error: BaseException, name: str, revision: str, cache: Path) -> str:
 
 def _http_reason(error: HfHubHTTPError, name: str, revision: str) -> str:
     page = f"{constants.ENDPOINT}/{name}"
-    has_token = any(os.environ.get(each) for each in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"))
     if isinstance(error, GatedRepoError):
         return f"gated: accept its terms at {page}, then set HF_TOKEN to a token of that account"
     if isinstance(error, RevisionNotFoundError):
@@ -144,10 +149,10 @@ def _http_reason(error: HfHubHTTPError, name: str, revision: str) -> str:
         return f"{constants.ENDPOINT} does not accept the token (HF_TOKEN)"
     if isinstance(error, RepositoryNotFoundError):
         return f"no such model at {constants.ENDPOINT}" + (
-            ", or the token may not see it" if has_token else "; if it is private, set HF_TOKEN"
+            ", or the token may not see it" if get_token() else "; if it is private, set HF_TOKEN"
         )
     if status == 403:
         return f"{constants.ENDPOINT} forbids it (403); HF_TOKEN needs the right to read it"
     if status == 429:
         return f"{constants.ENDPOINT} limits requests (429); wait, or set HF_TOKEN"
-    return f"{constants.ENDPOINT} answers {status}"
+    return f"{constants.ENDPOINT} answers {status}" + (" (is HF_ENDPOINT right?)" if status == 404 else "")

@@ -185,11 +185,20 @@ def test_a_disk_that_is_too_small_and_one_that_fills_up(hub, tmp_path, monkeypat
         small.setattr("model.hub.download.disk_usage", lambda path: usage(0, 0, 1000))
         assert refusal(tmp_path) == f"{NAME}: needs 0.00 GiB, but {tmp_path} has 0.00 GiB free"
 
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    lines = {errno.ENOSPC: "no space left in {}", errno.EFBIG: "{} cannot be written: File too large"}
+    for code, line in lines.items():
 
-    monkeypatch.setattr(huggingface_hub.file_download, "http_get", full)
-    assert refusal(tmp_path) == f"{NAME}: no space left in {tmp_path}"
+        def failing(*_: object, code: int = code, **__: object) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(huggingface_hub.file_download, "http_get", failing)
+        assert refusal(tmp_path) == f"{NAME}: {line.format(tmp_path)}"
+
+
+def test_a_token_outside_ascii(hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_é")
+    assert refusal(tmp_path) == f"{NAME}: HF_TOKEN: has characters outside ASCII"
+    assert hub.asked == []
 
 
 def test_a_killed_download_leaves_no_model_and_the_next_completes(tmp_path):

@@ -29,6 +29,14 @@ def test_a_folder_wins_over_a_repository_of_the_same_name(tmp_path, monkeypatch)
 def test_words_that_are_neither(tmp_path):
     for typed in ("name", str(tmp_path / "none"), "a/b/c"):
         assert refusal(typed) == f"{typed}: no such folder (a folder, or org/name of a Hugging Face model)"
+    assert refusal("org/name:v1").endswith("model); a branch, tag or commit of org/name goes to --revision")
+    assert refusal("x" * 256) == f"{'x' * 256}: cannot be read: File name too long"
+
+
+@pytest.mark.parametrize("endpoint", ["", "localhost:9", "ftp://host", "http://host:99999", "http://"])
+def test_an_endpoint_that_is_no_url(endpoint, tmp_path):
+    with pytest.raises(ModelError, match=r"^HF_ENDPOINT: .* is not a URL"):
+        locate_model("org/name", {"HF_ENDPOINT": endpoint}, download_dir=tmp_path)
 
 
 def test_a_name_that_is_not_in_the_cache_offline():
