@@ -309,6 +309,9 @@ class EventStream(Protocol):
 
     def __anext__(self) -> Awaitable[Event]: ...
 
+    def take_arrived(self) -> Sequence[Event]:
+        """Return the next events that need no waiting."""
+
     async def aclose(self) -> None: ...
 
 

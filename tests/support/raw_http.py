@@ -66,9 +66,14 @@ class RawClient:
             body = self._reader.readexactly(int(headers["content-length"])) if "content-length" in headers else None
             return int(lines[0].split()[1]), await (body or self._reader.read())
         chunks = []
-        while size := int(await self._reader.readuntil(b"\r\n"), 16):
-            chunks.append(await self._reader.readexactly(size + 2))
-        return int(lines[0].split()[1]), b"".join(chunk[:-2] for chunk in chunks)
+        while chunk := await self.chunk():
+            chunks.append(chunk)
+        return int(lines[0].split()[1]), b"".join(chunks)
+
+    async def chunk(self) -> bytes:
+        """Next chunk of a chunked body; empty at its end."""
+        size = int(await self._reader.readuntil(b"\r\n"), 16)
+        return (await self._reader.readexactly(size + 2))[:-2] if size else b""
 
     async def at_eof(self) -> bool:
         """Waits for the server to close."""

@@ -56,7 +56,7 @@ class BatchRequests:
             if accepted.jobs:
                 await service.keep(accepted)
             async with service.view(accepted) as stream:
-                deltas = [delta async for delta in stream]
+                deltas = await stream.read_all()
         except asyncio.CancelledError as cancelled:
             raise Interrupted(accepted) from cancelled
         except RequestError as error:

@@ -156,7 +156,7 @@ class RequestStore:
             return RequestState(status="in_progress" if any(events) else "queued", queue_position=position)
         try:
             async with self._dispatcher.view(accepted) as stream:
-                deltas = [delta async for delta in stream]
+                deltas = await stream.read_all()
         except RequestError as error:
             if error.code == UNAVAILABLE:
                 raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -19,8 +18,8 @@ from service.queue.codec import unpack_floats, unpack_ids
 from service.queue.interface import EventStream, QueueUnavailable
 from service.queue.messages import Cancel, Event, Part
 
-MAX_AHEAD = 64
-"""Unread deltas of a request with several prompts."""
+MAX_AHEAD = 16
+"""Unread lists of deltas of a request with several prompts."""
 
 
 @dataclass(frozen=True)
@@ -323,7 +322,7 @@ def _logprobs(
 
 
 class JobStream:
-    """The deltas of one job of an open request."""
+    """The deltas of one job of an open request, in lists of those that arrived together."""
 
     def __init__(
         self,
@@ -341,7 +340,6 @@ class JobStream:
         self._events = events
         self._cancel = cancel
         self._timer: RequestTimer | None = None
-        self._ready: deque[ChoiceDelta] = deque()
 
     def note_submitting(self) -> None:
         self._is_queued = True
@@ -355,19 +353,26 @@ class JobStream:
     def __aiter__(self) -> JobStream:
         return self
 
-    async def __anext__(self) -> ChoiceDelta:
+    async def __anext__(self) -> list[ChoiceDelta]:
         """Raises RequestError for a failed job, QueueUnavailable for unreadable events."""
-        while not self._ready:
-            if self.assembler.reason is not None:
+        deltas: list[ChoiceDelta] = []
+        while not deltas:
+            reason = self.assembler.reason
+            if reason is not None:
+                if ENDINGS[reason].finish_reason is None:
+                    raise failure(reason)
                 raise StopAsyncIteration
             try:
                 event = await anext(self._events)
             except StopAsyncIteration:
                 raise QueueUnavailable("the events stopped before the end") from None
-            self._on_event(event)
-        return self._ready.popleft()
+            deltas = self._deltas_of(event)
+            for arrived in self._events.take_arrived():
+                if self.assembler.reason is None:  # else a stop string has ended the answer
+                    deltas += self._deltas_of(arrived)
+        return deltas
 
-    def _on_event(self, event: Event) -> None:
+    def _deltas_of(self, event: Event) -> list[ChoiceDelta]:
         self._ended_by_worker = event.end is not None
         if self._timer is not None:
             self._timer.observe_tokens(sum([len(part.tokens) // 4 for part in event.parts if not part.is_prompt]))
@@ -377,8 +382,8 @@ class JobStream:
             for branch in stopped:
                 self._cancel(Cancel(job_id=self.job_id, reason=EndReason.STOP, branch=branch))
         elif ENDINGS[reason].finish_reason is None:
-            raise failure(reason)
-        self._ready += deltas
+            return []
+        return deltas
 
     def leave(self, reason: EndReason, *, job_goes_on: bool) -> None:
         """Stop reading. Cancel a running job unless it goes on, and always after a stop string. `reason`: why the
@@ -395,15 +400,24 @@ class JobStream:
 
 
 class ResponseStream:
-    """The deltas of an open request. `outcome` is valid after the last."""
+    """The deltas of an open request, in lists of those that arrived together."""
 
     def __init__(self, jobs: Sequence[JobStream], num_prompt_tokens: int) -> None:
         self._jobs = jobs
         self._num_prompt_tokens = num_prompt_tokens
         self._deltas: JobStream | _MergedStream = jobs[0] if len(jobs) == 1 else _MergedStream(jobs)
 
-    def __aiter__(self) -> AsyncIterator[ChoiceDelta]:
+    def __aiter__(self) -> AsyncIterator[list[ChoiceDelta]]:
         return self._deltas
+
+    async def read_all(self) -> list[ChoiceDelta]:
+        return [delta async for deltas in self for delta in deltas]
+
+    @property
+    def has_ended(self) -> bool:
+        """True once all jobs have ended well: the rest needs no waiting."""
+        reasons = [job.assembler.reason for job in self._jobs]
+        return all(reason is not None and ENDINGS[reason].finish_reason is not None for reason in reasons)
 
     def leave(self, reason: EndReason, *, jobs_go_on: bool) -> None:
         if isinstance(self._deltas, _MergedStream):
@@ -429,6 +443,7 @@ class ResponseStream:
 
     @property
     def outcome(self) -> Outcome:
+        """Counts, valid after the last delta."""
         assemblers = [job.assembler for job in self._jobs]
         return Outcome(
             prompt_tokens=self._num_prompt_tokens,
@@ -442,22 +457,27 @@ class ResponseStream:
 
 class _MergedStream:
     def __init__(self, jobs: Sequence[JobStream]) -> None:
-        self._ready: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue(MAX_AHEAD)
+        self._ready: asyncio.Queue[list[ChoiceDelta] | Exception | None] = asyncio.Queue(MAX_AHEAD)
         self._num_open = len(jobs)
+        self._error: Exception | None = None
         self._pumps = [asyncio.create_task(self._pump(job)) for job in jobs]
 
     def __aiter__(self) -> _MergedStream:
         return self
 
-    async def __anext__(self) -> ChoiceDelta:
-        while self._num_open:
-            delta = await self._ready.get()
-            if isinstance(delta, ChoiceDelta):
-                return delta
-            if delta is not None:
-                raise delta
-            self._num_open -= 1
-        raise StopAsyncIteration
+    async def __anext__(self) -> list[ChoiceDelta]:
+        deltas: list[ChoiceDelta] = []
+        while self._num_open and self._error is None and not (deltas and self._ready.empty()):
+            ready = await self._ready.get()
+            if ready is None:
+                self._num_open -= 1
+            elif isinstance(ready, list):
+                deltas += ready
+            else:
+                self._error = ready
+        if deltas:
+            return deltas
+        raise self._error or StopAsyncIteration
 
     def close(self) -> None:
         for pump in self._pumps:
@@ -465,8 +485,8 @@ class _MergedStream:
 
     async def _pump(self, job: JobStream) -> None:
         try:
-            async for delta in job:
-                await self._ready.put(delta)
+            async for deltas in job:
+                await self._ready.put(deltas)
             await self._ready.put(None)
         except Exception as error:
             await self._ready.put(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import cast
 
@@ -22,6 +22,8 @@ HEADERS = {
 
 
 COMMENT = b": keep-alive\n\n"
+MAX_WRITE_BYTES = 16 << 10
+"""More frames are not joined, so that an unread stream takes no more memory."""
 
 
 class ClientGone(ConnectionError):
@@ -49,6 +51,7 @@ class SseStream:
         self._written_at_s = self._loop.time()
         self._writer: StreamWriter | None = None  # None until started
         self._waiting = asyncio.Lock()  # held while waiting for the client to read
+        self._unwritten = bytearray()  # frames
         self._number = 0
         self._after = after
         self.is_done = False
@@ -61,22 +64,39 @@ class SseStream:
     def started(self) -> bool:
         return self._response.prepared
 
-    async def send(self, data: Json, kind: str | None = None) -> None:
-        """Send an event with its number and, if given, its kind. Raises ClientGone."""
-        self._number += 1
-        if self._number > self._after:
-            name = b"" if kind is None else b"event: %b\n" % kind.encode()
-            await self._write(b"%bid: %d\ndata: %b\n\n" % (name, self._number, encode_json(data)))
+    async def send(self, events: Iterable[Json], *, more: bool = False) -> None:
+        """Write events with their numbers at once; with `more`, together with those of the next call. An event's
+        `type`, if any, is its name. Raises ClientGone."""
+        await self._send(self._numbered(events), more=more)
 
-    async def send_unnumbered(self, data: Json, kind: str | None = None) -> None:
-        """Send an event after which no client resumes. Raises ClientGone."""
-        name = b"" if kind is None else b"event: %b\n" % kind.encode()
-        await self._write(b"%bdata: %b\n\n" % (name, encode_json(data)))
+    async def send_unnumbered(self, events: Iterable[Json], *, more: bool = False) -> None:
+        """Like `send`, for events after which no client resumes."""
+        await self._send((b"%bdata: %b\n\n" % (_name(event), encode_json(event)) for event in events), more=more)
 
     async def done(self) -> None:
         """Send OpenAI's end mark of a complete answer. Raises ClientGone."""
-        await self._write(b"data: [DONE]\n\n")
+        await self._send((b"data: [DONE]\n\n",))
         self.is_done = True
+
+    def _numbered(self, events: Iterable[Json]) -> Iterator[bytes]:
+        for event in events:
+            self._number += 1
+            if self._number > self._after:
+                yield b"%bid: %d\ndata: %b\n\n" % (_name(event), self._number, encode_json(event))
+
+    async def _send(self, frames: Iterable[bytes], *, more: bool = False) -> None:
+        # One write for all: it costs more than making a frame.
+        for frame in frames:
+            self._unwritten += frame
+            if len(self._unwritten) >= MAX_WRITE_BYTES:
+                await self._flush()
+        if not more:
+            await self._flush()
+
+    async def _flush(self) -> None:
+        if self._unwritten:
+            frames, self._unwritten = self._unwritten, bytearray()
+            await self._write(frames)
 
     @asynccontextmanager
     async def kept_alive(self) -> AsyncIterator[None]:
@@ -99,16 +119,16 @@ class SseStream:
         with suppress(ClientGone):  # the next event reports it
             await self._write(COMMENT)
 
-    async def _write(self, frame: bytes) -> None:
+    async def _write(self, frames: bytes | bytearray) -> None:
         self._written_at_s = self._loop.time()
         try:
             if self._writer is None or self._waiting.locked():
                 async with asyncio.timeout(self._write_timeout_s), self._waiting:
                     self._writer = cast(StreamWriter, await self._response.prepare(self._http))
-                    await self._writer.write(frame)
+                    await self._writer.write(frames)
                 return
             # Nearly always the kernel takes it at once: then neither clock nor lock is needed.
-            await self._writer.write(frame, drain=False)
+            await self._writer.write(frames, drain=False)
             if self._http.protocol.writing_paused:
                 async with asyncio.timeout(self._write_timeout_s), self._waiting:
                     await self._writer.drain()
@@ -117,3 +137,7 @@ class SseStream:
             raise ClientGone("the client left its stream unread") from None
         except ConnectionError as error:
             raise ClientGone("the client left") from error
+
+
+def _name(event: Json) -> bytes:
+    return b"event: %b\n" % event["type"].encode() if "type" in event else b""

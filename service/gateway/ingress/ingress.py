@@ -162,11 +162,12 @@ class QueueIngress:
         writer = None if options is None else ToolCallWriter(accepted.request_id, options)
         choices = {index: ChoiceReply(index, writer) for index in range(request.num_choices)}
         async with self._service.open(accepted, is_shared=True) as stream:
-            async for delta in stream:
-                choice = choices[delta.index]
-                choice.push(delta)
-                if request.stream and delta.finish_reason is None:
-                    await replies.send_next(choice)
+            async for deltas in stream:
+                for delta in deltas:
+                    choice = choices[delta.index]
+                    choice.push(delta)
+                    if request.stream and delta.finish_reason is None:
+                        await replies.send_next(choice)
         # Fewer beams than asked for may end within a grammar.
         await replies.finish(
             [choice for choice in choices.values() if choice.finish_reason is not None], stream.outcome

@@ -78,7 +78,7 @@ class _Completion(Generation):
 
     async def whole(self, opened: OpenStream) -> Json:
         async with opened as deltas:
-            parts = [delta async for delta in deltas]
+            parts = await deltas.read_all()
         builder = builder_of(self.service.model, self.accepted)
         return await build_whole(self.service.threads, self.accepted, builder, parts, deltas.outcome)
 
@@ -91,18 +91,17 @@ class _Completion(Generation):
             if not sse.started:
                 raise
             if not sse.is_done:
-                await sse.send_unnumbered(error_json(as_request_error(error)))
+                await sse.send_unnumbered([error_json(as_request_error(error))])
 
     async def _send_chunks(self, sse: SseStream, opened: OpenStream) -> None:
         builder = builder_of(self.service.model, self.accepted)
         # Deltas of several jobs interleave in an order that no other gateway could repeat.
         send = sse.send if len(self.accepted.job_ids) == 1 else sse.send_unnumbered
         async with opened as deltas, sse.kept_alive():
-            async for delta in deltas:
-                for chunk in builder.chunks(delta):
-                    await send(chunk)
-            for chunk in builder.closing(deltas.outcome):
-                await send(chunk)
+            async for arrived in deltas:
+                chunks = (chunk for delta in arrived for chunk in builder.chunks(delta))
+                await send(chunks, more=deltas.has_ended)
+            await send(builder.closing(deltas.outcome), more=True)
             await sse.done()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Sequence
+from collections.abc import Container
 
 from aiohttp import web
 
@@ -57,7 +57,7 @@ class MessageGeneration(Generation):
 
     async def whole(self, opened: OpenStream) -> Json:
         async with opened as deltas:
-            parts = [delta async for delta in deltas]
+            parts = await deltas.read_all()
         builder = message_builder_of(self.service.model, self.accepted)
         return await build_whole(self.service.threads, self.accepted, builder, parts, deltas.outcome)
 
@@ -71,20 +71,16 @@ class MessageGeneration(Generation):
                 raise
             if not sse.is_done:
                 failed = error_json(as_request_error(error), self.accepted.request_id)
-                await sse.send_unnumbered(failed, failed["type"])
+                await sse.send_unnumbered([failed])
 
     async def _send_events(self, sse: SseStream, opened: OpenStream) -> None:
         builder = message_builder_of(self.service.model, self.accepted)
         async with opened as deltas, sse.kept_alive():
-            async for delta in deltas:
-                await _send_all(sse, builder.chunks(delta))
-            await _send_all(sse, builder.closing(deltas.outcome))
+            async for arrived in deltas:
+                chunks = (chunk for delta in arrived for chunk in builder.chunks(delta))
+                await sse.send(chunks, more=deltas.has_ended)
+            await sse.send(builder.closing(deltas.outcome))
             sse.is_done = True
-
-
-async def _send_all(sse: SseStream, events: Sequence[Json]) -> None:
-    for event in events:
-        await sse.send(event, event["type"])
 
 
 def _count_tokens(model: ServedModel, data: bytes, adapters: Container[str]) -> int:

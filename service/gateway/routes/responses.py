@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -187,7 +187,7 @@ class _Response(Generation):
     async def whole(self, opened: OpenStream) -> Json:
         async with opened as deltas:
             await self._put()
-            parts = [delta async for delta in deltas]
+            parts = await deltas.read_all()
         answer = await build_whole(self.service.threads, self.accepted, self._builder(), parts, deltas.outcome)
         await self._settle(answer)
         return answer
@@ -200,11 +200,12 @@ class _Response(Generation):
             async with opened as deltas, sse.kept_alive():
                 await self._put()
                 is_stored = True
-                await _send_events(sse, builder.opening())
-                async for delta in deltas:
-                    await _send_events(sse, builder.chunks(delta))
+                await sse.send(builder.opening())
+                async for arrived in deltas:
+                    chunks = (chunk for delta in arrived for chunk in builder.chunks(delta))
+                    await sse.send(chunks, more=deltas.has_ended)
                 events = builder.closing(deltas.outcome)
-                await _send_events(sse, events)
+                await sse.send(events)
                 is_sent = True
         except (ClientGone, asyncio.CancelledError):
             raise
@@ -213,7 +214,7 @@ class _Response(Generation):
                 raise
             if not is_sent:
                 events = builder.failure(as_request_error(error))
-                await _send_events(sse, events)
+                await sse.send(events)
         await self._settle(response_of(events))
 
     def _builder(self) -> ResponsesBuilder:
@@ -234,14 +235,10 @@ class _Response(Generation):
 
 
 async def _read_response(builder: ResponsesBuilder, deltas: ResponseStream) -> Json:
-    async for delta in deltas:
-        builder.chunks(delta)
+    async for arrived in deltas:
+        for delta in arrived:
+            builder.chunks(delta)
     return response_of(builder.closing(deltas.outcome))
-
-
-async def _send_events(sse: SseStream, events: Sequence[Json]) -> None:
-    for event in events:
-        await sse.send(event, event["type"])
 
 
 def _read_fields(data: bytes) -> tuple[Json, GenerationRequest, list[Json]]:

@@ -107,6 +107,11 @@ class Follower:
                 await self._waiting
         return self._buffer.popleft()
 
+    def take_arrived(self) -> Sequence[Event]:
+        arrived = list(self._buffer)
+        self._buffer.clear()
+        return arrived
+
     async def aclose(self) -> None:
         self._has_ended = True
         self._buffer.clear()

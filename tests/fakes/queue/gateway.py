@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -85,6 +85,41 @@ class MemoryIngress:
             asyncio.get_running_loop().call_later(keys.INGRESS_LEFT_S, self.data.give_entry, left)
 
 
+class MemoryEvents:
+    """Implements EventStream."""
+
+    def __init__(self, data: QueueData, job_id: str, after: int, check_open: Callable[[], None]) -> None:
+        self._data = data
+        self._job_id = job_id
+        self._number = after
+        self._check_open = check_open
+        self._is_closed = False
+
+    def __aiter__(self) -> MemoryEvents:
+        return self
+
+    async def __anext__(self) -> Event:
+        while not self._is_closed:
+            log = self._data.logs.get(self._job_id)
+            if log is not None and len(log.events) > self._number:
+                self._number += 1
+                return log.events[self._number - 1]
+            if log is not None and log.ended_at_s is not None:
+                break
+            self._check_open()
+            await self._data.news.wait()
+        raise StopAsyncIteration
+
+    def take_arrived(self) -> Sequence[Event]:
+        log = self._data.logs.get(self._job_id)
+        arrived = [] if log is None else log.events[self._number :]
+        self._number += len(arrived)
+        return arrived
+
+    async def aclose(self) -> None:
+        self._is_closed = True
+
+
 class MemoryGatewayQueue:
     """Implements GatewayQueue, for gateways and workers on one event loop that share `data`."""
 
@@ -114,9 +149,9 @@ class MemoryGatewayQueue:
     async def queue_position(self, job_id: str) -> int | None:
         return self.data.queue_position(job_id)
 
-    def follow(self, job_id: str, after: int = 0) -> AsyncGenerator[Event, None]:
+    def follow(self, job_id: str, after: int = 0) -> MemoryEvents:
         keys.events(job_id)
-        return self._follow(job_id, after)
+        return MemoryEvents(self.data, job_id, after, self._check_open)
 
     async def last_events(self, job_ids: Sequence[str]) -> Sequence[Event | None]:
         logs = [self.data.logs.get(job_id) for job_id in job_ids]
@@ -150,19 +185,6 @@ class MemoryGatewayQueue:
     def replies(self, producer: str, producer_job_id: str) -> Sequence[bytes]:
         """Return the replies to a job so far, as its producer reads them."""
         return self.data.replies_of(producer, producer_job_id)
-
-    async def _follow(self, job_id: str, after: int) -> AsyncGenerator[Event, None]:
-        number = after
-        while True:
-            log = self.data.logs.get(job_id)
-            if log is not None and len(log.events) > number:
-                number += 1
-                yield log.events[number - 1]
-            elif log is not None and log.ended_at_s is not None:
-                return
-            else:
-                self._check_open()
-                await self.data.news.wait()
 
     def _check_open(self) -> None:
         if self._is_closed:

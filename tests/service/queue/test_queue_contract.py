@@ -75,6 +75,18 @@ async def test_events_from_before_the_follower_came_are_not_missed(queue):
     assert await take(queue.follow("JOB1"), 2) == [1, 2]
 
 
+async def test_events_that_have_arrived_are_taken_without_waiting(queue):
+    events = queue.follow("JOB1")
+    await queue.submit(make_job())
+    await queue.fetch(1, 1.0)
+    await queue.publish(make_events("JOB1", [1, 2, 3]))
+    assert await take(events, 1) == [1]
+    assert [event.number for event in events.take_arrived()] == [2, 3]
+    assert list(events.take_arrived()) == []
+    await queue.publish([make_event("JOB1", 4, EndReason.STOP)])
+    assert await outcome(events) == Ended([4], EndReason.STOP)
+
+
 async def test_following_after_a_number_leaves_out_what_was_seen(queue):
     await queue.submit(make_job())
     await queue.fetch(1, 1.0)
