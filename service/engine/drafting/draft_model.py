@@ -12,9 +12,9 @@ import numpy as np
 from model.batch import Batch
 from model.families.llama import Llama
 from model.ops.interface import Array
-from service.engine.drafting.draft_time import DraftTime
 from service.engine.drafting.drafter import DRAFT_MODEL
 from service.engine.drafting.draws import drawn_on
+from service.engine.drafting.step_cost import DraftTime
 from service.engine.sequence import Sequence
 
 SHORT_CATCH_UP = 32

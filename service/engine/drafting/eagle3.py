@@ -11,9 +11,9 @@ import numpy as np
 from model.families.eagle3 import Eagle3Head
 from model.ops.group.arrays import on_rank
 from model.ops.interface import Array
-from service.engine.drafting.draft_time import DraftTime
 from service.engine.drafting.drafter import EAGLE3
 from service.engine.drafting.draws import drawn
+from service.engine.drafting.step_cost import DraftTime
 from service.engine.execution.decode_batch import BatchLayout
 from service.engine.sequence import Sequence
 

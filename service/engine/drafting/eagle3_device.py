@@ -15,8 +15,7 @@ from model.cuda_graphs import DRAFTED_ROWS
 from model.draft_graphs import DraftGraphs
 from model.families.eagle3_device import DeviceEagle3, sampling_columns
 from model.ops.interface import Array
-from service.engine.drafting.drafter import EAGLE3
-from service.engine.drafting.late_drafts import LateDrafts
+from service.engine.drafting.drafter import EAGLE3, LateDrafts
 from service.engine.execution.decode_batch import BatchLayout
 from service.engine.execution.model_runner import ModelRunner
 from service.engine.execution.sampling import SampleBatch, SampleCall

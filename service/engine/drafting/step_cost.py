@@ -1,7 +1,9 @@
-"""Step times, measured of the model at start and corrected by each step."""
+"""Times of steps, measured of the model at start and corrected by each step, and of drafting."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -9,11 +11,13 @@ import numpy as np
 STEP_WEIGHT = 0.1
 """Weight of the last step in means, once ten were seen."""
 MAX_EXCESS = 2.0
-"""Longer steps count as this multiple of the expected time."""
+"""Longer times count as this multiple of the expected one: the machine had other work."""
 EXCESS_DECAY, FADE = 0.97, 0.98
 """Factors of earlier steps with drafts, each step with and without; FADE ends at the weight of one step."""
 ORIGIN_WEIGHT = 0.1
 """Weight of 0 s at 0 rows: a single size seen gives a proportion."""
+HALF_LIFE_S = 10.0
+"""Without a call the mean time of drafting halves: it was that of another batch."""
 
 
 class StepCost:
@@ -21,18 +25,19 @@ class StepCost:
 
     def __init__(self, rows: Seq[int], seconds: Seq[float]):
         """`seconds` of a forward pass with each number of `rows`, ascending."""
-        self._forward: np.ndarray = np.interp(np.arange(rows[-1] + 1), rows, seconds)  # by rows
+        self._forward = np.interp(np.arange(rows[-1] + 1), rows, seconds)  # by rows
+        self._forward_by_rows: list[float] = self._forward.tolist()  # read in each step
         self._overhead_s = 0.0
         self._plain: dict[int, tuple[float, int]] = {}  # seconds of steps without drafts and their number, by rows
         self._excess = _Excess()
 
     def plain_s(self, num_rows: int) -> float:
         seen = self._plain.get(num_rows)
-        return float(self._forward_s(num_rows)) + self._overhead_s if seen is None else seen[0]
+        return self._one_forward_s(num_rows) + self._overhead_s if seen is None else seen[0]
 
     def hoped_s(self, num_rows: int, num_drafts: np.ndarray) -> np.ndarray:
         """Return `drafted_s` without the excess."""
-        added_s = self._forward_s(num_rows + num_drafts) - self._forward_s(num_rows)
+        added_s = self._forward_s(num_rows + num_drafts) - self._one_forward_s(num_rows)
         return np.asarray(self.plain_s(num_rows) + added_s)
 
     def drafted_s(self, num_rows: int, num_drafts: np.ndarray) -> np.ndarray:
@@ -56,11 +61,15 @@ class StepCost:
             seconds = min(seconds, MAX_EXCESS * plain_s)
         mean_s = plain_s + max(STEP_WEIGHT, 1 / (count + 1)) * (seconds - plain_s)
         self._plain[num_rows] = mean_s, count + 1
-        excess_s = seconds - float(self._forward_s(num_rows)) - self._overhead_s
+        excess_s = seconds - self._one_forward_s(num_rows) - self._overhead_s
         self._overhead_s = max(0.0, self._overhead_s + STEP_WEIGHT * excess_s)
 
-    def _forward_s(self, num_rows: int | np.ndarray) -> np.ndarray:
+    def _one_forward_s(self, num_rows: int) -> float:
         """Extrapolate in proportion beyond the largest size."""
+        largest = len(self._forward_by_rows) - 1
+        return self._forward_by_rows[min(num_rows, largest)] * max(1.0, num_rows / largest)
+
+    def _forward_s(self, num_rows: np.ndarray) -> np.ndarray:
         largest = len(self._forward) - 1
         forward: np.ndarray = self._forward[np.minimum(num_rows, largest)] * np.maximum(1.0, num_rows / largest)
         return forward
@@ -70,11 +79,11 @@ class _Excess:
     """Line of seconds over rows: what drafts add beyond their forward pass, the exposed host and attention."""
 
     def __init__(self) -> None:
-        self._sums = np.array([ORIGIN_WEIGHT, 0.0, 0.0, 0.0, 0.0])
+        self._sums = [ORIGIN_WEIGHT, 0.0, 0.0, 0.0, 0.0]
         """Sums of weight, x, x^2, y and xy."""
 
     def of(self, num_rows: np.ndarray) -> np.ndarray:
-        weight, x, xx, y, xy = self._sums.tolist()
+        weight, x, xx, y, xy = self._sums
         spread = weight * xx - x * x
         slope = (weight * xy - x * y) / spread if spread > 0 else 0.0
         line: np.ndarray = np.maximum(0.0, (y - slope * x) / weight + slope * num_rows)
@@ -82,9 +91,32 @@ class _Excess:
 
     def fade(self) -> None:
         if self._sums[0] > 1:
-            self._sums *= FADE
+            self._sums = [FADE * total for total in self._sums]
 
     def add(self, num_rows: int, seconds: float) -> None:
-        self._sums *= EXCESS_DECAY
-        self._sums += np.array([1.0, num_rows, num_rows**2, seconds, num_rows * seconds])
-        self._sums[0] += (1 - EXCESS_DECAY) * ORIGIN_WEIGHT
+        added = 1 + (1 - EXCESS_DECAY) * ORIGIN_WEIGHT, num_rows, num_rows**2, seconds, num_rows * seconds
+        self._sums = [EXCESS_DECAY * total + more for total, more in zip(self._sums, added, strict=True)]
+
+
+class DraftTime:
+    """Mean seconds to draft one token for all sequences."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._num_calls = 0
+        self._mean_s = self._last_s = 0.0
+
+    @property
+    def token_s(self) -> float:
+        """0 until two calls were seen: the first is slow."""
+        age_s = self._clock() - self._last_s
+        return float(self._mean_s * 0.5 ** (age_s / HALF_LIFE_S))
+
+    def add(self, seconds: float) -> None:
+        self._num_calls += 1
+        self._last_s = self._clock()
+        if self._num_calls == 2:
+            self._mean_s = seconds
+        elif self._num_calls > 2:
+            seconds = min(seconds, MAX_EXCESS * self._mean_s)
+            self._mean_s += max(STEP_WEIGHT, 1 / (self._num_calls - 1)) * (seconds - self._mean_s)

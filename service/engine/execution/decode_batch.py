@@ -12,7 +12,7 @@ import numpy as np
 
 from model.adapter_slots import NO_SLOT
 from model.step_inputs import NO_PENDING_ROW, ForwardInputs
-from service.engine.drafting.late_drafts import LateDrafts
+from service.engine.drafting.drafter import LateDrafts
 from service.engine.sequence import Sequence
 from service.engine.step import Chunk, StepPlan
 

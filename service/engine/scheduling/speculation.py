@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from itertools import takewhile
 
-from service.engine.drafting.drafter import GRAMMAR, MAX_DRAFTS, Drafter
-from service.engine.drafting.late_drafts import LateDrafts
+from service.engine.drafting.drafter import GRAMMAR, MAX_DRAFTS, Drafter, LateDrafts
 from service.engine.drafting.lengths import Acceptance, Drafting, DraftLengths
 from service.engine.drafting.shadow import ShadowDrafts
 from service.engine.drafting.stats import DraftStats

@@ -8,7 +8,7 @@ import pytest
 
 from model.sampling_params import SamplingParams
 from model.step_inputs import NO_PENDING_ROW
-from service.engine.drafting.late_drafts import LateDrafts
+from service.engine.drafting.drafter import LateDrafts
 from service.engine.execution.decode_batch import DecodeBatch
 from service.engine.request import EngineRequest
 from service.engine.sequence import Sequence, SequenceGroup

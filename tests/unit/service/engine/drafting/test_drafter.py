@@ -1,4 +1,4 @@
-from service.engine.drafting.late_drafts import LateDrafts
+from service.engine.drafting.drafter import LateDrafts
 
 
 def test_only_reading_a_token_waits():
