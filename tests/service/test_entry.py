@@ -31,11 +31,13 @@ def test_ctrl_c_among_the_imports_ends_it_without_a_word(last_import):
     assert process.returncode == -signal.SIGINT
 
 
-def test_behind_them_it_is_a_keyboard_interrupt_again():
-    heard = "import signal, service.cli.main as m; m.main = lambda: print(signal.getsignal(signal.SIGINT)); "
+def test_behind_them_it_is_a_keyboard_interrupt_again_and_garbage_is_collected():
+    heard = "import gc, signal, service.cli.main as m; "
+    heard += "m.main = lambda: print(signal.getsignal(signal.SIGINT), gc.isenabled()); "
     command = [sys.executable, "-c", heard + BEGIN]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True)
     assert "default_int_handler" in done.stdout
+    assert done.stdout.endswith(" True\n")
 
 
 @pytest.mark.parametrize(("redirection", "received"), [("", "caf?\n"), (">&-", "")])

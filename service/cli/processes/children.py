@@ -21,7 +21,7 @@ from service.queue.embedded.die_with_parent import die_with_parent
 
 log = logging.getLogger("quire.serve")
 
-MAIN = f"{__name__.removesuffix('.processes.children')}.main"
+ENTRY = f"{__name__.removesuffix('.processes.children')}.entry"
 
 EXIT_GRACE_S = 10.0
 """Time after the drain time before a child is killed."""
@@ -56,7 +56,7 @@ class ChildProcess:
             sys.executable,
             "-P",
             "-m",
-            MAIN,
+            ENTRY,
             verb,
             *to_flags(settings, verb),
             env={
