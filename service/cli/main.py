@@ -68,7 +68,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         print(f"{' '.join(filter(None, ('quire', verb)))}: {error}", file=sys.stderr)
         return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

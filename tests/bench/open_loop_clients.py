@@ -76,7 +76,7 @@ class Server:
     """Start a fresh `quire serve` of the folder."""
 
     def __init__(self, folder: Path, data_dir: Path, flags: list[str]):
-        command = [sys.executable, "-m", "service.cli.main", "serve", "--port", "0", "--model", str(folder)]
+        command = [sys.executable, "-m", "service.cli.entry", "serve", "--port", "0", "--model", str(folder)]
         self._log = open(data_dir / "log", "w+", encoding="utf-8")  # noqa: SIM115
         self._process = subprocess.Popen(
             [*command, "--load-format", "dummy", "--data-dir", str(data_dir / "redis"), *flags],

@@ -23,7 +23,7 @@ def simulation(tmp_path):
     trace = tmp_path / "trace.json"
     trace.write_text(json.dumps({"requests": MANY}))
     flags = ("--trace", str(trace), "--num-requests", "2000", "--simulate", "opt-13b-a100", "--rates", "0")
-    command = [sys.executable, "-m", "service.cli.main", "bench", "memory", *flags]
+    command = [sys.executable, "-m", "service.cli.entry", "bench", "memory", *flags]
     with subprocess.Popen(
         command, cwd=REPOSITORY, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:

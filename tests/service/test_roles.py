@@ -125,7 +125,7 @@ def test_the_way_to_redis_may_be_tls(redis, tmp_path):
             )
         ):
             refused = subprocess.run(
-                [sys.executable, "-m", "service.cli.main", "gateway", f"--redis-url={url}", "--port=0"],
+                [sys.executable, "-m", "service.cli.entry", "gateway", f"--redis-url={url}", "--port=0"],
                 cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
             )  # fmt: skip
             assert refused.returncode == 2, number

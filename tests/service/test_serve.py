@@ -262,7 +262,7 @@ def test_sigterm_under_load_lets_running_requests_finish(tmp_path):
 def test_a_wrong_word_is_one_line_and_exit_2(tmp_path):
     for flags, word in [(["--port", "x"], "--port"), (["--model", str(tmp_path / "none")], "none")]:
         done = subprocess.run(
-            [sys.executable, "-m", "service.cli.main", "serve", "--data-dir", str(tmp_path / "d"), *flags],
+            [sys.executable, "-m", "service.cli.entry", "serve", "--data-dir", str(tmp_path / "d"), *flags],
             capture_output=True,
             text=True,
             timeout=60,
@@ -278,7 +278,7 @@ def worker_of(served) -> int:
     """The process id of the worker."""
     for pid in served.descendants():
         command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"service.cli.main" in command and b"worker" in command:
+        if b"service.cli.entry" in command and b"worker" in command:
             return pid
     raise AssertionError(f"no worker:\n{served.output}")
 

@@ -16,7 +16,7 @@ STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
 
 @pytest.mark.parametrize(("name", "label"), [("fp8", "float-quantized"), ("int4-g128", "pack-quantized")])
 def test_a_quantised_demo_model_is_checked_and_answers(tmp_path: Path, name: str, label: str):
-    quire, out = [sys.executable, "-m", "service.cli.main"], str(tmp_path / "model")
+    quire, out = [sys.executable, "-m", "service.cli.entry"], str(tmp_path / "model")
     demo = str(REPOSITORY / "model" / "demo")
     subprocess.run([*quire, "quantize", "--model", demo, "--format", name, "--out", out], cwd=REPOSITORY, check=True)
     check = [*quire, "check", "--model", out, "--device", "cpu"]

@@ -113,7 +113,7 @@ def test_a_killed_worker_and_a_killed_gateway_change_no_stream_of_the_other_gate
 def test_a_second_service_on_the_port_is_refused_in_one_line(served, tmp_path):
     port = served.url.rpartition(":")[2]
     done = subprocess.run(
-        [sys.executable, "-m", "service.cli.main", "serve", f"--data-dir={tmp_path}", f"--port={port}"],
+        [sys.executable, "-m", "service.cli.entry", "serve", f"--data-dir={tmp_path}", f"--port={port}"],
         capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=False,
     )  # fmt: skip
     refusal = f"quire serve: cannot listen on 127.0.0.1:{port}: Address already in use\n"

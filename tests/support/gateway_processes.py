@@ -59,7 +59,7 @@ def start_gateway(redis_url: str, folder: Path, **flags: object) -> tuple[subpro
         "drain_timeout": 5,
         **flags,
     }
-    command = [sys.executable, "-m", "service.cli.main", "gateway"]
+    command = [sys.executable, "-m", "service.cli.entry", "gateway"]
     command += [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     gateway = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     for line in gateway.stdout:

@@ -29,7 +29,7 @@ class Part:
         folder: Path,
         verb: str,
         *flags: str,
-        command: tuple[str, ...] = ("-m", "service.cli.main"),
+        command: tuple[str, ...] = ("-m", "service.cli.entry"),
         **environ: str,
     ):
         folder.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ class Served:
 
     def __init__(self, data_dir: Path, *flags: str):
         environ = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
-        command = [sys.executable, "-m", "service.cli.main", "serve", "--port", "0", "--device", "cpu"]
+        command = [sys.executable, "-m", "service.cli.entry", "serve", "--port", "0", "--device", "cpu"]
         self.process = subprocess.Popen(
             [*command, "--data-dir", str(data_dir), *flags],
             cwd=REPOSITORY,

@@ -217,7 +217,7 @@ def deep_template(folder: Path) -> None:
 def test_serve_says_so_in_one_line_and_ends(folder, tmp_path_factory, spoil):
     spoil(folder)
     data = tmp_path_factory.mktemp("data")
-    command = [sys.executable, "-m", "service.cli.main", "serve", "--port=0", "--device=cpu", f"--data-dir={data}"]
+    command = [sys.executable, "-m", "service.cli.entry", "serve", "--port=0", "--device=cpu", f"--data-dir={data}"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
     done = subprocess.run(
         [*command, f"--model={folder}"],

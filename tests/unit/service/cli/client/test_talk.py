@@ -108,7 +108,7 @@ async def test_what_tls_refuses_is_said(folder, tmp_path, capsys):
 
 async def test_ctrl_c_where_a_line_is_awaited_leaves_the_chat(folder):
     ours, theirs = pty.openpty()
-    argv = (sys.executable, "-m", "service.cli.main", "chat", "--url")
+    argv = (sys.executable, "-m", "service.cli.entry", "chat", "--url")
     async with open_gateway(folder) as gateway:
         quire = await asyncio.create_subprocess_exec(*argv, gateway.url, stdin=theirs, stdout=theirs, stderr=theirs)
         os.close(theirs)
