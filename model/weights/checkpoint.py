@@ -37,6 +37,9 @@ IGNORED = re.compile(
 )
 """Rotary frequencies, which follow from the config, and scales of 8-bit attention: see `kv_scales`."""
 
+STACKED_EXPERTS = "experts.gate_up_proj"
+"""Name of a tensor of all experts of a layer."""
+
 PartShape = Callable[[str, tuple[int, ...]], tuple[int, ...]]
 
 
@@ -303,6 +306,9 @@ def _is_plain_file_name(value: object) -> bool:
 
 def _check_names(directory: Path, shapes: dict[str, tuple[int, ...]], tensors: dict[str, StoredTensor]) -> None:
     missing = [name for name in shapes if name not in tensors]
+    stacked = next((name for name in tensors if name not in shapes and name.endswith(STACKED_EXPERTS)), None)
+    if missing and stacked is not None:
+        raise tensors[stacked].error("experts in one tensor are not supported (a tensor for each expert)")
     if missing:
         raise ModelError(f"{directory}: tensor {missing[0]!r}{_and_more(missing)}: missing")
     unexpected = sorted(set(tensors) - set(shapes))

@@ -34,6 +34,9 @@ _REFUSED = {
     ".lora_B.bias": "biases are not supported (plain LoRA)",
     "modules_to_save": "whole modules are not supported (plain LoRA)",
 }
+EXPERTS = ".experts"
+"""Part of the names of experts' modules and tensors."""
+
 SPELLINGS = ("model.language_model.", "language_model.model.")
 """Prefixes of a wrapper's layers, in place of "model."."""
 
@@ -99,7 +102,8 @@ def read_adapter(directory: Path, config: ModelConfig, dtype: np.dtype, max_rank
     path = directory / TENSORS_FILE
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such folder")
-    described = read_adapter_config(directory, tuple(places), config.num_layers, max_rank)
+    experts = {name.split(".")[-2] for name in expected_shapes(config) if EXPERTS in name}
+    described = read_adapter_config(directory, tuple(places), config.num_layers, max_rank, experts)
     if not path.exists() and (directory / PICKLE_FILE).exists():
         raise ModelError(f"{directory / PICKLE_FILE}: pickles are not read (save {TENSORS_FILE})")
     tensors = read_safetensors(path)
@@ -198,6 +202,8 @@ def _by_module(
     sides: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
         module, side = _parsed(tensor, name)
+        if module not in places and EXPERTS in module:
+            raise tensor.error("adapters of experts are not supported (attention and dense layers)")
         if module not in places:
             known = ", ".join(dict.fromkeys(one.rpartition(".")[2] for one in places))
             raise tensor.error(f"the model has no such module to adapt ({known})")

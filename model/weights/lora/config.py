@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,14 @@ class AdapterConfig:
         return rank, alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
 
-def read_adapter_config(directory: Path, modules: Sequence[str], num_layers: int, max_rank: int) -> AdapterConfig:
-    """Read and check the config of an adapter for `modules` of a model. Raises ModelError with the field."""
+def read_adapter_config(
+    directory: Path, modules: Sequence[str], num_layers: int, max_rank: int, experts: Collection[str] = ()
+) -> AdapterConfig:
+    """Read and check the config of an adapter for `modules` of a model. Raises ModelError with the field.
+
+    `experts`: names of experts' projections. Targets may name them: where transformers stores all experts of a layer
+    in one parameter, PEFT adapts none of them.
+    """
     path = directory / CONFIG_FILE
     fields = Fields(read_json_object(path, CONFIG_BYTES), str(path))
     _check_kind(fields)
@@ -93,7 +99,7 @@ def read_adapter_config(directory: Path, modules: Sequence[str], num_layers: int
         alphas={
             key: _alpha(fields, "alpha_pattern", value) for key, value in _pattern(fields, "alpha_pattern").items()
         },
-        expected=_expected(fields, modules, num_layers),
+        expected=_expected(fields, modules, num_layers, experts),
     )
 
 
@@ -145,7 +151,7 @@ def _of_pattern(pattern: Mapping[str, float], module: str, default: float) -> fl
     return default
 
 
-def _expected(fields: Fields, modules: Sequence[str], num_layers: int) -> tuple[str, ...]:
+def _expected(fields: Fields, modules: Sequence[str], num_layers: int, experts: Collection[str]) -> tuple[str, ...]:
     """Return the modules that the config names. An expression names none: the tensors show what it matched."""
     targets = fields.get("target_modules")
     layers = _layers(fields, num_layers)
@@ -156,7 +162,8 @@ def _expected(fields: Fields, modules: Sequence[str], num_layers: int) -> tuple[
         chosen = list(modules)
     elif isinstance(targets, list) and targets and all(isinstance(one, str) for one in targets):
         chosen = [module for module in modules if any(_ends_with(module, target) for target in targets)]
-        missing = [one for one in targets if not any(_ends_with(module, one) for module in modules)]
+        served = (*modules, *experts)
+        missing = [one for one in targets if not any(_ends_with(module, one) for module in served)]
         if missing:
             known = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
             raise fields.error("target_modules", f"{missing[0][:100]!r} is not supported ({known})")

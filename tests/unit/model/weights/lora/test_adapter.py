@@ -1,6 +1,7 @@
 """What an adapter's folder may hold, and what is refused: one line that names the file and the field or tensor."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -179,6 +180,16 @@ def test_experts_are_no_module_to_adapt(tmp_path):
     router = "base_model.model.model.layers.3.mlp.gate.lora_A.weight"
     save(tmp_path / "adapter_model.safetensors", {**written.tensors, router: np.zeros((8, 64), np.float32)})
     assert "no such module to adapt (q_proj, k_proj, v_proj, o_proj" in refusal(written, config)
+    expert = router.replace("gate", "experts.0.gate_proj")
+    save(tmp_path / "adapter_model.safetensors", {**written.tensors, expert: np.zeros((8, 64), np.float32)})
+    assert "adapters of experts are not supported" in refusal(written, config)
+
+
+def test_targets_may_name_experts_that_have_no_tensors(tmp_path):
+    config = ModelConfig.read(GOLDENS / "qwen3_moe_dense_layer_bf16")
+    every_layer = replace(config, experts=replace(config.experts, layers=(True,) * config.num_layers))
+    written = write_adapter(tmp_path, every_layer, targets=TARGETS, target_modules=[*TARGETS, "gate_proj", "down_proj"])
+    assert len(read_adapter(written.folder, every_layer, FLOAT32, 64).products) == config.num_layers
 
 
 def test_a_wrapper_s_modules_are_found(tmp_path):
