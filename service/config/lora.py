@@ -12,6 +12,8 @@ MAX_SLOTS = 256
 _NAME = re.compile(r"[^\s,=\x00-\x1f\x7f]{1,128}")
 _ALLOWED = 'name=path, or {"name": ..., "path": ..., "base_model_name": ...}, comma-separated'
 _KEYS = ("name", "path", "base_model_name")
+_IGNORED = "is_3d_lora_weight"
+"""Key of vLLM that describes experts' tensors: adapters with them are refused when they are read."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ def _json_module(text: str) -> tuple[LoraModule, str]:
         given, end = json.JSONDecoder().raw_decode(text)
     except ValueError as error:
         raise ValueError(f"{_ALLOWED}: {error}") from None
+    if isinstance(given.get(_IGNORED), bool):
+        del given[_IGNORED]
     if not given.keys() <= set(_KEYS) or not all(isinstance(value, str | None) for value in given.values()):
         raise ValueError(_ALLOWED)
     values: dict[str, Any] = {"name": "", "path": "", **given}

@@ -142,6 +142,7 @@ class Engine:
             outputs.emit(group, (), EndReason.GRAMMAR)
             return
         if request.adapter is not None and self._adapters is None:
+            log.error("adapter not loaded %s", fields(name=request.adapter.name, error="no --enable-lora"))
             outputs.emit(group, (), EndReason.ADAPTER)
             return
         outputs.open_groups[request.request_id] = group

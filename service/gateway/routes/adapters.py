@@ -18,6 +18,7 @@ class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, 
     lora_name: str = ""
     lora_path: str = ""
     load_inplace: bool = False
+    is_3d_lora_weight: bool = False  # vLLM's; of experts' tensors, which are refused when they are read
 
 
 class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -48,5 +49,5 @@ class LoraAdapters:
 
     def _check(self) -> None:
         if not self._service.adapters.loads_at_run_time:
-            message = "Adapters are not loaded at run time here (--enable-lora --lora-dir)."
+            message = "Adapters are not loaded at run time here (--enable-lora --lora-dir DIR)."
             raise RequestError(404, message, code="adapters_disabled")

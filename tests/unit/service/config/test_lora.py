@@ -7,6 +7,7 @@ JSONS = (
     '{"name": "a"}',
     '{"name": "a", "path": "b", "rank": 3}',
     '{"name": "a", "path": "b"} c=d',
+    '{"name": "a", "path": "b", "is_3d_lora_weight": 1}',
 )
 SQL, TALK = LoraModule("sql", "/data/sql"), LoraModule("org/talk", "talk,2", "base")
 
@@ -14,7 +15,7 @@ SQL, TALK = LoraModule("sql", "/data/sql"), LoraModule("org/talk", "talk,2", "ba
 def test_both_forms():
     assert parse_lora_modules("") == LoraModules()
     assert parse_lora_modules("sql=/data/sql").modules == (SQL,)
-    talk = '{"name": "org/talk", "path": "talk,2", "base_model_name": "base"}'
+    talk = '{"name": "org/talk", "path": "talk,2", "base_model_name": "base", "is_3d_lora_weight": false}'
     assert parse_lora_modules(f"sql=/data/sql,{talk}").modules == (SQL, TALK)
     assert parse_lora_modules(f"{talk} , sql=/data/sql").modules == (TALK, SQL)
 

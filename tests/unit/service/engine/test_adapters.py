@@ -206,8 +206,9 @@ def test_steps_of_the_base_model_launch_nothing_more(engines, requests, monkeypa
     assert received_by(engine, requests[:1])["0"].end is EndReason.LENGTH
 
 
-def test_without_adapters_a_request_that_names_one_ends(engines, requests):
+def test_without_adapters_a_request_that_names_one_ends(engines, requests, caplog):
     assert received_by(engines.make(), [requests[1]])["1"].end is EndReason.ADAPTER
+    assert "no --enable-lora" in caplog.text
 
 
 def test_a_step_goes_on_while_an_adapter_is_read(engines, requests, sources):
