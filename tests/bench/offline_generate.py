@@ -18,6 +18,7 @@ from service.bench.trace import TracedRequest
 from service.engine.build import build_engine
 from service.garbage import freeze_heap
 from service.offline.api import LLM, SamplingParams
+from service.offline.prompts import Prompt
 from service.offline.settings import read_keywords
 
 KEYWORDS = {"max_model_len": 64, "enable_prefix_caching": False}
@@ -29,13 +30,17 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--prompt", type=int, default=16, help="tokens")
     parser.add_argument("--output", type=int, default=24, help="tokens")
+    parser.add_argument("--texts", action="store_true", help="prompts are texts, about as long")
     flags = parser.parse_args()
     built, llm = build_engine(read_keywords(KEYWORDS), progress=True), LLM(**KEYWORDS)
+    tokenizer = llm.get_tokenizer()
     freeze_heap()
     random = np.random.default_rng(0)
-    prompts = [random.integers(0, built.config.vocab_size, flags.prompt).tolist() for _ in range(flags.requests)]
+    ids = [random.integers(0, built.config.vocab_size, flags.prompt).tolist() for _ in range(flags.requests)]
+    prompts: list[Prompt] = [tokenizer.decode(each) if flags.texts else each for each in ids]
+    lengths = [len(tokenizer.encode(each)) if isinstance(each, str) else flags.prompt for each in prompts]
     params = SamplingParams(max_tokens=flags.output, temperature=0.0, ignore_eos=True)
-    trace = [TracedRequest(flags.prompt, flags.output, 0.0)] * flags.requests
+    trace = [TracedRequest(length, flags.output, 0.0) for length in lengths]
     works: dict[str, Callable[[], object]] = {
         "engine alone": lambda: measure_trace(built, trace, engine_start_s=0.0),
         "LLM.generate": lambda: llm.generate(prompts, params),
