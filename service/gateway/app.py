@@ -94,6 +94,7 @@ def route_table(service: InferenceService, runner: BatchRunner) -> list[Route]:
         Route("GET", "/readyz", operations.readyz, needs_key=False),
         Route("GET", "/health", operations.readyz, needs_key=False),
         Route("GET", "/ping", operations.readyz, needs_key=False),
+        Route("POST", "/ping", operations.readyz, needs_key=False),
         Route("GET", "/metrics", operations.metrics, is_documented=False),
         Route("GET", "/", pages.welcome, is_documented=False),
         Route("GET", "/openapi.json", pages.openapi, is_documented=False),

@@ -227,7 +227,10 @@ def _paths() -> Json:
             "get": _get("Readiness", "Whether a request would be worked on now.", open_to_all=True, or_503=True)
         },
         "/health": {"get": _get("Readiness", "The same, by vLLM's name.", open_to_all=True, or_503=True)},
-        "/ping": {"get": _get("Readiness", "The same, by SageMaker's name.", open_to_all=True, or_503=True)},
+        "/ping": {
+            method: _get("Readiness", "The same, by SageMaker's name.", open_to_all=True, or_503=True)
+            for method in ("get", "post")
+        },
     }
 
 

@@ -188,5 +188,5 @@ async def test_pooling_without_special_tokens_reads_the_text_alone(embedding):
 
 async def test_ping_needs_no_key(model_folder):
     async with open_gateway(model_folder, api_key="secret") as gateway:
-        assert (await gateway.get("/ping"))[0] == 200
+        assert (await gateway.get("/ping"))[0] == (await gateway.post("/ping", {}))[0] == 200
         assert (await gateway.post("/invocations", {"prompt": "a"}))[0] == 401
