@@ -26,6 +26,10 @@ class ThinkingContent(Content, frozen=True):
     signature: str = ""
 
 
+class RedactedThinkingContent(Content, frozen=True):
+    data: str  # encrypted by Anthropic; not shown to the model
+
+
 class ToolUseContent(Content, frozen=True):
     id: str
     name: str
@@ -35,19 +39,20 @@ class ToolUseContent(Content, frozen=True):
 
 class ToolResultContent(Content, frozen=True):
     tool_use_id: str
-    content: str | list[TextContent] = ""
+    content: str | list[dict[str, Any]] = ""  # text parts
     is_error: bool = False  # not shown to the model: the content is
 
 
 PARTS: dict[str, type[Content]] = {
     "text": TextContent,
     "thinking": ThinkingContent,
+    "redacted_thinking": RedactedThinkingContent,
     "tool_use": ToolUseContent,
     "tool_result": ToolResultContent,
 }
 PARTS_OF_ROLE = {
     "user": ("text", "tool_result"),
-    "assistant": ("text", "thinking", "tool_use"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
 
@@ -101,8 +106,8 @@ class CountBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
 
     model: str | None = None
     messages: list[Turn]
-    system: str | list[TextContent] = ""
-    tools: list[ClientTool] = []
+    system: str | list[dict[str, Any]] = ""  # text parts
+    tools: list[dict[str, Any]] = []  # each a ClientTool
     tool_choice: ToolSelection | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,6 +20,7 @@ from service.gateway.anthropic.messages_body import (
     CountBody,
     MessagesBody,
     OutputFormat,
+    RedactedThinkingContent,
     TextContent,
     Thinking,
     ThinkingContent,
@@ -35,6 +36,7 @@ from service.gateway.openai.request_bodies import check_ranges, convert, without
 from service.gateway.openai.strict_json import decode_object
 
 Json = dict[str, Any]
+Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 SHORTEST = {"messages": [{"role": "user", "content": "."}], "system": None}
 MAX_USER_ID_CHARS = 4096
@@ -145,15 +147,21 @@ def _add_message(messages: _Messages, message: Turn, param: str) -> None:
     if not message.content:
         raise refusal(f"{param}.content", "must not be empty")
     for i, raw in enumerate(message.content):
-        _add_part(messages, message.role, _part(raw, message.role, f"{param}.content[{i}]"), f"{param}.content[{i}]")
+        part = _part(raw, PARTS_OF_ROLE[message.role], f"{param}.content[{i}]")
+        _add_part(messages, message.role, part, f"{param}.content[{i}]")
 
 
-def _part(raw: Json, role: str, param: str) -> Content:
+def _part(raw: Json, kinds: Sequence[str], param: str) -> Content:
     kind = raw.get("type")
-    if kind not in PARTS_OF_ROLE[role]:
-        raise refusal(f"{param}.type", f"must be one of {', '.join(PARTS_OF_ROLE[role])}")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise refusal(f"{param}.type", f"must be {'one of ' * (len(kinds) > 1)}{', '.join(kinds)}")
+    return _convert(raw, PARTS[kind], param)
+
+
+def _convert(raw: Json, kind: type[Struct], param: str) -> Struct:
+    """Convert the object at `param`, so that errors name the whole path."""
     try:
-        return convert(raw, PARTS[kind])
+        return convert(raw, kind)
     except RequestError as error:
         named = f"{param}.{error.param}"
         message = error.message.replace(f"'{error.param}'", f"'{named}'")
@@ -167,6 +175,8 @@ def _add_part(messages: _Messages, role: str, part: Content, param: str) -> None
         case ThinkingContent():
             message = messages.last_of(role, param)
             message["reasoning"] = message.get("reasoning", "") + part.thinking
+        case RedactedThinkingContent():
+            messages.last_of(role, param).setdefault("content", [])
         case ToolUseContent():
             function = {"name": part.name, "arguments": msgspec.json.encode(part.input).decode()}
             calls = messages.last_of(role, param).setdefault("tool_calls", [])
@@ -176,11 +186,9 @@ def _add_part(messages: _Messages, role: str, part: Content, param: str) -> None
             messages.add({"role": "tool", "tool_call_id": part.tool_use_id, "content": content}, param)
 
 
-def _texts(parts: list[TextContent], param: str) -> list[Json]:
-    for i, part in enumerate(parts):
-        if part.type != "text":
-            raise refusal(f"{param}[{i}].type", "must be text")
-    return [{"type": "text", "text": part.text} for part in parts]
+def _texts(parts: list[Json], param: str) -> list[Json]:
+    texts = [_part(part, ("text",), f"{param}[{i}]") for i, part in enumerate(parts)]
+    return [{"type": "text", "text": text.text} for text in texts if isinstance(text, TextContent)]
 
 
 # Options
@@ -206,11 +214,12 @@ def _thinking(thinking: Thinking | None, effort: str | None) -> Json:
     }
 
 
-def _tools(tools: list[ClientTool], choice: ToolSelection | None) -> Json:
+def _tools(tools: list[Json], choice: ToolSelection | None) -> Json:
     functions = []
-    for i, tool in enumerate(tools):
-        if tool.type != "custom":
+    for i, raw in enumerate(tools):
+        if raw.get("type") not in (None, "custom"):
             raise refusal(f"tools[{i}].type", "must be custom: tools of Anthropic's are not supported here")
+        tool = _convert(raw, ClientTool, f"tools[{i}]")
         function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
         functions.append({"type": "function", "function": {**function, "strict": tool.strict}})
     if choice is None:

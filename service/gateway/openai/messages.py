@@ -19,6 +19,7 @@ from service.gateway.openai.request_bodies import (
     Tool,
     ToolCall,
     ToolChoice,
+    check_part_types,
     without_idle_fields,
 )
 from service.gateway.openai.strict_json import MAX_DEPTH, depth_exceeds
@@ -40,15 +41,19 @@ _VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 
 
 def plain_messages(value: Any) -> Any:
-    """Drop the idle fields of messages; a value of another type is left to the type check."""
+    """Drop the idle fields of messages and refuse parts other than text; a wrong type is left to the type check."""
     if not isinstance(value, list):
         return value
     if len(value) > MAX_MESSAGES:
         raise refusal("messages", f"has more than {MAX_MESSAGES} entries")
     return [
-        without_idle_fields(message, IDLE_MESSAGE_FIELDS, f"messages[{i}].") if isinstance(message, dict) else message
-        for i, message in enumerate(value)
+        _plain(message, f"messages[{i}]") if isinstance(message, dict) else message for i, message in enumerate(value)
     ]
+
+
+def _plain(message: Json, param: str) -> Json:
+    check_part_types(message.get("content"), ("text",), f"{param}.content")
+    return without_idle_fields(message, IDLE_MESSAGE_FIELDS, f"{param}.")
 
 
 def conversation(messages: list[Message], add_generation_prompt: bool, options: Mapping[str, Any]) -> Conversation:
@@ -74,8 +79,6 @@ def _message(message: Message, param: str) -> dict[str, Any]:
             raise missing(f"{param}.content")
         content = ""
     if not isinstance(content, str):
-        if any(part.type != "text" for part in content):
-            raise refusal(f"{param}.content", "may hold only parts of type text")
         content = "\n".join(part.text for part in content)
     plain: Json = {"role": ROLES[message.role], "content": content}
     for name in ("name", "tool_call_id"):

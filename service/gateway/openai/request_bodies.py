@@ -6,7 +6,7 @@ A field works, or is idle (accepted only with values that change nothing, the ID
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any, TypeVar
 
@@ -342,6 +342,13 @@ def convert(fields: Mapping[str, Any], kind: type[Body]) -> Body:
         return typed_decoding.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise _refusal_of(str(error)) from None
+
+
+def check_part_types(parts: Any, kinds: Collection[str], param: str) -> None:
+    """Refuse content parts of another type by that type, before their fields. Raises RequestError (400)."""
+    for i, part in enumerate(parts if isinstance(parts, list) else ()):
+        if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] not in kinds:
+            raise refusal(f"{param}[{i}].type", f"must be {' or '.join(sorted(kinds))}")
 
 
 def present(value: Any, kind: type[msgspec.Struct]) -> Any:

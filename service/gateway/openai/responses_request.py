@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from service.gateway.openai.request_bodies import (
     IDLE_ITEM_FIELDS,
     IDLE_RESPONSE_FIELDS,
     check_metadata,
+    check_part_types,
     check_ranges,
     convert,
     without_idle_fields,
@@ -88,6 +89,7 @@ _KINDS: Mapping[str, tuple[type[msgspec.Struct], str]] = {
     "function_call_output": (CallOutputItem, "fco"),
     "reasoning": (ReasoningItem, "rs"),
 }
+_TEXT_FIELDS = {"message": "content", "function_call_output": "output"}
 _ROLES = ("user", "assistant", "system", "developer")
 
 
@@ -355,6 +357,9 @@ def _item(asked: Json, param: str) -> Json:
     if not isinstance(kind, str) or kind not in _KINDS:
         raise refusal(f"{param}.type", f"must be one of {', '.join(_KINDS)}")
     struct, prefix = _KINDS[kind]
+    text_types = ("input_text", "output_text") if asked.get("role") == "assistant" else ("input_text",)
+    if kind in _TEXT_FIELDS:
+        check_part_types(asked.get(_TEXT_FIELDS[kind]), text_types, f"{param}.{_TEXT_FIELDS[kind]}")
     try:
         item = msgspec.to_builtins(convert(without_idle_fields(asked, IDLE_ITEM_FIELDS), struct))
     except RequestError as error:
@@ -365,11 +370,10 @@ def _item(asked: Json, param: str) -> Json:
     if kind == "message":
         if item["role"] not in _ROLES:
             raise refusal(f"{param}.role", f"must be one of {', '.join(_ROLES)}")
-        item["content"] = _parts(item, "output_text" if item["role"] == "assistant" else "input_text", param)
+        item["content"] = _parts(item, text_types[-1])
     elif kind == "reasoning":
         check_reasoning(item, param)
     elif kind == "function_call_output" and not isinstance(item["output"], str):
-        _check_parts(item["output"], ("input_text",), f"{param}.output")
         item["output"] = [{"type": part["type"], "text": part["text"]} for part in item["output"]]
     return {**item, "id": item["id"] or f"{prefix}_{secrets.token_hex(16)}", "status": item["status"] or "completed"}
 
@@ -383,20 +387,13 @@ def _check_names(item: Json, param: str) -> None:
         raise refusal(f"{param}.status", f"must be one of {', '.join(STATUSES)}")
 
 
-def _parts(message: Json, kind: str, param: str) -> list[Json]:
+def _parts(message: Json, kind: str) -> list[Json]:
     content = message["content"]
     if isinstance(content, str):
         content = [{"type": kind, "text": content}]
-    _check_parts(content, {"input_text", kind}, f"{param}.content")
     if kind == "input_text":
         return [{"type": kind, "text": part["text"]} for part in content]
     return [{"type": kind, "text": part["text"], "annotations": [], "logprobs": []} for part in content]
-
-
-def _check_parts(parts: Sequence[Json], kinds: Collection[str], param: str) -> None:
-    for i, part in enumerate(parts):
-        if part["type"] not in kinds:
-            raise refusal(f"{param}[{i}].type", f"must be {' or '.join(sorted(kinds))}")
 
 
 def _texts_of(parts: Sequence[Json]) -> list[Json]:

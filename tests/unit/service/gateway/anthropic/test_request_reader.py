@@ -34,10 +34,11 @@ def chat_of(**fields):
 
 def test_a_conversation():
     thought = {"type": "thinking", "thinking": "so", "signature": "x"}
+    unreadable = {"type": "redacted_thinking", "data": "x"}
     talk = [
         *HI,
         {"role": "user", "content": [{"type": "text", "text": "you"}]},
-        {"role": "assistant", "content": [thought, {"type": "text", "text": "I look."}, USE]},
+        {"role": "assistant", "content": [thought, unreadable, {"type": "text", "text": "I look."}, USE]},
         {"role": "user", "content": [RESULT, {"type": "text", "text": "and?"}]},
     ]
     system = [{"type": "text", "text": "Be", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "kind."}]
@@ -112,7 +113,9 @@ def said(*parts, role="user"):
         (said({"type": "text"}), "messages[0].content[0].text"),
         (said({"type": "text", "text": "a", "extra": 1}), "messages[0].content[0].extra"),
         (said({**RESULT, "content": [{"type": "image", "text": ""}]}), "messages[0].content[0].content[0].type"),
-        (said({"type": "redacted_thinking", "data": "x"}, role="assistant"), "messages[0].content[0].type"),
+        (said({**RESULT, "content": [{"type": "image", "source": {}}]}), "messages[0].content[0].content[0].type"),
+        (said({"type": "redacted_thinking", "data": "x"}), "messages[0].content[0].type"),
+        ({"system": [{"type": "image", "source": {}}]}, "system[0].type"),
         (
             {"messages": [*HI, {"role": "assistant", "content": [{**USE, "name": "a b"}]}, *HI]},
             "messages[1].content[0]",
@@ -120,6 +123,8 @@ def said(*parts, role="user"):
         ({"messages": [*HI, {"role": "assistant", "content": [USE]}]}, "messages"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"tools": [{"type": "bash_20250124", "name": "bash", "input_schema": {}}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]}, "tools[0].type"),
+        ({"tools": [{**CLOCK, "max_uses": 5}]}, "tools[0].max_uses"),
         ({"tools": [{**CLOCK, "name": "a b"}]}, "tools[0].name"),
         ({"tools": [CLOCK, CLOCK]}, "tools[1].name"),
         ({"tools": [CLOCK], "tool_choice": {"type": "tool", "name": "sky"}}, "tool_choice.name"),

@@ -247,7 +247,10 @@ async def test_it_is_kept_as_long_as_is_said(folder):
         ({"input": []}, "input"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"input": [{"type": "web_search_call", "id": "r"}]}, "input[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "text": ""}]}]}, "input[0].content[0].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].type",
+        ),
         ({"input": [{"role": "user", "content": 3}]}, "input[0].content"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input"),
