@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import logging
 import re
 import sys
@@ -134,6 +135,8 @@ def _reason(error: BaseException, name: str, revision: str, cache: Path) -> str:
     for each in chain:
         if isinstance(each, HfHubHTTPError):
             return _http_reason(each, name, revision)
+    if isinstance(error, json.JSONDecodeError | KeyError | TypeError):
+        return f"{constants.ENDPOINT} does not answer as a model hub does (is HF_ENDPOINT right?)"
     detail = next(iter(str(chain[-1]).strip().splitlines()), type(chain[-1]).__name__)
     return f"the download from {constants.ENDPOINT} failed: {detail} (start again to continue)"
 

@@ -19,6 +19,7 @@ REFUSALS = {
     "forbidden": (403, {"X-Error-Message": "Forbidden"}),
     "limited": (429, {}),
     "broken": (500, {}),
+    "page": (200, {}),  # of a proxy, in place of JSON
 }
 
 

@@ -135,6 +135,7 @@ def test_a_hub_that_limits_requests_for_a_while(hub, tmp_path):
         ("forbidden", "{url} forbids it (403); HF_TOKEN needs the right to read it"),
         ("limited", "{url} limits requests (429); wait, or set HF_TOKEN"),
         ("broken", "{url} answers 500"),
+        ("page", "{url} does not answer as a model hub does (is HF_ENDPOINT right?)"),
     ],
 )
 def test_one_line_for_each_refusal(hub, tmp_path, kind, line):
