@@ -7,7 +7,6 @@ import asyncio
 import json
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -127,20 +126,32 @@ def _fits(num_prompt: int, num_output: int) -> bool:
 
 
 def read_sharegpt(path: Path) -> list[tuple[str, str]]:
-    """Return the first two turns of each conversation that has them. Raises StartupError."""
+    """Return the first two turns of each conversation that has them, of any role. Raises StartupError if none has."""
     try:
-        entries: Any = json.loads(path.read_text())
-        turns: list[Sequence[Any]] = [
-            entry.get("conversations") or entry.get("conversation") or () for entry in entries
-        ]
-        return [(str(both[0]["value"]), str(both[1]["value"])) for both in turns if len(both) >= 2]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        entries: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise StartupError(f"--dataset-path: {path}: not ShareGPT's JSON: {error}") from None
+    pairs = [_first_turns(entry) for entry in (entries if isinstance(entries, list) else ())]
+    whole = [pair for pair in pairs if pair is not None]
+    if not whole:
+        raise StartupError(f"--dataset-path: {path}: not ShareGPT's JSON: no conversation of two turns")
+    return whole
+
+
+def _first_turns(entry: Any) -> tuple[str, str] | None:
+    turns = (entry.get("conversations") or entry.get("conversation")) if isinstance(entry, dict) else None
+    texts = [turn.get("value") if isinstance(turn, dict) else None for turn in turns] if isinstance(turns, list) else []
+    match texts:
+        case [str(prompt), str(answer), *_]:
+            return prompt, answer
+    return None
 
 
 async def _tokenized(http: aiohttp.ClientSession, url: str, model: str, text: str) -> list[int]:
     try:
         async with http.post(url, json={"model": model, "prompt": text}, allow_redirects=False) as response:
+            if response.status in (404, 405):
+                raise StartupError(f"--url: {url} answers {response.status} (sharegpt needs it)")
             if response.status != 200:
                 return []  # too long for the model: skipped like any other
             ids: list[int] = (await response.json())["tokens"]

@@ -44,7 +44,7 @@ class Answer:
     sent_s: float = 0.0
     chunks_s: list[float] = field(default_factory=list)  # of each event with text
     end_s: float = 0.0
-    num_tokens: int = 0  # as the service counts
+    num_tokens: int = 0  # as the service counts; if it does not, one for each event
     error: str | None = None  # None: complete
 
 
@@ -75,7 +75,7 @@ async def ask(
                 await _follow(http, url, body, due_s, answer)
     except TimeoutError:
         answer.error = "unfinished at the end of the run"
-    except (aiohttp.ClientError, OSError, ValueError) as error:
+    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
         answer.error = f"{type(error).__name__}: {error}"[:200]
     answer.end_s = time.monotonic() - due_s
     return answer
@@ -96,6 +96,7 @@ async def _follow(http: aiohttp.ClientSession, url: str, body: bytes, due_s: flo
                     _note(event, now_s, answer)
     if answer.error is None and not is_done:
         answer.error = "the stream ended early"
+    answer.num_tokens = answer.num_tokens or len(answer.chunks_s)
 
 
 def _note(event: bytes, now_s: float, answer: Answer) -> None:

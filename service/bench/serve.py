@@ -11,9 +11,10 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
 import numpy as np
@@ -21,9 +22,19 @@ import numpy as np
 from service.bench.datasets import add_dataset_flags, make_dataset, read_rate
 from service.bench.flag_values import positive_number, whole_number
 from service.bench.load_client import Answer, Task
+from service.bench.load_client import run as run_task
 from service.bench.report import Figure, Spread, python_script, script_environment, write_report
 from service.bench.trace import TracedRequest, read_trace
-from service.bench.vllm_table import TITLES, Load, vllm_table
+from service.bench.vllm_table import (
+    TITLES,
+    Load,
+    add_table_flags,
+    read_objectives,
+    result_path,
+    vllm_record,
+    vllm_table,
+    write_result,
+)
 from service.cli.client.api import unreachable
 from service.cli.table import print_table, shown
 from service.config.settings import Settings
@@ -98,18 +109,15 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ignore-eos", action="store_true", help="answers have their full length (a trace's always have)"
     )
+    parser.add_argument(
+        "--num-warmups", metavar="N", default="0", help="unmeasured requests before the run (default: 0)"
+    )
+    parser.add_argument("--served-model-name", metavar="NAME", help="model name of requests (default: --model)")
+    parser.add_argument("--disable-tqdm", action="store_true", help="no effect: there is no progress bar")
     parser.add_argument("--backend", choices=("vllm", "openai"), help="no effect: /v1/completions is asked")
     parser.add_argument("--endpoint", choices=("/v1/completions",), help="no effect: /v1/completions is asked")
     parser.add_argument("--tokenizer", metavar="TEXT", help="no effect: the service tokenizes")
-    parser.add_argument(
-        "--percentile-metrics",
-        metavar="NAMES",
-        default="ttft,tpot,itl",
-        help="latencies in vLLM's table, of ttft, tpot, itl and e2el (default: ttft,tpot,itl)",
-    )
-    parser.add_argument(
-        "--metric-percentiles", metavar="NUMBERS", default="99", help="percentiles in vLLM's table (default: 99)"
-    )
+    add_table_flags(parser)
     parser.add_argument("--num-requests", metavar="N", help="first N requests of the trace (default: all)")
     parser.add_argument(
         "--max-seconds", metavar="X", default="600", help="seconds until open requests count as failed (default: 600)"
@@ -131,15 +139,20 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
 def run_serve_bench(_: Settings, flags: argparse.Namespace) -> int:
     """Return the exit status, 1 if a request failed. Raises StartupError."""
     metrics, percentiles = read_table_flags(flags)
-    plan, answers = asyncio.run(_plan_and_drive(flags))
+    objectives = read_objectives(flags.goodput)
+    plan, model, path, answers = asyncio.run(_plan_and_drive(flags))
     figures = summarize(plan, answers)
     rows = [(name.replace("_", " "), _shown(value)) for name, value in vars(figures).items() if name != "errors"]
     print_table(rows)
     if figures.errors:  # apart: the texts may be long
         print_table([(f"error: {error}", f"{count:,}") for error, count in figures.errors.items()])
     if flags.dataset_name is not None:
-        load = Load(rate=plan.rate, max_concurrency=plan.max_concurrency, duration_s=figures.total_s)
+        load = replace(_load(plan), duration_s=figures.total_s, objectives_ms=objectives)
         print("\n" + vllm_table(load, plan.requests, answers, metrics, percentiles))
+        if path is not None:
+            about = {"date": f"{datetime.now():%Y%m%d-%H%M%S}", "backend": "vllm", "model_id": model}
+            more = {"tokenizer_id": flags.tokenizer or model, "burstiness": float(flags.burstiness)}
+            write_result(path, {**about, **more, **vllm_record(load, plan.requests, answers, metrics, percentiles)})
     workload = flags.dataset_name or flags.trace.stem
     record = {"bench": "serve", "url": plan.url, "trace": workload, "clients": plan.num_clients}
     record |= {"slo_ttft_ms": plan.slo_ttft_ms, "slo_gap_ms": plan.slo_gap_ms}
@@ -157,25 +170,56 @@ def read_table_flags(flags: argparse.Namespace) -> tuple[list[str], list[float]]
     return metrics, [positive_number("--metric-percentiles", text.strip(), high=100) for text in texts]
 
 
-async def _plan_and_drive(flags: argparse.Namespace) -> tuple[Plan, list[Answer]]:
+async def _plan_and_drive(flags: argparse.Namespace) -> tuple[Plan, str, Path | None, list[Answer]]:
+    """Return the plan, the model's name, the file of --save-result and the answers."""
     plan = read_plan(flags)
-    model = flags.asked_model or await first_model(plan)
+    num_warmups = whole_number("--num-warmups", flags.num_warmups, low=0)
+    model = flags.served_model_name or flags.asked_model or await first_model(plan)
+    path = None
+    if flags.save_result:
+        path = result_path(flags.result_dir, flags.result_filename, _load(plan), model, datetime.now())
     if flags.dataset_name is not None:
         async with aiohttp.ClientSession(headers=_headers(plan)) as http:
             dataset = await make_dataset(flags, http, plan.url, model)
         plan = replace(plan, requests=dataset.requests, prompts=dataset.prompts)
     plan = replace(plan, num_clients=min(plan.num_clients, len(plan.requests)))
-    return plan, await drive(plan, model)
+    await _warm_up(plan, model, num_warmups)
+    return plan, model, path, await drive(plan, model)
+
+
+def _load(plan: Plan) -> Load:
+    return Load(rate=plan.rate, max_concurrency=plan.max_concurrency, duration_s=0.0)
+
+
+async def _warm_up(plan: Plan, model: str, num_requests: int) -> None:
+    """Send the first request `num_requests` times at once, as vLLM does. Raises StartupError if one fails."""
+    first = plan.requests[0]
+    task = Task(
+        plan.url,
+        plan.api_key,
+        model,
+        plan.vocab_size,
+        plan.max_seconds,
+        [(0, first.num_prompt_tokens, first.num_output_tokens, 0.0)] * num_requests,
+        prompts=None if plan.prompts is None else plan.prompts[:1] * num_requests,
+        ignore_eos=plan.ignore_eos,
+    )
+    errors = [answer.error for answer in await run_task(task, time.monotonic) if answer.error is not None]
+    if errors:
+        raise StartupError(f"--num-warmups: a request failed: {errors[0]}")
 
 
 def read_plan(flags: argparse.Namespace) -> Plan:
     """Check the flags; the requests of a dataset come later. Raises StartupError with the flag."""
     if (flags.trace is None) == (flags.dataset_name is None):
         raise StartupError("--trace: give it or --dataset-name")
+    if flags.trace is not None and (flags.save_result or flags.goodput):
+        raise StartupError("--save-result, --goodput: not with --trace (--out, --slo-ttft-ms and --slo-gap-ms)")
     if flags.trace is not None and flags.rate is None:
         raise StartupError("--rate: missing")
-    url = flags.url or f"http://{flags.asked_host}:{flags.asked_port}"
-    parts = urlsplit(url)
+    host = f"[{flags.asked_host}]" if ":" in flags.asked_host else flags.asked_host
+    url = flags.url or f"http://{host}:{flags.asked_port}"
+    parts = _url_parts(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.path not in ("", "/"):
         raise StartupError(f"--url: {url!r} is not of the form http://host:port")
     requests = [] if flags.trace is None else read_trace(flags.trace)
@@ -198,6 +242,15 @@ def read_plan(flags: argparse.Namespace) -> Plan:
         ignore_eos=flags.ignore_eos or flags.trace is not None,
         max_concurrency=limit,
     )
+
+
+def _url_parts(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # parsed here
+    except ValueError as error:
+        raise StartupError(f"--url: {url!r}: {error}") from None
+    return parts
 
 
 def summarize(plan: Plan, answers: Sequence[Answer]) -> ServeFigures:
@@ -273,7 +326,8 @@ async def first_model(plan: Plan) -> str:
             http.get(f"{plan.url}/v1/models", allow_redirects=False) as response,
         ):
             if response.status != 200:
-                raise StartupError(f"--url: {plan.url}/v1/models answers {response.status}")
+                hint = " (name the model with --model)" if response.status in (404, 405) else ""
+                raise StartupError(f"--url: {plan.url}/v1/models answers {response.status}{hint}")
             return str((await response.json())["data"][0]["id"])
     except aiohttp.ClientConnectorError as error:
         raise StartupError(f"--url: {plan.url} cannot be reached: {unreachable(error)}") from None

@@ -54,9 +54,11 @@ def test_rates():
 def test_sharegpt_gives_the_first_two_turns(tmp_path):
     path = tmp_path / "s.json"
     turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}, {"from": "human", "value": "x"}]
-    path.write_text(json.dumps([{"conversations": turns}, {"conversations": turns[:1]}, {"conversation": turns[1:]}]))
+    broken = [None, 3, {}, {"conversations": {}}, {"conversations": [{}, {}]}, {"conversations": [None, turns[0]]}]
+    whole = [{"conversations": turns}, {"conversations": turns[:1]}, {"conversation": turns[1:]}]
+    path.write_text(json.dumps([*broken, *whole]))
     assert read_sharegpt(path) == [("hi", "hello"), ("hello", "x")]
-    for wrong in ("{", "[1]", '[{"conversations": [{}, {}]}]'):
+    for wrong in ("{", "{}", "[1]", '[{"conversations": [{}, {}]}]'):
         path.write_text(wrong)
         with pytest.raises(StartupError, match="not ShareGPT's JSON"):
             read_sharegpt(path)

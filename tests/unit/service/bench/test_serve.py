@@ -184,10 +184,13 @@ async def test_vllms_words_against_a_gateway(model_folder, tmp_path, capsys):
         port = gateway.url.rpartition(":")[2]
         words = "--dataset-name random --random-input-len 8 --random-output-len 4 --num-prompts 12 --request-rate inf"
         more = "--max-concurrency 2 --ignore-eos --backend vllm --vocab-size 64 --percentile-metrics ttft,e2el"
+        more += f" --num-warmups 3 --goodput e2el:60000 --save-result --result-dir {tmp_path} --result-filename r.json"
         status = await bench("--port", port, *words.split(), *more.split(), "--out", tmp_path / "out.json")
         jobs = [(len(job.prompt) // 4, job.sampling.max_tokens, job.sampling.ignore_eos) for job in gateway.worker.jobs]
     assert status == 0
-    assert jobs == [(8, 4, True)] * 12
+    assert jobs == [(8, 4, True)] * (3 + 12)
+    saved = json.loads((tmp_path / "r.json").read_text())
+    assert (saved["completed"], saved["total_output_tokens"], saved["model_id"]) == (12, 48, "scripted")
     shown = capsys.readouterr().out
     rows = {"Successful requests": 12, "Total input tokens": 96, "Total generated tokens": 48}
     for label, value in {**rows, "Maximum request concurrency": 2}.items():
@@ -240,6 +243,10 @@ async def test_sharegpt_against_a_gateway(model_folder, tmp_path, capsys):
         (["--percentile-metrics", "ttft,x"], "--percentile-metrics: 'x' is not supported (ttft, tpot, itl, e2el)"),
         (["--metric-percentiles", "101"], "--metric-percentiles: 101 is not above 0 and at most 100"),
         (["--max-concurrency", "0"], "--max-concurrency: 0 is out of range"),
+        (["--num-warmups", "-1"], "--num-warmups: -1 is out of range"),
+        (["--goodput", "itl:9"], "--goodput: 'itl:9' is not of the form"),
+        (["--save-result"], "--save-result, --goodput: not with --trace"),
+        (["--url", "http://host:x"], "--url: 'http://host:x'"),
         (["--url", "host:8000"], "--url: 'host:8000' is not of the form"),
         (["--url", "ftp://host"], "--url"),
         (["--url", "http://host/v1"], "--url"),
