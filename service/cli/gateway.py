@@ -14,6 +14,7 @@ from service.gateway.process import run_gateway
 from service.observability.gateway_group import GatewayGroup
 from service.observability.systemd import Supervisor
 from service.queue.redis.connect import open_gateway_queue
+from service.shutdown import Shutdown
 
 
 def gateway_command(settings: Settings, _: argparse.Namespace) -> int:
@@ -27,7 +28,7 @@ def gateway_command(settings: Settings, _: argparse.Namespace) -> int:
         print(READY, url, flush=True)
         supervisor.ready(f"listening on {url}")
 
-    async def run(stop: asyncio.Event) -> None:
+    async def run(stop: Shutdown) -> None:
         async with (
             supervised(supervisor, stop, by_loop=True),
             open_queue(settings, open_gateway_queue) as queue,
@@ -40,11 +41,11 @@ def gateway_command(settings: Settings, _: argparse.Namespace) -> int:
     return run_until_signalled(run)
 
 
-async def _run_group(settings: Settings, stop: asyncio.Event) -> int:
+async def _run_group(settings: Settings, stop: Shutdown) -> int:
     supervisor = Supervisor(os.environ)
     async with supervised(supervisor, stop, by_loop=True), AsyncExitStack() as exits:
         gateways = exits.enter_context(open_gateways(settings))
-        exits.push_async_callback(gateways.stop)
+        exits.push_async_callback(gateways.stop, stop.at_once)
         await gateways.start()
         stopped = asyncio.create_task(stop.wait())
         started = asyncio.create_task(gateways.wait_ready())

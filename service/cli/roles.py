@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -17,6 +19,9 @@ from service.observability.systemd import Supervisor
 from service.observability.tracing import Tracing, open_tracing
 from service.queue.interface import GatewayQueue, QueueUnavailable, WorkerQueue
 from service.queue.redis.address import with_password
+from service.shutdown import Shutdown
+
+log = logging.getLogger("quire.cli")
 
 QueueT = TypeVar("QueueT", GatewayQueue, WorkerQueue)
 
@@ -28,6 +33,14 @@ REFUSED = "refused"
 
 STARTED_BY_SERVE = "QUIRE_STARTED_BY_SERVE"
 """Variable of a role whose parent reports its error: several that start alike fail alike."""
+
+AT_ONCE = signal.SIGQUIT
+"""Ends a role without draining, like a second Ctrl-C."""
+
+AT_ONCE_S = 3.0
+"""Time to end open requests and hand back jobs; then the process exits."""
+
+EXIT_AT_ONCE = 128 + signal.SIGINT
 
 
 @asynccontextmanager
@@ -81,13 +94,31 @@ async def opened_tracing(role: str) -> AsyncIterator[Tracing]:
         await asyncio.to_thread(tracing.close)
 
 
-def run_until_signalled(run: Callable[[asyncio.Event], Awaitable[int | None]]) -> int:
-    """Run a coroutine; SIGTERM and SIGINT set its event."""
+def run_until_signalled(run: Callable[[Shutdown], Awaitable[int | None]]) -> int:
+    """Run a coroutine; SIGTERM and SIGINT set its event, AT_ONCE and another SIGINT also `at_once`."""
 
     async def main() -> int:
-        stop, loop = asyncio.Event(), asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
-        return await run(stop) or 0
+        stop, loop = Shutdown(), asyncio.get_running_loop()
+
+        def end_at_once() -> None:
+            stop.set()
+            if not stop.at_once.is_set():
+                stop.at_once.set()
+                log.warning("ending without draining: open requests are cut off")
+                loop.call_later(AT_ONCE_S, _exit, EXIT_AT_ONCE)
+
+        loop.add_signal_handler(signal.SIGTERM, stop.set)
+        loop.add_signal_handler(signal.SIGINT, lambda: end_at_once() if stop.is_set() else stop.set())
+        loop.add_signal_handler(AT_ONCE, end_at_once)
+        status = await run(stop) or 0
+        if stop.at_once.is_set():
+            _exit(EXIT_AT_ONCE)  # a thread that still loads a model is not waited for
+        return status
 
     return uvloop.run(main())
+
+
+def _exit(status: int) -> None:
+    sys.stdout.flush()
+    logging.shutdown()
+    os._exit(status)

@@ -23,6 +23,7 @@ from service.observability.logs import fields
 from service.observability.systemd import Supervisor
 from service.queue.embedded.redis import EmbeddedRedis
 from service.queue.redis.connect import own_name
+from service.shutdown import Shutdown
 
 log = logging.getLogger("quire.serve")
 
@@ -37,7 +38,7 @@ def serve_command(settings: Settings, _: argparse.Namespace) -> int:
     return run_until_signalled(lambda stop: _serve(settings, stop))
 
 
-async def _serve(settings: Settings, stop: asyncio.Event) -> int:
+async def _serve(settings: Settings, stop: Shutdown) -> int:
     supervisor = Supervisor(os.environ)
     ends: dict[asyncio.Task[Any], str] = {}
     devices = devices_of_workers(settings, os.environ, visible_devices(os.environ))
@@ -55,7 +56,7 @@ async def _serve(settings: Settings, stop: asyncio.Event) -> int:
         workers = make_workers(settings, settings.worker_name or own_name(), devices, os.environ)
         gateways = exits.enter_context(open_gateways(settings))
         for group in (workers, gateways):
-            exits.push_async_callback(group.stop)
+            exits.push_async_callback(group.stop, stop.at_once)
             await group.start()
 
         stopped = asyncio.create_task(stop.wait())
@@ -76,7 +77,7 @@ async def _serve(settings: Settings, stop: asyncio.Event) -> int:
             status = next(task.result() for task in ends if task in done)
             log.critical("a process ended by itself %s", fields(process=dead[0], exit_status=status))
             return 1
-        log.info("stopping")
+        log.info("stopping; a second Ctrl-C ends it at once %s", fields(drain_timeout_s=settings.drain_timeout))
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import os
 import sys
@@ -13,6 +12,7 @@ from service.cli.roles import READY, open_queue, opened_tracing, run_until_signa
 from service.config.settings import Settings
 from service.observability.systemd import Supervisor
 from service.queue.redis.connect import open_worker_queue
+from service.shutdown import Shutdown
 from service.worker.process import EngineDied, run_worker
 
 log = logging.getLogger("quire.cli")
@@ -27,7 +27,7 @@ def worker_command(settings: Settings, _: argparse.Namespace) -> int:
         print(READY, flush=True)
         supervisor.ready("taking jobs")
 
-    async def run(stop: asyncio.Event) -> None:
+    async def run(stop: Shutdown) -> None:
         async with (
             supervised(supervisor, stop, by_loop=False),
             open_queue(settings, partial(open_worker_queue, lease_s=settings.lease)) as queue,

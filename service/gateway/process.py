@@ -33,6 +33,7 @@ from service.observability.gateway_group import GatewayGroup
 from service.observability.logs import fields
 from service.observability.tracing import NO_TRACING, Tracing
 from service.queue.interface import GatewayQueue
+from service.shutdown import Shutdown
 
 log = logging.getLogger("quire.gateway")
 
@@ -45,7 +46,7 @@ HANDSHAKE_S = 10.0
 async def run_gateway(
     settings: Settings,
     queue: GatewayQueue,
-    stop: asyncio.Event,
+    stop: Shutdown,
     *,
     on_ready: Callable[[str], None],
     tracing: Tracing = NO_TRACING,
@@ -61,7 +62,7 @@ async def run_gateway(
     warnings.simplefilter("ignore", BadContentDispositionParam)
     model = await asyncio.to_thread(ServedModel.read, settings)
     freeze_heap()
-    async with serving(settings, model, queue, tracing, group) as url:
+    async with serving(settings, model, queue, tracing, group, stop) as url:
         on_ready(url)
         await stop.wait()
 
@@ -73,8 +74,9 @@ async def serving(
     queue: GatewayQueue,
     tracing: Tracing = NO_TRACING,
     group: GatewayGroup | None = None,
+    stop: Shutdown | None = None,
 ) -> AsyncIterator[str]:
-    """Open HTTP and the ingress, yield the URL, and drain on exit. Raises StartupError."""
+    """Open HTTP and the ingress, yield the URL, and drain on exit, until `stop.at_once`. Raises StartupError."""
     feed = f"door-{secrets.token_hex(8)}"
     service = InferenceService(settings, model, queue, feed, read_outline, tracing, group)
     connections = Connections(settings.max_connections, settings.max_connections_per_client)
@@ -100,7 +102,7 @@ async def serving(
                 server.close()
                 queue_ingress.stop()
                 batch_task.cancel()
-                await service.drain()
+                await service.drain(asyncio.Event() if stop is None else stop.at_once)
     finally:
         if batch_task is not None:
             await asyncio.wait({batch_task}, timeout=SHUTDOWN_TIMEOUT_S)

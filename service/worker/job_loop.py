@@ -111,12 +111,13 @@ class JobLoop:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def drain(self, timeout_s: float) -> None:
-        """Claim nothing more. After `timeout_s`, or once another worker is ready, return open jobs to the queue."""
+    async def drain(self, timeout_s: float, at_once: asyncio.Event) -> None:
+        """Claim nothing more. After `timeout_s`, or once another worker is ready or `at_once` is set, return open jobs
+        to the queue."""
         self._draining = True
         try:
             async with asyncio.timeout(timeout_s):
-                while self._open and not await self._persist(self._has_replacement):
+                while self._open and not at_once.is_set() and not await self._persist(self._has_replacement):
                     await asyncio.sleep(0.1)
         except TimeoutError:
             log.warning("drain time is over %s", fields(num_open=self.num_open))

@@ -22,6 +22,7 @@ from service.observability.worker_metrics import ENGINE, read_stats
 from service.queue.codec import pack_ids
 from service.queue.interface import QueueUnavailable, WorkerQueue
 from service.queue.messages import BlockTable, WorkerCard
+from service.shutdown import Shutdown
 from service.worker.engine_thread import EngineThread, Stop
 from service.worker.job_loop import EngineSizes, JobLoop, OutputInbox
 from service.worker.watchdog import DEFAULT_STEP_TIMEOUT_S, Watchdog
@@ -42,7 +43,7 @@ class EngineDied(Exception):
 async def run_worker(
     settings: Settings,
     queue: WorkerQueue,
-    stop: asyncio.Event,
+    stop: Shutdown,
     supervisor: Supervisor,
     on_ready: Callable[[], None],
     tracing: Tracing = NO_TRACING,
@@ -60,7 +61,7 @@ async def run_worker(
         on_ready()
         await asyncio.wait([duties, stopped, died], return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set() and not death.reported.is_set():
-        draining = asyncio.create_task(job_loop.drain(settings.drain_timeout))
+        draining = asyncio.create_task(job_loop.drain(settings.drain_timeout, stop.at_once))
         await asyncio.wait([draining, died], return_when=asyncio.FIRST_COMPLETED)
         draining.cancel()
         engine.send(Stop(EndReason.SHUTDOWN))

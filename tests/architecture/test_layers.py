@@ -16,7 +16,14 @@ LAYERS = (
     ("service.engine", "service.queue"),
     ("service.config",),
     ("service.observability",),
-    ("service.errors", "service.fair_share", "service.garbage", "service.import_root", "service.typed_decoding"),
+    (
+        "service.errors",
+        "service.fair_share",
+        "service.garbage",
+        "service.import_root",
+        "service.shutdown",
+        "service.typed_decoding",
+    ),
     ("model",),
 )
 """From the top down. A package imports itself and the layers below, never its neighbours."""

@@ -21,6 +21,7 @@ from service.cli.processes import children
 from service.config.settings import WORKER, Settings
 from service.errors import StartupError
 from service.offline.api import LLM, SamplingParams
+from service.shutdown import Shutdown
 from tests.support.served import REPOSITORY, Served, alive
 
 STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
@@ -223,13 +224,32 @@ def test_the_readme_producer_runs_as_printed(served):
     assert done.stdout.strip()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_every_process(tmp_path, number):
+def test_a_signal_ends_every_process(tmp_path):
     running = Served(tmp_path)
     processes = running.descendants()
     assert len(processes) >= 3
-    assert running.terminate(number) == 0, running.output
+    assert running.terminate(signal.SIGINT) == 0, running.output
     assert alive(processes) == set()
+
+
+def test_a_second_ctrl_c_ends_the_drain(tmp_path):
+    running = Served(tmp_path, "--drain-timeout=300", "-dp=2")
+    processes = running.descendants()
+    wish = {"model": "demo", "prompt": "Once", "max_tokens": 1900, "stream": True, "extra_body": {"ignore_eos": True}}
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        streams = [client.completions.create(**wish) for _ in range(8)]
+        for stream in streams:
+            next(stream)
+        running.process.send_signal(signal.SIGINT)
+        while "gateway drains" not in running.output:
+            time.sleep(0.01)
+        assert running.terminate(signal.SIGINT) == 128 + signal.SIGINT, running.output
+        for stream in streams:
+            with pytest.raises(openai.APIError, match="shut"):
+                list(stream)
+    assert alive(processes) == set()
+    assert "ending without draining" in running.output
+    assert "killed" not in running.output
 
 
 def test_a_killed_parent_leaves_nothing_behind(tmp_path):
@@ -304,7 +324,7 @@ def test_a_worker_that_dies_is_started_again_and_its_requests_go_on(tmp_path):
 @pytest.mark.parametrize("num_turns", range(6))
 async def test_a_process_that_ends_by_the_same_ctrl_c_is_not_logged_as_an_error(monkeypatch, num_turns):
     """The gateway fails `num_turns` turns of the loop later."""
-    stop = asyncio.Event()
+    stop = Shutdown()
 
     class Child:
         def __init__(self, verb):
@@ -326,7 +346,7 @@ async def test_a_process_that_ends_by_the_same_ctrl_c_is_not_logged_as_an_error(
         async def wait(self):
             await self.is_stopped.wait()
 
-        async def stop(self):
+        async def stop(self, at_once):
             self.is_stopped.set()
 
     monkeypatch.setattr(children, "ChildProcess", Child)

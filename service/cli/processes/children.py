@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from service.cli.roles import READY, REFUSED, STARTED_BY_SERVE
+from service.cli.roles import AT_ONCE, READY, REFUSED, STARTED_BY_SERVE
 from service.config.settings import Settings
 from service.config.sources import NO_CONFIG_FILE, to_flags, to_secret_environ
 from service.errors import StartupError
@@ -91,10 +91,10 @@ class ChildProcess:
     async def wait(self) -> int:
         return await self._process.wait()
 
-    async def stop(self) -> None:
-        """Send SIGTERM, wait for the drain time, then send SIGKILL."""
-        if self._process.returncode is None:
-            self._process.send_signal(signal.SIGTERM)
+    async def stop(self, at_once: asyncio.Event) -> None:
+        """Send SIGTERM, and AT_ONCE when `at_once` is set; wait for the drain time, then send SIGKILL."""
+        self._send(signal.SIGTERM)
+        hurrying = asyncio.create_task(self._hurry(at_once))
         try:
             async with asyncio.timeout(self._grace_s):
                 await self._process.wait()
@@ -102,6 +102,16 @@ class ChildProcess:
             log.error("killed %s", fields(process=self.verb))
             self._process.kill()
             await self._process.wait()
+        finally:
+            hurrying.cancel()
+
+    async def _hurry(self, at_once: asyncio.Event) -> None:
+        await at_once.wait()
+        self._send(AT_ONCE)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self._process.returncode is None:
+            self._process.send_signal(number)
 
 
 class RestartingChild:
@@ -150,9 +160,9 @@ class RestartingChild:
             except StartupError as error:
                 log.error("%s did not start: %s %s", self._verb, error, self._shown())
 
-    async def stop(self) -> None:
+    async def stop(self, at_once: asyncio.Event) -> None:
         if self._child is not None:
-            await self._child.stop()
+            await self._child.stop(at_once)
 
     def _shown(self, **values: float) -> str:
         name = self._environ.get(PROCESS_NAME)
@@ -181,5 +191,5 @@ class ChildGroup:
         """Return once all children have ended too often."""
         await asyncio.gather(*(child.keep_running() for child in self._children))
 
-    async def stop(self) -> None:
-        await asyncio.gather(*(child.stop() for child in self._children))
+    async def stop(self, at_once: asyncio.Event) -> None:
+        await asyncio.gather(*(child.stop(at_once) for child in self._children))

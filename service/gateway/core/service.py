@@ -107,20 +107,20 @@ class InferenceService:
     ) -> AbstractAsyncContextManager[ResponseStream]:
         return self.dispatcher.open(accepted, is_shared=is_shared)
 
-    async def drain(self) -> None:
-        """Refuse new requests and wait `drain_timeout` for the open ones, then end them."""
+    async def drain(self, at_once: asyncio.Event) -> None:
+        """Refuse new requests and wait `drain_timeout` for the open ones, or until `at_once`, then end them."""
         self.admission.close()
         self.dispatcher.release_kept()
         compile_until_s = asyncio.get_running_loop().time() + COMPILE_DRAIN_S
         try:
             async with asyncio.timeout(self.settings.drain_timeout):
-                while self.dispatcher.num_open or self.grammars.num_waiting:
+                while not at_once.is_set() and (self.dispatcher.num_open or self.grammars.num_waiting):
                     if asyncio.get_running_loop().time() > compile_until_s:
                         self.grammars.refuse(draining())
                     await asyncio.sleep(DRAIN_POLL_S)
         except TimeoutError:
             log.warning("drain time is over %s", fields(num_open=self.dispatcher.num_open))
-            self.dispatcher.end_all()
+        self.dispatcher.end_all()
         self.grammars.refuse(draining())
 
     async def close(self) -> None:

@@ -10,6 +10,7 @@ from service.config.settings import Settings
 from service.errors import RequestError, StartupError
 from service.gateway.core.served_model import ServedModel
 from service.gateway.process import run_gateway
+from service.shutdown import Shutdown
 from tests.support.gateway import QuickQueue, write_model
 
 
@@ -18,7 +19,7 @@ def settings(folder, **more):
 
 
 async def test_serves_until_it_is_stopped(model_folder):
-    stop, urls = asyncio.Event(), []
+    stop, urls = Shutdown(), []
     running = asyncio.create_task(run_gateway(settings(model_folder), QuickQueue(), stop, on_ready=urls.append))
     while not urls:
         await asyncio.sleep(0.01)
@@ -34,9 +35,7 @@ async def test_serves_until_it_is_stopped(model_folder):
 
 async def test_ends_when_it_is_cancelled(model_folder):
     urls = []
-    running = asyncio.create_task(
-        run_gateway(settings(model_folder), QuickQueue(), asyncio.Event(), on_ready=urls.append)
-    )
+    running = asyncio.create_task(run_gateway(settings(model_folder), QuickQueue(), Shutdown(), on_ready=urls.append))
     while not urls:
         await asyncio.sleep(0.01)
     running.cancel()
@@ -49,22 +48,18 @@ async def test_port_taken(model_folder):
     server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     with pytest.raises(StartupError, match=f"cannot listen on 127.0.0.1:{port}: "):
-        await run_gateway(
-            Settings(model=model_folder, port=port), QuickQueue(), asyncio.Event(), on_ready=lambda url: None
-        )
+        await run_gateway(Settings(model=model_folder, port=port), QuickQueue(), Shutdown(), on_ready=lambda url: None)
     server.close()
     await server.wait_closed()
 
 
 async def test_no_such_address(model_folder):
     with pytest.raises(StartupError, match="cannot listen"):
-        await run_gateway(
-            settings(model_folder, host="no-such-host.invalid"), QuickQueue(), asyncio.Event(), on_ready=print
-        )
+        await run_gateway(settings(model_folder, host="no-such-host.invalid"), QuickQueue(), Shutdown(), on_ready=print)
 
 
 async def test_ipv6_url(model_folder):
-    stop, urls = asyncio.Event(), []
+    stop, urls = Shutdown(), []
     stop.set()
     await run_gateway(settings(model_folder, host="::1"), QuickQueue(), stop, on_ready=urls.append)
     assert urls[0].startswith("http://[::1]:")

@@ -123,7 +123,7 @@ async def test_a_drained_courier_claims_nothing_more():
     async with WorkerHarness(memory_pair()) as worker:
         _, first = await worker.submit([1], max_tokens=200)
         begun = await anext(first)
-        await worker.job_loop.drain(timeout_s=10)
+        await worker.job_loop.drain(10, asyncio.Event())
         assert (await read_events(first, [begun]))[1] is EndReason.LENGTH
         await worker.submit([2])
         await asyncio.sleep(0.1)

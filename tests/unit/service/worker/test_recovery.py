@@ -62,7 +62,7 @@ async def test_a_worker_that_leaves_hands_its_jobs_to_one_that_is_ready(data):
             await anext(events)
         new.claims_again()
         started_s = time.monotonic()
-        await old.job_loop.drain(timeout_s=10)
+        await old.job_loop.drain(10, asyncio.Event())
         await old.job_loop.wait_idle()
         assert time.monotonic() - started_s < 3.0
         for n, (job_id, _) in enumerate(jobs):
@@ -70,11 +70,15 @@ async def test_a_worker_that_leaves_hands_its_jobs_to_one_that_is_ready(data):
             assert (tokens, end) == (alone([n], 400), EndReason.LENGTH)
 
 
-async def test_what_is_left_after_the_drain_waits_for_the_next_worker(data):
+@pytest.mark.parametrize(("timeout_s", "is_at_once"), [(0.2, False), (1000.0, True)])
+async def test_what_is_left_after_the_drain_waits_for_the_next_worker(data, timeout_s, is_at_once):
+    at_once = asyncio.Event()
     async with join(data, step_s=0.01) as old:
         job_id, events = await old.submit([3], max_tokens=100)
         await anext(events)
-        await old.job_loop.drain(timeout_s=0.2)
+        if is_at_once:
+            asyncio.get_running_loop().call_soon(at_once.set)
+        await old.job_loop.drain(timeout_s, at_once)
         await old.job_loop.wait_idle()
         assert (await old.queue.queue_state()).num_waiting == 1
     async with join(data) as new:
