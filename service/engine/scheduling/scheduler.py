@@ -109,7 +109,7 @@ class Scheduler:
             self._reclaim_over_share()
         num_preemptions, arriving = self.preemption.num_preemptions, self._kv.swapping_in()
         decodes, prefills = self._runnable(arriving)
-        chunks = self._plan_decodes(decodes[: self._limits.max_num_batched_tokens])
+        chunks = self._plan_decodes(decodes[: self._limits.max_num_batched_tokens], bool(prefills or self.waiting))
         budget = self._limits.max_num_batched_tokens - len(chunks)
         if self.speculation is not None:
             budget -= sum(len(chunk.drafts) for chunk in chunks)
@@ -162,7 +162,8 @@ class Scheduler:
         waiting = (group.live[0] for group in islice(self.waiting, num_slots))
         return (sequence.num_uncomputed_tokens for sequence in chain(prefills, waiting))
 
-    def _plan_decodes(self, sequences: list[Sequence]) -> list[Chunk]:
+    def _plan_decodes(self, sequences: list[Sequence], has_prompts: bool) -> list[Chunk]:
+        """Return a chunk per decode. Beside prompts, drafts get half of the budget left, or prompts would starve."""
         for sequence in [one for one in sequences if one.num_computed_tokens >= one.num_exclusive_tokens]:
             if sequence.status is SequenceStatus.RUNNING:
                 self._allocate(sequence, sequence.num_computed_tokens + 1)
@@ -174,10 +175,12 @@ class Scheduler:
         ]
         if self.speculation is None:
             return chunks
-        max_rows = self._limits.max_num_batched_tokens
+        max_drafts = self._limits.max_num_batched_tokens - len(chunks)
+        if has_prompts:
+            max_drafts //= 2
         if self._limits.max_decode_rows is not None:
-            max_rows = min(max_rows, self._limits.max_decode_rows)
-        return self.speculation.add_drafts(chunks, max(0, max_rows - len(chunks)), self._extended)
+            max_drafts = min(max_drafts, self._limits.max_decode_rows - len(chunks))
+        return self.speculation.add_drafts(chunks, max(0, max_drafts), self._extended)
 
     def _allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extend the sequence, preempting others; return whether it has the blocks."""

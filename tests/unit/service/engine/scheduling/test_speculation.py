@@ -139,3 +139,17 @@ def test_a_head_that_drafts_nothing_is_asked_a_few_times_and_no_step_waits_for_i
     engine, _ = engine_of(drafter)
     run(engine)
     assert drafter.num_calls == MAX_SILENT
+
+
+def test_drafts_leave_room_for_prompts():
+    executor, kv = ScriptedExecutor(200, 4, runs_ahead=True), KVManager(200, 4)
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=12, max_prefill_chunk=12, max_model_len=128)
+    engine = Engine(executor, kv, limits, frozenset(), speculation=Speculation(kv, VOCAB_SIZE, ScriptedDrafter(16), 16))
+    for name, max_tokens in (("long", 100), ("late", 1)):
+        sampling = SamplingParams(max_tokens=max_tokens)
+        engine.add_request(EngineRequest(request_id=name, prompt=(5, 3, 4), sampling=sampling))
+        for _ in range(3):
+            engine.step()
+    assert engine.stats().mean_draft_length > 1
+    ended = [output.request_id for output in engine.drain_request_outputs() if output.end is not None]
+    assert ended == ["late"]
