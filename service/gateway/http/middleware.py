@@ -40,6 +40,7 @@ ACCEPTED: web.RequestKey[str] = web.RequestKey("accepted", str)
 BODY_RESERVATION: web.RequestKey[BodyReservation] = web.RequestKey("reservation", BodyReservation)
 """Memory for the body, held until the answer is sent."""
 REQUEST_ID = "X-Request-Id"
+ANTHROPIC_REQUEST_ID = "Request-Id"
 BEGUN_RESPONSE: web.RequestKey[web.StreamResponse] = web.RequestKey("begun", web.StreamResponse)
 """The response whose headers are written, or about to be."""
 READ_TIMEOUT_S: web.AppKey[float] = web.AppKey("read_timeout_s", float)
@@ -138,6 +139,8 @@ def make_middleware(
             request_id = http.get(ACCEPTED) or client_id(http)
             if request_id is not None and not response.prepared:
                 response.headers.setdefault(REQUEST_ID, request_id)
+                if http.path.startswith(MESSAGES):
+                    response.headers[ANTHROPIC_REQUEST_ID] = response.headers[REQUEST_ID]
             metrics.count_response(route, response.status)
             answered(response.status)
             await _send(http, response, write_timeout_s)

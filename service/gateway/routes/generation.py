@@ -13,10 +13,10 @@ from service.config.settings import Settings
 from service.errors import RequestError
 from service.gateway.core.accepted_request import AcceptedRequest
 from service.gateway.core.refusals import incident, refusal
-from service.gateway.core.request import GenerationRequest
+from service.gateway.core.request import MESSAGES, GenerationRequest
 from service.gateway.core.response_stream import ResponseStream
 from service.gateway.core.service import InferenceService
-from service.gateway.http.middleware import ACCEPTED, REQUEST_ID, TENANT, client_id, json_response
+from service.gateway.http.middleware import ACCEPTED, ANTHROPIC_REQUEST_ID, REQUEST_ID, TENANT, client_id, json_response
 from service.gateway.http.sse import ClientGone, SseStream
 from service.gateway.openai.response_builder import Json
 
@@ -133,9 +133,10 @@ def last_event_id(http: web.Request) -> int:
 
 
 def _sse_of(http: web.Request, accepted: AcceptedRequest, settings: Settings, after: int) -> SseStream:
+    names = [REQUEST_ID, *([ANTHROPIC_REQUEST_ID] if accepted.request.endpoint == MESSAGES else [])]
     return SseStream(
         http,
-        headers={REQUEST_ID: accepted.public_id},
+        headers=dict.fromkeys(names, accepted.public_id),
         write_timeout_s=settings.write_timeout,
         keep_alive_s=KEEP_ALIVE_S,
         after=after,

@@ -64,6 +64,7 @@ async def test_a_whole_message_goes_back(served):
     thought, text, use = answer.content
     assert (thought.thinking, text.text, use.input) == ("I wonder.", "I look.", {"city": "Oslo"})
     assert (answer.id[:4], answer.role, answer.stop_reason) == ("msg_", "assistant", "tool_use")
+    assert answer.id == f"msg_{answer._request_id}"
     assert answer.usage.input_tokens > 10
     assert answer.usage.output_tokens == len(gateway.model.tokenizer.encode(SAID)) + 1
     gateway.worker.script = lambda job: speech(gateway.model, "Rain.")
@@ -85,6 +86,7 @@ async def test_a_stream_has_its_events_in_order(served):
         kinds.append(event.delta.type if kind == "content_block_delta" else kind)
     assert [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind != before] == ORDER
     async with client.messages.stream(model=MODEL, max_tokens=200, messages=HI, tools=[WEATHER]) as helper:
+        assert helper.request_id is not None
         streamed = await helper.get_final_message()
     whole = await ask(client, tools=[WEATHER])
     for one in (streamed, whole):
