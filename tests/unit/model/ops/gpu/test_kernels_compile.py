@@ -231,13 +231,12 @@ def small_m_w4_builds(dtype_code: int, architecture: str) -> list[dict[str, int]
 
 
 def with_each_value(builds: list[dict[str, int]]) -> list[dict[str, int]]:
-    """The builds that have a value of a define that none before has."""
-    seen: set[tuple[str, int]] = set()
-    kept = []
-    for defines in builds:
-        if not defines.items() <= seen:
-            kept.append(defines)
-            seen |= defines.items()
+    """The first build, then those that bring the most new values of defines, until none brings any."""
+    kept = builds[:1]
+    new = {value for defines in builds[1:] for value in defines.items()}.difference(*(first.items() for first in kept))
+    while new:
+        kept.append(max(builds, key=lambda defines: len(defines.items() & new)))
+        new -= kept[-1].items()
     return kept
 
 
