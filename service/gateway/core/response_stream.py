@@ -33,7 +33,7 @@ class TokenLogprob:
     is_reasoning: bool = False  # not part of its text either
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, one per token takes longer to make
 class ChoiceDelta:
     """The next part of one choice. Text may come later than its tokens' `logprobs`."""
 
@@ -120,7 +120,8 @@ class ResponseAssembler:
         return replace(delta, prompt_logprobs=tuple(self._prompt_logprobs))
 
     def _branch(self, number: int) -> _Branch:
-        if number not in self._branches:
+        branch = self._branches.get(number)
+        if branch is None:
             request, tokenizer = self._request, self._model.tokenizer
             reasoning = self._model.reasoning_stream(self._reasoning)
             shown_ids = frozenset() if reasoning is None else self._model.reasoning_ids
@@ -129,10 +130,9 @@ class ResponseAssembler:
             stop, include_stop = request.stop, request.include_stop_str_in_output
             text = TextStream(detokenizer, stop, include_stop, request.sampling.min_tokens)
             wants_logprobs = request.sampling.logprobs is not None or self._is_ranked
-            self._branches[number] = _Branch(
-                text, reasoning, _Form(wants_logprobs, request.has_token_ids, request.include_reasoning)
-            )
-        return self._branches[number]
+            form = _Form(wants_logprobs, request.has_token_ids, request.include_reasoning)
+            branch = self._branches[number] = _Branch(text, reasoning, form)
+        return branch
 
     @property
     def num_reasoning_tokens(self) -> int | None:
@@ -215,19 +215,19 @@ class _Branch:
         ids = unpack_ids(part.tokens)
         visible = without_end_token(ids, silent_ids)
         num_thought, decoded = self._decode(visible)
-        num_tokens = decoded.num_tokens if decoded.stopped else len(ids)
+        stopped = decoded.stopped
+        num_tokens = decoded.num_tokens if stopped else len(ids)
         self.num_unsent += num_tokens
         self.num_tokens += num_tokens
         if self._form.has_token_ids:
             self._unsent_ids += ids[:num_tokens]
         if self._form.has_logprobs:
             self._unsent_logprobs += _logprobs(part, ids[:num_tokens], num_thought, len(visible))
-        if decoded.stopped:
+        if stopped:
             self.finish_reason, self._stop = _STOP, decoded.stop
         elif part.end is not None:
             self.end(ENDINGS[part.end].finish_reason)
-            return False
-        return decoded.stopped
+        return stopped
 
     def end(self, finish_reason: str | None) -> None:
         if self.finish_reason is None:
@@ -416,8 +416,11 @@ class ResponseStream:
     @property
     def has_ended(self) -> bool:
         """True once all jobs have ended well: the rest needs no waiting."""
-        reasons = [job.assembler.reason for job in self._jobs]
-        return all(reason is not None and ENDINGS[reason].finish_reason is not None for reason in reasons)
+        for job in self._jobs:
+            reason = job.assembler.reason
+            if reason is None or ENDINGS[reason].finish_reason is None:
+                return False
+        return True
 
     def leave(self, reason: EndReason, *, jobs_go_on: bool) -> None:
         if isinstance(self._deltas, _MergedStream):
