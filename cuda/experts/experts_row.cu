@@ -9,7 +9,7 @@
 //   roofline: 3 k H I elements: 75 MB for Qwen3-30B-A3B, 18 us on an H200
 //
 // Every block norms the row and finds the experts from all blocks' logits. Its warps then read their weights through
-// rings, those of `down` right after `gate_up`, while blocks wait for each other's gated products.
+// rings, `down`'s right after `gate_up`'s, while blocks wait for each other's gated products.
 #include "common/mma.cuh"
 #include "common/product_types.cuh"
 #include "experts/rank_of.cuh"

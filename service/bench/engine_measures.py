@@ -212,7 +212,8 @@ def _fill(ops: Device, array: Array, numbers: np.ndarray) -> None:
 
 
 def measure_decode(built: BuiltEngine, batch: int, context: int, num_steps: int) -> DecodeFigures:
-    """Time `num_steps` steps of `batch` sequences with about `context` tokens each. Raises StartupError as above."""
+    """Time `num_steps` steps of `batch` sequences with about `context` tokens each. Raises StartupError if pool or
+    model length is too small."""
     with steady_decode(built, batch, context, num_steps):
         held_before = built.engine.stats().num_slots_filled
         start_s = time.perf_counter()

@@ -194,16 +194,8 @@ def _load(plan: Plan) -> Load:
 async def _warm_up(plan: Plan, model: str, num_requests: int) -> None:
     """Send the first request `num_requests` times at once, as vLLM does. Raises StartupError if one fails."""
     first = plan.requests[0]
-    task = Task(
-        plan.url,
-        plan.api_key,
-        model,
-        plan.vocab_size,
-        plan.max_seconds,
-        [(0, first.num_prompt_tokens, first.num_output_tokens, 0.0)] * num_requests,
-        prompts=None if plan.prompts is None else plan.prompts[:1] * num_requests,
-        ignore_eos=plan.ignore_eos,
-    )
+    requests = [(0, first.num_prompt_tokens, first.num_output_tokens, 0.0)] * num_requests
+    task = _task(plan, model, requests, None if plan.prompts is None else plan.prompts[:1] * num_requests)
     errors = [answer.error for answer in await run_task(task, time.monotonic) if answer.error is not None]
     if errors:
         raise StartupError(f"--num-warmups: a request failed: {errors[0]}")
@@ -339,6 +331,19 @@ def _headers(plan: Plan) -> dict[str, str]:
     return {"Authorization": f"Bearer {plan.api_key}"} if plan.api_key else {}
 
 
+def _task(plan: Plan, model: str, requests: list[tuple[int, int, int, float]], prompts: list[list[int]] | None) -> Task:
+    return Task(
+        plan.url,
+        plan.api_key,
+        model,
+        plan.vocab_size,
+        plan.max_seconds,
+        requests,
+        prompts=prompts,
+        ignore_eos=plan.ignore_eos,
+    )
+
+
 async def _start_client(plan: Plan, model: str, number: int) -> asyncio.subprocess.Process:
     share = [
         (index, each.num_prompt_tokens, each.num_output_tokens, each.arrival / plan.rate)
@@ -346,17 +351,10 @@ async def _start_client(plan: Plan, model: str, number: int) -> asyncio.subproce
         if index % plan.num_clients == number
     ]
     limit, num_clients = plan.max_concurrency, plan.num_clients
-    task = Task(
-        plan.url,
-        plan.api_key,
-        model,
-        plan.vocab_size,
-        plan.max_seconds,
-        share,
-        prompts=None if plan.prompts is None else plan.prompts[number::num_clients],
-        ignore_eos=plan.ignore_eos,
-        max_concurrency=None if limit is None else limit // num_clients + (number < limit % num_clients),
-    )
+    prompts = None if plan.prompts is None else plan.prompts[number::num_clients]
+    task = _task(plan, model, share, prompts)
+    if limit is not None:
+        task = replace(task, max_concurrency=limit // num_clients + (number < limit % num_clients))
     process = await asyncio.create_subprocess_exec(
         *python_script("load_client"),
         env=script_environment(),

@@ -33,7 +33,7 @@ class SectionHelp(argparse.Action):
 
     def __init__(self, option_strings: Sequence[str], dest: str, **_: Any) -> None:
         names = ", ".join(_topics())
-        text = f"the most used flags, or those of a section ({names}), or with a word in their names"
+        text = f"the most used flags, a section's ({names}), or flags with a word in their names"
         super().__init__(option_strings, argparse.SUPPRESS, nargs="?", const="", metavar="SECTION", help=text)
 
     def __call__(

@@ -14,7 +14,7 @@ ENDINGS = (".yaml", ".yml")
 
 
 def with_yaml_files(argv: Sequence[str]) -> list[str]:
-    """Return the words with those of YAML files in front, so that a flag wins over a file. Raises StartupError."""
+    """Return the words after the YAML files' own, so that a flag wins over a file. Raises StartupError."""
     rest = list(argv)
     words: list[str] = []
     of_files: list[str] = []

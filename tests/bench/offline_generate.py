@@ -1,7 +1,7 @@
 """`LLM.generate` against the engine alone, on the same requests in turns.
 
-`python -m tests.bench.offline_generate --rounds 5` prints the CPU seconds of both: those of all threads, so that other
-programs on the machine count little. The engine alone is what `quire bench engine --trace` runs.
+`python -m tests.bench.offline_generate --rounds 5` prints CPU seconds of all threads, which other programs on the
+machine change little, and wall time. The engine alone is what `quire bench engine --trace` runs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 
 import numpy as np
@@ -45,13 +46,14 @@ def main() -> None:
         "engine alone": lambda: measure_trace(built, trace, engine_start_s=0.0),
         "LLM.generate": lambda: llm.generate(prompts, params),
     }
-    times_s: dict[str, list[float]] = {name: [] for name in works}
+    times_s: defaultdict[str, list[float]] = defaultdict(list)
     for number in range(flags.rounds):
         for name in sorted(works, reverse=bool(number % 2)):
-            before_s = time.process_time()
+            before_s, wall_before_s = time.process_time(), time.perf_counter()
             works[name]()
-            times_s[name].append(time.process_time() - before_s)
-    for name, own in times_s.items():
+            times_s[f"{name}, CPU"].append(time.process_time() - before_s)
+            times_s[f"{name}, wall"].append(time.perf_counter() - wall_before_s)
+    for name, own in sorted(times_s.items()):
         print(f"{name}: median {statistics.median(own):.2f} s of {[round(each, 2) for each in own]}")
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from model.config_fields import Fields
 from model.families.configs.family import (
-    LAYER_TYPES,
     NORM_AFTER,
     Family,
+    full_attention_every,
     layer_types,
     no_biases,
     windows_of_types,
@@ -31,7 +31,7 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
         return (NO_WINDOW,) * num_layers
     if kinds is None:
         pattern = fields.integer("sliding_window_pattern", 4, high=1 << 10)
-        kinds = [LAYER_TYPES[(layer + 1) % pattern != 0] for layer in range(num_layers)]
+        kinds = full_attention_every(pattern, num_layers)
     return windows_of_types(kinds, window)
 
 

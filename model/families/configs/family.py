@@ -143,5 +143,10 @@ def layer_types(fields: Fields, num_layers: int) -> list[str] | None:
     return kinds
 
 
+def full_attention_every(period: int, num_layers: int) -> list[str]:
+    """Return the kinds of layers of which every `period`th has full attention."""
+    return [LAYER_TYPES[(layer + 1) % period != 0] for layer in range(num_layers)]
+
+
 def windows_of_types(kinds: list[str], window: int) -> tuple[int, ...]:
     return tuple(window if kind == "sliding_attention" else NO_WINDOW for kind in kinds)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from model.config_fields import Fields
 from model.families.configs.family import (
-    LAYER_TYPES,
     NORM_AFTER,
     Family,
+    full_attention_every,
     layer_types,
     llama_scaling,
     windows_of_types,
@@ -20,7 +20,7 @@ RULES = RopeRules(default_theta=500000.0)
 def _windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
     kinds = layer_types(fields, num_layers)
     if kinds is None:
-        kinds = [LAYER_TYPES[(layer + 1) % 4 != 0] for layer in range(num_layers)]
+        kinds = full_attention_every(4, num_layers)
     return windows_of_types(kinds, fields.integer("sliding_window", 4096, high=NO_WINDOW))
 
 

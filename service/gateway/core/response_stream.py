@@ -322,7 +322,7 @@ def _logprobs(
 
 
 class JobStream:
-    """The deltas of one job of an open request, in lists of those that arrived together."""
+    """The deltas of one job of an open request; each list arrived at once."""
 
     def __init__(
         self,
@@ -400,7 +400,7 @@ class JobStream:
 
 
 class ResponseStream:
-    """The deltas of an open request, in lists of those that arrived together."""
+    """The deltas of an open request; each list arrived at once."""
 
     def __init__(self, jobs: Sequence[JobStream], num_prompt_tokens: int) -> None:
         self._jobs = jobs

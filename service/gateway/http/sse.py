@@ -65,7 +65,7 @@ class SseStream:
         return self._response.prepared
 
     async def send(self, events: Iterable[Json], *, more: bool = False) -> None:
-        """Write events with their numbers at once; with `more`, together with those of the next call. An event's
+        """Write events with their numbers at once; with `more`, in one write with the next call's. An event's
         `type`, if any, is its name. Raises ClientGone."""
         await self._send(self._numbered(events), more=more)
 

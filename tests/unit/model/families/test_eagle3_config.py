@@ -1,4 +1,4 @@
-"""Published layouts of a head's config.json, and those that are refused."""
+"""A head's config.json: published layouts are read, others refused."""
 
 import json
 

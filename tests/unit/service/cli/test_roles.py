@@ -1,4 +1,4 @@
-"""What signals do to a role."""
+"""Signals to a role."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def small_m_w4_builds(dtype_code: int, architecture: str) -> list[dict[str, int]
 
 
 def with_each_value(builds: list[dict[str, int]]) -> list[dict[str, int]]:
-    """The first build, then those that bring the most new values of defines, until none brings any."""
+    """Take the first build, then the build with the most new values of defines, until none has any."""
     kept = builds[:1]
     new = {value for defines in builds[1:] for value in defines.items()}.difference(*(first.items() for first in kept))
     while new:

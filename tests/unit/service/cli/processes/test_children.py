@@ -1,4 +1,4 @@
-"""What a child's first lines become."""
+"""A child's first lines: its address, or why it did not start."""
 
 from __future__ import annotations
 
