@@ -170,6 +170,15 @@ def test_priorities_order_the_start_and_the_bar_counts(llm):
     assert seen == [2, 1, 1, "closed"]
 
 
+@pytest.fixture
+def default_ctrl_c():
+    """Ctrl-C raises, also where a shell started the tests with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("default_ctrl_c")
 def test_ctrl_c_cancels_the_call_and_the_next_one_works(llm):
     class Bar:
         def __init__(self, **how):
