@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import socket
 import ssl
 import warnings
@@ -77,8 +76,7 @@ async def serving(
     stop: Shutdown | None = None,
 ) -> AsyncIterator[str]:
     """Open HTTP and the ingress, yield the URL, and drain on exit, until `stop.at_once`. Raises StartupError."""
-    feed = f"door-{secrets.token_hex(8)}"
-    service = InferenceService(settings, model, queue, feed, read_outline, tracing, group)
+    service = InferenceService(settings, model, queue, read_outline, tracing, group)
     connections = Connections(settings.max_connections, settings.max_connections_per_client)
     queue_ingress = QueueIngress(service)
     batch_runner = BatchRunner(service)

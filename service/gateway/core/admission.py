@@ -73,16 +73,14 @@ class Admission:
         fleet: Fleet,
         pressure: BackPressure,
         adapters: Adapters,
-        feed: str,
     ) -> None:
-        """`feed`: name of the queue's feed with this gateway's events."""
         self._model = text.model
         self._text = text
         self._queue = queue
         self._fleet = fleet
         self._pressure = pressure
         self._adapters = adapters
-        self._feed = feed
+        self._feed = f"gateway-{secrets.token_hex(8)}"  # of the events of this gateway's jobs
         self._max_timeout_s = text.settings.request_timeout
         self._sampling = SamplingResolver(text.model.defaults, text.settings)
         self._draining = False

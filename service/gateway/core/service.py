@@ -41,12 +41,11 @@ class InferenceService:
         settings: Settings,
         model: ServedModel,
         queue: GatewayQueue,
-        feed: str,
         read_outline: OutlineReader,
         tracing: Tracing = NO_TRACING,
         group: GatewayGroup | None = None,
     ) -> None:
-        """`feed`: name of the queue's feed with this gateway's events. `group`: gateways on the same port."""
+        """`group`: gateways on the same port."""
         self.settings = settings
         self.group = group
         self.tracing = tracing
@@ -60,7 +59,7 @@ class InferenceService:
         self.pressure = BackPressure(settings, asyncio.get_running_loop().time)
         self.adapters = Adapters(model, queue, settings)
         text = TextStage(model, settings, self.threads, self.grammars)
-        self.admission = Admission(text, queue, self.fleet, self.pressure, self.adapters, feed)
+        self.admission = Admission(text, queue, self.fleet, self.pressure, self.adapters)
         self.storage = storage_limits(settings)
         self.dispatcher = RequestDispatcher(model, queue, self.pressure, self.metrics, settings, tracing)
         self.request_store = RequestStore(

@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 async def test_it_has_the_documented_routes_of_the_table_and_their_need_of_a_key(folder):
     settings = Settings(model=folder)
-    service = InferenceService(settings, ServedModel.read(settings), MemoryGatewayQueue(), "feed", read_outline)
+    service = InferenceService(settings, ServedModel.read(settings), MemoryGatewayQueue(), read_outline)
     try:
         table = {
             (route.method.lower(), route.path.replace(":.+", "")): route.needs_key

@@ -31,7 +31,7 @@ async def open_probes(model_folder, *, with_worker=True):
     """(port, worker) of an inference service whose loop reports."""
     settings = Settings(model=model_folder, served_model_name=MODEL)
     queue = MemoryGatewayQueue()
-    service = InferenceService(settings, ServedModel.read(settings), queue, feed="f", read_outline=read_outline)
+    service = InferenceService(settings, ServedModel.read(settings), queue, read_outline)
     worker = ScriptedWorker(MemoryWorkerQueue(queue.data), MODEL, lambda job: None)
     if with_worker:
         await worker.announce()
@@ -133,9 +133,7 @@ async def test_none_holds_it_up(model_folder):
 async def test_a_port_that_is_taken(model_folder):
     with socket.create_server((HOST, 0)) as taken:
         settings = Settings(model=model_folder)
-        service = InferenceService(
-            settings, ServedModel.read(settings), MemoryGatewayQueue(), feed="f", read_outline=read_outline
-        )
+        service = InferenceService(settings, ServedModel.read(settings), MemoryGatewayQueue(), read_outline)
         with pytest.raises(StartupError, match="--probe-port"):
             async with probed(service, HOST, taken.getsockname()[1]):
                 pass
