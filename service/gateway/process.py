@@ -17,11 +17,11 @@ from aiohttp import BadContentDispositionHeader, BadContentDispositionParam, web
 from service.config.settings import Settings
 from service.errors import StartupError
 from service.garbage import freeze_heap
-from service.gateway.anthropic.request_reader import read_outline
 from service.gateway.app import make_app
 from service.gateway.batches.runner import BatchRunner
 from service.gateway.core.served_model import ServedModel
 from service.gateway.core.service import InferenceService
+from service.gateway.endpoints import read_outline
 from service.gateway.http.connection import Connections, Protocol
 from service.gateway.http.middleware import with_openai_errors
 from service.gateway.http.root_path import without_prefix

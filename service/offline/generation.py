@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from service.errors import ENDINGS, EndReason
 from service.gateway.core.refusals import failure
-from service.gateway.core.response_stream import ResponseAssembler
+from service.gateway.core.response_assembler import ResponseAssembler
 from service.gateway.openai.logprobs import TokenWords
 from service.offline.engine import Mailbox, OfflineEngine, PreparedRequest
 from service.offline.outputs import OutputBuilder, RequestOutput

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from service.gateway.core.request import GenerationRequest
-from service.gateway.core.response_stream import ChoiceDelta, TokenLogprob
+from service.gateway.core.response_assembler import ChoiceDelta, TokenLogprob
 from service.gateway.openai.logprobs import TokenWords
 from service.offline.lora import LoRARequest
 from service.offline.sampling_params import RequestOutputKind

@@ -40,6 +40,7 @@ GATEWAY_LAYERS = tuple(
         ("batches",),
         ("routes",),
         ("http",),
+        ("endpoints",),
         ("anthropic",),
         ("openai",),
         ("core",),

@@ -10,11 +10,9 @@ import msgspec
 
 from service.errors import RequestError
 from service.gateway.core.accepted_request import AcceptedRequest
-from service.gateway.core.request import MESSAGES
-from service.gateway.core.response_stream import ChoiceDelta, Outcome
+from service.gateway.core.response_assembler import ChoiceDelta, Outcome
 from service.gateway.core.served_model import CallOptions, ServedModel
-from service.gateway.openai import responses_builder
-from service.gateway.openai.response_builder import Json, ResponseBuilder
+from service.gateway.openai.json_objects import Json
 from service.gateway.openai.tool_calls import ToolCallWriter
 
 MESSAGE_PREFIX = "msg_"
@@ -193,10 +191,3 @@ def _usage(outcome: Outcome) -> Json:
 
 def message_builder_of(model: ServedModel, accepted: AcceptedRequest) -> MessageBuilder:
     return MessageBuilder(MessageOptions.of(model, accepted))
-
-
-def builder_of(model: ServedModel, accepted: AcceptedRequest) -> ResponseBuilder:
-    """Return the builder for a request of any endpoint."""
-    if accepted.request.endpoint == MESSAGES:
-        return message_builder_of(model, accepted)
-    return responses_builder.builder_of(model, accepted)

@@ -32,10 +32,10 @@ from service.gateway.anthropic.messages_body import (
 from service.gateway.core.refusals import refusal
 from service.gateway.core.request import CHAT, MESSAGES, Conversation, GenerationRequest
 from service.gateway.openai import request_reader
+from service.gateway.openai.json_objects import Json
 from service.gateway.openai.request_bodies import check_ranges, convert, without_idle_fields
 from service.gateway.openai.strict_json import decode_object
 
-Json = dict[str, Any]
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 SHORTEST = {"messages": [{"role": "user", "content": "."}], "system": None}
@@ -74,13 +74,6 @@ def read_count_body(data: bytes) -> tuple[str | None, Conversation]:
     (prompt,) = _read(body, {}).prompts
     assert isinstance(prompt, Conversation)
     return body.model, prompt
-
-
-def read_outline(endpoint: str, outline: bytes) -> GenerationRequest:
-    """Return the request of a `Source.outline` of any endpoint."""
-    if endpoint == MESSAGES:
-        return read_messages(msgspec.json.decode(outline))
-    return request_reader.read_outline(endpoint, outline)
 
 
 def _read(body: CountBody, chat: Json) -> GenerationRequest:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -15,14 +14,13 @@ from service.gateway.core.queue_writes import write
 from service.gateway.core.refusals import STORAGE_RETRY_AFTER_S, refusal, storage_refusal, unavailable
 from service.gateway.core.request import BATCH_ENDPOINTS
 from service.gateway.http.middleware import TENANT, json_response, read_body
+from service.gateway.openai.json_objects import Json
 from service.gateway.openai.request_bodies import check_metadata, convert
 from service.gateway.openai.strict_json import decode_object
 from service.gateway.routes.generation import refuse_idempotency_key
 from service.gateway.routes.pages import list_json, page_limit
 from service.queue.interface import GatewayQueue, QueueUnavailable
 from service.queue.records import Batch, BatchStatus, StorageFull, StorageLimits
-
-Json = dict[str, Any]
 
 WINDOWS_S = {"24h": 24 * 3600}
 DEFAULT_PAGE, MAX_PAGE = 20, 100

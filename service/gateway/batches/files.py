@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from aiohttp import BodyPartReader, web
 
@@ -14,6 +13,7 @@ from service.errors import RequestError
 from service.gateway.batches.file_writer import FileWriter
 from service.gateway.core.refusals import missing, refusal, storage_refusal, unavailable
 from service.gateway.http.middleware import BODY_RESERVATION, READ_TIMEOUT_S, TENANT, json_response
+from service.gateway.openai.json_objects import Json
 from service.gateway.openai.request_bodies import unknown_field
 from service.gateway.routes.generation import refuse_idempotency_key
 from service.gateway.routes.pages import MAX_PAGE, is_ascending, page_json
@@ -23,8 +23,6 @@ from service.queue.interface import BatchStore, GatewayQueue, QueueUnavailable
 from service.queue.records import StorageFull, StorageLimits, StoredFile
 
 log = logging.getLogger("quire.gateway")
-
-Json = dict[str, Any]
 
 INPUT, OUTPUT = "batch", "batch_output"
 MAX_FILES = 1000

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from service.gateway.batches.lines import MAX_ERRORS, MAX_LINES, BadInput, check_line
-from service.gateway.openai.response_builder import encode_json
+from service.gateway.openai.json_objects import encode_json
 from service.queue.interface import BatchStore
 from service.queue.records import PIECE_BYTES, BatchError
 

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from service.errors import RequestError
+from service.gateway.openai.json_objects import encode_json, error_json
 from service.gateway.openai.request_bodies import present
-from service.gateway.openai.response_builder import encode_json, error_json
 from service.gateway.openai.strict_json import decode_object
 from service.queue.records import Batch, BatchError
 from service.typed_decoding import convert, decode_json

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from service.errors import EndReason, RequestError
 from service.gateway.batches.input_file import InputFile
 from service.gateway.batches.lines import MAX_ANSWER_BYTES, RequestLine, answer_line, line_name, read_line, refusal_line
-from service.gateway.batches.requests import BatchRequests, Interrupted, Json, NotStored, RanLate, RanPastOwnTimeout
+from service.gateway.batches.requests import BatchRequests, Interrupted, NotStored, RanLate, RanPastOwnTimeout
 from service.gateway.batches.turns import LineSlots
 from service.gateway.core.service import InferenceService
+from service.gateway.openai.json_objects import Json
 from service.observability.logs import log_context
 from service.queue.interface import QueueUnavailable
 from service.queue.records import ANSWERED_BADLY, ANSWERED_WELL, Batch, BatchStatus, StorageFull

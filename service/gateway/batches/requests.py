@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
-from typing import Any
 
 from service.errors import STORAGE_QUOTA_EXCEEDED, RequestError
 from service.gateway.core.accepted_request import AcceptedRequest
 from service.gateway.core.refusals import refusal
 from service.gateway.core.request import EMBEDDINGS, RESPONSES
-from service.gateway.core.response_stream import ChoiceDelta, ResponseStream
+from service.gateway.core.response_assembler import ChoiceDelta
+from service.gateway.core.response_stream import ResponseStream
 from service.gateway.core.service import InferenceService
+from service.gateway.endpoints import builder_of
+from service.gateway.openai.json_objects import Json
 from service.gateway.openai.request_reader import parse_body
 from service.gateway.openai.response_builder import build_whole
-from service.gateway.openai.responses_builder import builder_of
-from service.gateway.openai.responses_request import check_answered_calls, in_own_words, items_of
+from service.gateway.openai.responses.request_reader import check_answered_calls, in_own_words, items_of
 from service.gateway.openai.strict_json import decode_object
 from service.gateway.routes.embeddings import embedding_answer, require_enabled
 from service.gateway.routes.response_store import ResponseStore, check_size
@@ -25,8 +26,6 @@ from service.queue.interface import QueueUnavailable
 from service.queue.records import StoredResponse
 
 log = logging.getLogger("quire.batches")
-
-Json = dict[str, Any]
 
 
 class BatchRequests:

@@ -15,7 +15,8 @@ from service.gateway.core.accepted_request import AcceptedRequest
 from service.gateway.core.back_pressure import BackPressure, NoRoom
 from service.gateway.core.queue_writes import BackgroundWrites, storage_limits
 from service.gateway.core.refusals import failure, storage_refusal, unavailable
-from service.gateway.core.response_stream import JobStream, ResponseAssembler, ResponseStream
+from service.gateway.core.response_assembler import ResponseAssembler
+from service.gateway.core.response_stream import JobStream, ResponseStream
 from service.gateway.core.served_model import ServedModel
 from service.gateway.core.spans import begin_generation, end_generation
 from service.observability.logs import fields

@@ -14,7 +14,7 @@ from service.gateway.core.dispatcher import RequestDispatcher
 from service.gateway.core.queue_writes import stored
 from service.gateway.core.refusals import UNAVAILABLE, unavailable
 from service.gateway.core.request import GenerationRequest, OutlineReader
-from service.gateway.core.response_stream import ChoiceDelta, Outcome
+from service.gateway.core.response_assembler import ChoiceDelta, Outcome
 from service.gateway.core.text_threads import TextThreads
 from service.queue.interface import GatewayQueue, QueueUnavailable
 from service.queue.messages import Cancel, RequestRecord

@@ -19,7 +19,7 @@ from service.errors import RequestError
 from service.gateway.core.refusals import incident
 from service.gateway.http.middleware import error_response
 from service.gateway.http.slow_clients import bound_send_buffer
-from service.gateway.openai.response_builder import encode_json, error_json
+from service.gateway.openai.json_objects import encode_json, error_json
 from service.observability.logs import fields
 
 log = logging.getLogger("quire.gateway")

@@ -22,7 +22,7 @@ from service.gateway.http.auth import KeyRing
 from service.gateway.http.body_budget import BodyBudget, BodyReservation
 from service.gateway.http.host_check import HostCheck
 from service.gateway.http.slow_clients import abort_connection, drain_writes
-from service.gateway.openai.response_builder import encode_json, error_json
+from service.gateway.openai.json_objects import encode_json, error_json
 from service.observability.gateway_group import GatewayGroup, OpenCounts
 from service.observability.logs import fields
 from service.observability.metrics import GatewayMetrics

@@ -12,7 +12,7 @@ from aiohttp.http import StreamWriter
 
 from service.gateway.http.connection import Protocol
 from service.gateway.http.slow_clients import abort_connection
-from service.gateway.openai.response_builder import Json, encode_json
+from service.gateway.openai.json_objects import Json, encode_json
 
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from service.errors import RequestError
-from service.gateway.core.response_stream import ChoiceDelta, Outcome
+from service.gateway.core.response_assembler import ChoiceDelta, Outcome
 from service.gateway.core.service import InferenceService
-from service.gateway.openai.response_builder import error_object, prediction_json
+from service.gateway.openai.json_objects import error_object, prediction_json
 from service.gateway.openai.tool_calls import ToolCallWriter, gather_calls
 from service.queue.codec import decode, encode
 from service.queue.interface import IngressEntry, QueueUnavailable, Standing

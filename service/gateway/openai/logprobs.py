@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from model.text.detokenizer import Detokenizer
 from model.text.tokenizer import Tokenizer
-from service.gateway.core.response_stream import TokenLogprob
-
-Json = dict[str, Any]
+from service.gateway.core.response_assembler import TokenLogprob
+from service.gateway.openai.json_objects import Json
 
 LOWEST_LOGPROB = -9999.0
 """OpenAI's number for minus infinity, which JSON cannot hold."""

@@ -12,6 +12,7 @@ from model.text.chat_template import OWN_VARIABLES
 from model.text.tool_calls.reader import Function
 from service.gateway.core.refusals import missing, refusal
 from service.gateway.core.request import Conversation, ToolSpec
+from service.gateway.openai.json_objects import Json
 from service.gateway.openai.request_bodies import (
     IDLE_MESSAGE_FIELDS,
     ChatBody,
@@ -23,8 +24,6 @@ from service.gateway.openai.request_bodies import (
     without_idle_fields,
 )
 from service.gateway.openai.strict_json import MAX_DEPTH, depth_exceeds
-
-Json = dict[str, Any]
 
 MAX_LABEL_CHARS = 512
 MAX_MESSAGES = 4096

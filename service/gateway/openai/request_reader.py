@@ -53,7 +53,7 @@ from service.gateway.openai.request_bodies import (
     convert,
     without_idle_fields,
 )
-from service.gateway.openai.responses_request import in_own_words, read_response
+from service.gateway.openai.responses.request_reader import in_own_words, read_response
 from service.gateway.openai.strict_json import decode_object
 
 MAX_STOP_STRINGS = 16
@@ -83,11 +83,6 @@ def read_fields(endpoint: str, fields: Mapping[str, Any]) -> GenerationRequest:
     """Return the request with its `source`. Raises RequestError (400)."""
     request = read_request(endpoint, fields)
     return replace(request, source=source_of(request, fields))
-
-
-def read_outline(endpoint: str, outline: bytes) -> GenerationRequest:
-    """Return the request of a `Source.outline`, which was valid when it was written."""
-    return read_request(endpoint, msgspec.json.decode(outline))
 
 
 def read_request(endpoint: str, fields: Mapping[str, Any]) -> GenerationRequest:

@@ -7,8 +7,7 @@ from typing import Any
 
 from model.text.tool_calls.stream import ArgumentsDelta, CallStart, TextDelta, ToolCallEvent, ToolCallStream
 from service.gateway.core.served_model import CallOptions
-
-Json = dict[str, Any]
+from service.gateway.openai.json_objects import Json
 
 SHORT_ID_CHARS = 9
 

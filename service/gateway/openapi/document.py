@@ -17,6 +17,7 @@ from service.gateway.anthropic.messages_body import (
 )
 from service.gateway.batches.batches import WINDOWS_S, BatchBody
 from service.gateway.core.request import BATCH_ENDPOINTS, CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, POOLING, RESPONSES
+from service.gateway.openai.json_objects import Json
 from service.gateway.openai.messages import ROLES
 from service.gateway.openai.request_bodies import (
     IDLE_CHAT_FIELDS,
@@ -32,15 +33,13 @@ from service.gateway.openai.request_bodies import (
     Idle,
     PoolingBody,
 )
-from service.gateway.openai.responses_request import ResponseBody
+from service.gateway.openai.responses.body import ResponseBody
 from service.gateway.openapi import answers
 from service.gateway.routes.adapters import LOAD, UNLOAD, LoadAdapterBody, UnloadAdapterBody
 from service.gateway.routes.invocations import INVOCATIONS
 from service.gateway.routes.pages import MAX_PAGE
 from service.gateway.routes.scores import RERANK_PATHS, SCORE_PATHS, RerankBody, ScoreBody
 from service.gateway.routes.tokenization import DetokenizeBody, TokenizeBody
-
-Json = dict[str, Any]
 
 REF = "#/components/schemas/{name}"
 BODIES: tuple[type[msgspec.Struct], ...] = (

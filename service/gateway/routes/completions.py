@@ -7,15 +7,16 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from service.gateway.anthropic.message_builder import builder_of
 from service.gateway.core.accepted_request import AcceptedRequest
 from service.gateway.core.request import MESSAGES
 from service.gateway.core.request_store import RequestState
 from service.gateway.core.service import InferenceService
+from service.gateway.endpoints import builder_of
 from service.gateway.http.middleware import BODY_RESERVATION, REQUEST_ID, TENANT, json_response, read_body
 from service.gateway.http.sse import ClientGone, SseStream
+from service.gateway.openai.json_objects import Json, error_json, error_object
 from service.gateway.openai.request_reader import parse_body
-from service.gateway.openai.response_builder import Json, build_whole, error_json, error_object
+from service.gateway.openai.response_builder import build_whole
 from service.gateway.routes.generation import (
     LAST_EVENT_ID,
     Generation,

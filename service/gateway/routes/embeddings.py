@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -16,12 +15,11 @@ from service.gateway.core.request import EMBEDDINGS, POOLING
 from service.gateway.core.response_stream import ResponseStream
 from service.gateway.core.service import InferenceService
 from service.gateway.http.middleware import ACCEPTED, TENANT, client_id, json_response, read_body
+from service.gateway.openai.json_objects import Json
 from service.gateway.openai.request_reader import parse_body
-from service.gateway.openai.responses_request import in_own_words
+from service.gateway.openai.responses.request_reader import in_own_words
 from service.gateway.routes.generation import refuse_idempotency_key
 from service.queue.codec import unpack_floats
-
-Json = dict[str, Any]
 
 
 class Embeddings:

@@ -18,7 +18,7 @@ from service.gateway.core.response_stream import ResponseStream
 from service.gateway.core.service import InferenceService
 from service.gateway.http.middleware import ACCEPTED, ANTHROPIC_REQUEST_ID, REQUEST_ID, TENANT, client_id, json_response
 from service.gateway.http.sse import ClientGone, SseStream
-from service.gateway.openai.response_builder import Json
+from service.gateway.openai.json_objects import Json
 
 KEEP_ALIVE_S = 15.0
 IDEMPOTENCY_KEY = "Idempotency-Key"

@@ -14,7 +14,8 @@ from service.gateway.core.served_model import ServedModel
 from service.gateway.core.service import InferenceService
 from service.gateway.http.middleware import BODY_RESERVATION, TENANT, json_response, read_body
 from service.gateway.http.sse import ClientGone, SseStream
-from service.gateway.openai.response_builder import Json, build_whole
+from service.gateway.openai.json_objects import Json
+from service.gateway.openai.response_builder import build_whole
 from service.gateway.routes.generation import (
     Generation,
     OpenStream,

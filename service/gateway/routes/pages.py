@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from aiohttp import web
 
 from service.gateway.core.refusals import refusal
-
-Json = dict[str, Any]
+from service.gateway.openai.json_objects import Json
 
 MAX_PAGE = 10_000
 

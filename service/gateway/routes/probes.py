@@ -18,7 +18,7 @@ from typing import Any
 
 from service.errors import StartupError
 from service.gateway.core.service import InferenceService
-from service.gateway.openai.response_builder import encode_json
+from service.gateway.openai.json_objects import encode_json
 from service.observability.logs import fields
 from service.queue.interface import QueueUnavailable
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -13,13 +12,12 @@ from service.gateway.core.accepted_request import AcceptedRequest
 from service.gateway.core.queue_writes import stored, write
 from service.gateway.core.refusals import refusal, storage_refusal, unavailable
 from service.gateway.core.service import InferenceService
+from service.gateway.openai.json_objects import Json
 from service.gateway.openai.response_builder import build_whole
-from service.gateway.openai.responses_builder import RESPONSE_PREFIX, responses_builder_of
+from service.gateway.openai.responses.builder import RESPONSE_PREFIX, responses_builder_of
 from service.queue.interface import QueueUnavailable
 from service.queue.keys import LOG_ENDED_TTL_S
 from service.queue.records import StorageFull, StoredResponse
-
-Json = dict[str, Any]
 
 MAX_CONVERSATION_BYTES = 4 << 20
 SETTLE_WITHIN_S = float(LOG_ENDED_TTL_S)

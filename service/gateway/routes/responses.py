@@ -19,10 +19,11 @@ from service.gateway.core.response_stream import ResponseStream
 from service.gateway.core.service import InferenceService
 from service.gateway.http.middleware import REQUEST_ID, TENANT, json_response, read_body
 from service.gateway.http.sse import ClientGone, SseStream
+from service.gateway.openai.json_objects import Json
 from service.gateway.openai.request_reader import read_request, source_of
 from service.gateway.openai.response_builder import build_whole
-from service.gateway.openai.responses_builder import ResponsesBuilder, response_of, responses_builder_of
-from service.gateway.openai.responses_request import check_answered_calls, in_own_words, items_of
+from service.gateway.openai.responses.builder import ResponsesBuilder, response_of, responses_builder_of
+from service.gateway.openai.responses.request_reader import check_answered_calls, in_own_words, items_of
 from service.gateway.openai.strict_json import decode_object
 from service.gateway.routes.generation import (
     Generation,
@@ -38,8 +39,6 @@ from service.gateway.routes.generation import (
 from service.gateway.routes.pages import is_ascending, page_json
 from service.gateway.routes.response_store import ResponseStore, check_size
 from service.queue.records import StoredResponse
-
-Json = dict[str, Any]
 
 RESPONSE_ROUTE = "/v1/responses/{response_id}"
 CANCEL_WAIT_S = 5.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import mul
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -14,12 +14,11 @@ from service.gateway.core.refusals import refusal
 from service.gateway.core.request import EMBEDDINGS
 from service.gateway.core.service import InferenceService
 from service.gateway.http.middleware import TENANT, json_response, read_body
+from service.gateway.openai.json_objects import Json
 from service.gateway.openai.request_bodies import convert
 from service.gateway.openai.strict_json import decode_object
 from service.gateway.routes.embeddings import Embeddings
 from service.queue.codec import unpack_floats
-
-Json = dict[str, Any]
 
 SCORE = "/v1/score"
 RERANK = "/v1/rerank"

@@ -21,7 +21,7 @@ from service.gateway.openai.request_bodies import (
     EmbeddingBody,
     PoolingBody,
 )
-from service.gateway.openai.responses_request import ResponseBody
+from service.gateway.openai.responses.body import ResponseBody
 from service.gateway.routes.tokenization import DetokenizeBody, TokenizeBody
 from service.queue.codec import decode
 from service.queue.messages import Reply

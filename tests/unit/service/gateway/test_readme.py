@@ -22,7 +22,7 @@ from service.gateway.openai.request_bodies import (
     GenerationBody,
     PoolingBody,
 )
-from service.gateway.openai.responses_request import ResponseBody
+from service.gateway.openai.responses.body import ResponseBody
 from service.gateway.openapi.document import openapi_document
 from service.gateway.routes.tokenization import DetokenizeBody, TokenizeBody
 from tests.support.source_tree import ROOT

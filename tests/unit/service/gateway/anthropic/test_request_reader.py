@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from service.errors import RequestError
 from service.gateway.anthropic.messages_body import IDLE_MESSAGES_FIELDS, MessagesBody
-from service.gateway.anthropic.request_reader import read_count_body, read_messages, read_messages_body, read_outline
+from service.gateway.anthropic.request_reader import read_count_body, read_messages, read_messages_body
 from service.gateway.core.request import MESSAGES
+from service.gateway.endpoints import read_outline
 
 HI = [{"role": "user", "content": "hi"}]
 USE = {

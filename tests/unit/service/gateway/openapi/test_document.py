@@ -13,7 +13,7 @@ from service.gateway.batches.runner import BatchRunner
 from service.gateway.core.request import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from service.gateway.core.served_model import ServedModel
 from service.gateway.core.service import InferenceService
-from service.gateway.openai.request_reader import read_outline
+from service.gateway.endpoints import read_outline
 from service.gateway.openapi import answers
 from service.gateway.openapi.document import openapi_document
 from tests.fakes.queue.gateway import MemoryGatewayQueue

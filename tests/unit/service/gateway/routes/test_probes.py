@@ -15,7 +15,7 @@ from service.config.settings import Settings
 from service.errors import StartupError
 from service.gateway.core.served_model import ServedModel
 from service.gateway.core.service import InferenceService
-from service.gateway.openai.request_reader import read_outline
+from service.gateway.endpoints import read_outline
 from service.gateway.routes import probes
 from service.gateway.routes.probes import probed
 from tests.fakes.queue.gateway import MemoryGatewayQueue

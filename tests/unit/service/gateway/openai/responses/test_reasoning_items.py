@@ -6,8 +6,8 @@ import pytest
 
 from service.errors import RequestError
 from service.gateway.core.request import RESPONSES
-from service.gateway.openai.reasoning_items import ReasoningForm
 from service.gateway.openai.request_reader import read_request
+from service.gateway.openai.responses.reasoning_items import ReasoningForm
 from tests.support.gateway import MODEL, open_gateway, speech
 from tests.support.responses import WEATHER, client_of, write_tool_model
 

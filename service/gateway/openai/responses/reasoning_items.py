@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from service.gateway.core.refusals import refusal
-
-Json = dict[str, Any]
+from service.gateway.openai.json_objects import Json
 
 SUMMARIES = ("auto", "concise", "detailed")
 ENCRYPTED_CONTENT = "reasoning.encrypted_content"

@@ -1,4 +1,4 @@
-"""The body of `/v1/responses`, read as the chat that asks for the same, with errors in its own field names."""
+"""A body of `/v1/responses`, read as the chat that asks for the same, with errors in its own field names."""
 
 from __future__ import annotations
 
@@ -13,14 +13,7 @@ import msgspec
 from service.errors import RequestError
 from service.gateway.core.refusals import missing, refusal
 from service.gateway.core.request import GenerationRequest
-from service.gateway.openai.reasoning_items import (
-    ENCRYPTED_CONTENT,
-    ReasoningConfig,
-    ReasoningForm,
-    ReasoningItem,
-    check_reasoning,
-    reasoning_text,
-)
+from service.gateway.openai.json_objects import Json
 from service.gateway.openai.request_bodies import (
     IDLE_ITEM_FIELDS,
     IDLE_RESPONSE_FIELDS,
@@ -30,8 +23,21 @@ from service.gateway.openai.request_bodies import (
     convert,
     without_idle_fields,
 )
-
-Json = dict[str, Any]
+from service.gateway.openai.responses.body import (
+    CallItem,
+    CallOutputItem,
+    ChosenTool,
+    MessageItem,
+    ResponseBody,
+    TextFormat,
+)
+from service.gateway.openai.responses.reasoning_items import (
+    ENCRYPTED_CONTENT,
+    ReasoningForm,
+    ReasoningItem,
+    check_reasoning,
+    reasoning_text,
+)
 
 MAX_ITEMS = 4096
 MAX_NAME_CHARS = 256
@@ -51,38 +57,6 @@ SAME_IN_A_CHAT = (
 )
 
 
-class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    type: str
-    text: str
-    annotations: list[Any] = []  # sent back with an answer; neither stored nor shown to the model
-    logprobs: list[Any] = []
-
-
-class MessageItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    type: str = "message"
-    role: str
-    content: str | list[ContentPart]
-    id: str | None = None
-    status: str | None = None
-
-
-class CallItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    type: str
-    call_id: str
-    name: str
-    arguments: str
-    id: str | None = None
-    status: str | None = None
-
-
-class CallOutputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    type: str
-    call_id: str
-    output: str | list[ContentPart]
-    id: str | None = None
-    status: str | None = None
-
-
 _KINDS: Mapping[str, tuple[type[msgspec.Struct], str]] = {
     "message": (MessageItem, "msg"),
     "function_call": (CallItem, "fc"),
@@ -91,73 +65,6 @@ _KINDS: Mapping[str, tuple[type[msgspec.Struct], str]] = {
 }
 _TEXT_FIELDS = {"message": "content", "function_call_output": "output"}
 _ROLES = ("user", "assistant", "system", "developer")
-
-
-class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    type: str
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class NamedTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    type: str
-    name: str
-
-
-class ChosenTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True, omit_defaults=True):
-    type: str
-    name: str | None = None
-    mode: str | None = None
-    tools: list[NamedTool] | None = None
-
-
-class TextFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    type: str
-    name: str | None = None
-    description: str | None = None
-    schema: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class TextConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    format: TextFormat | None = None
-    verbosity: str | None = None
-
-
-class ResponseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    model: str | None = None
-    input: str | list[dict[str, Any]]
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    top_logprobs: int | None = None
-    include: list[str] = []
-    reasoning: ReasoningConfig = ReasoningConfig()
-    text: TextConfig = TextConfig()
-    tools: list[ResponseTool] = []
-    tool_choice: str | ChosenTool | None = None
-    parallel_tool_calls: bool | None = None
-    stream: bool = False
-    store: bool = True
-    background: bool = False
-    metadata: dict[str, str] = {}
-    timeout: float | None = None
-    priority: int = 0
-    user: str = ""
-    safety_identifier: str = ""
-    prompt_cache_key: str = ""
-    cache_salt: str = ""
-    thinking_token_budget: int | None = None
-    chat_template_kwargs: dict[str, Any] = {}
-    client_metadata: dict[str, str] = {}
-    max_tool_calls: int | None = None  # of hosted tools, which no answer calls
 
 
 @dataclass

@@ -11,21 +11,14 @@ import msgspec
 from model.text.tokenizer import Tokenizer
 from service.errors import EndReason, RequestError
 from service.gateway.core.accepted_request import AcceptedRequest
-from service.gateway.core.request import RESPONSES
-from service.gateway.core.response_stream import ChoiceDelta, Outcome
+from service.gateway.core.response_assembler import ChoiceDelta, Outcome
 from service.gateway.core.served_model import CallOptions, ServedModel
+from service.gateway.openai.json_objects import Json, prediction_json
 from service.gateway.openai.logprobs import TokenWords, chat_entries
-from service.gateway.openai.reasoning_items import ReasoningForm
-from service.gateway.openai.response_builder import (
-    ChatBuilder,
-    CompletionBuilder,
-    Json,
-    ResponseBuilder,
-    ResponseHeader,
-    ResponseOptions,
-    prediction_json,
-)
-from service.gateway.openai.responses_request import ResponseBody, read_response_body
+from service.gateway.openai.response_builder import ResponseHeader
+from service.gateway.openai.responses.body import ResponseBody
+from service.gateway.openai.responses.reasoning_items import ReasoningForm
+from service.gateway.openai.responses.request_reader import read_response_body
 from service.gateway.openai.tool_calls import ToolCallWriter
 
 RESPONSE_PREFIX = "resp_"
@@ -311,14 +304,6 @@ def response_of(events: Sequence[Json]) -> Json:
     """Return the response in a stream's last event."""
     response: Json = events[-1]["response"]
     return response
-
-
-def builder_of(model: ServedModel, accepted: AcceptedRequest) -> ResponseBuilder:
-    """Return the builder for the request's endpoint."""
-    if accepted.request.endpoint == RESPONSES:
-        return responses_builder_of(model, accepted)
-    header, options = ResponseHeader.of(model, accepted), ResponseOptions.of(model, accepted)
-    return (ChatBuilder if accepted.request.is_chat else CompletionBuilder)(header, model.tokenizer, options)
 
 
 def responses_builder_of(model: ServedModel, accepted: AcceptedRequest) -> ResponsesBuilder:

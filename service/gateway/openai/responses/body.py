@@ -1,0 +1,108 @@
+"""The body of `/v1/responses` as types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from service.gateway.openai.responses.reasoning_items import ReasoningConfig
+
+
+class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    type: str
+    text: str
+    annotations: list[Any] = []  # sent back with an answer; neither stored nor shown to the model
+    logprobs: list[Any] = []
+
+
+class MessageItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    type: str = "message"
+    role: str
+    content: str | list[ContentPart]
+    id: str | None = None
+    status: str | None = None
+
+
+class CallItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    type: str
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class CallOutputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    type: str
+    call_id: str
+    output: str | list[ContentPart]
+    id: str | None = None
+    status: str | None = None
+
+
+class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    type: str
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    type: str
+    name: str
+
+
+class ChosenTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True, omit_defaults=True):
+    type: str
+    name: str | None = None
+    mode: str | None = None
+    tools: list[NamedTool] | None = None
+
+
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    top_logprobs: int | None = None
+    include: list[str] = []
+    reasoning: ReasoningConfig = ReasoningConfig()
+    text: TextConfig = TextConfig()
+    tools: list[ResponseTool] = []
+    tool_choice: str | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    stream: bool = False
+    store: bool = True
+    background: bool = False
+    metadata: dict[str, str] = {}
+    timeout: float | None = None
+    priority: int = 0
+    user: str = ""
+    safety_identifier: str = ""
+    prompt_cache_key: str = ""
+    cache_salt: str = ""
+    thinking_token_budget: int | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    client_metadata: dict[str, str] = {}
+    max_tool_calls: int | None = None  # of hosted tools, which no answer calls
