@@ -1,4 +1,4 @@
-"""`quire check`: what fits, and the block pool that `quire serve` would make. Reads no weights."""
+"""`quire check`: what fits, and the block pool that `quire serve` would make. Reads the weights' headers only."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from model.config import ModelConfig
 from model.errors import ModelError
 from model.kv_scales import cache_dtype_name
 from model.ops.interface import Ops
+from model.weights.checkpoint import Checkpoint
 from model.weights.loader import plan_weights
 from model.weights.sharding import SIZES
 from service.bench.flag_values import whole_number
@@ -25,6 +26,7 @@ from service.engine.build import (
 )
 from service.engine.kv.memory_profile import MemoryPlan, plan_memory
 from service.errors import StartupError
+from service.gateway.core.served_model import ServedModel
 
 MIB, GIB = 1 << 20, 1 << 30
 LENGTHS = (512, 2048, 8192, 32768, 131072)
@@ -45,6 +47,7 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
     length = None if flags.length is None else whole_number("--length", flags.length)
     config = read_model_config(settings)
     wanted_len = wanted_model_len(settings, config)
+    _check_files(settings, config)
     ops = open_devices(settings, config)
     check_adapters(settings)
     each = "" if ops.num_ranks == 1 else " on each rank"
@@ -74,6 +77,18 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
         return 1
     print_table([*rows, *_cache(settings, ops, memory), *_concurrency(memory, settings.max_num_seqs, length)])
     return 0
+
+
+def _check_files(settings: Settings, config: ModelConfig) -> None:
+    """Open what `quire serve` reads, unless weights are random ones. Raises StartupError that names the file."""
+    folder = model_folder(settings)
+    if folder is None or settings.load_format == "dummy":
+        return
+    try:
+        Checkpoint.open(folder, config)
+    except ModelError as error:
+        raise StartupError(str(error)) from None
+    ServedModel.read(settings)
 
 
 def _by_ranks(settings: Settings, config: ModelConfig, ops: Ops) -> str:

@@ -1,4 +1,4 @@
-"""Rows of `quire check` for experts and ranks."""
+"""Rows of `quire check`, and files that it refuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from service.cli.check import run_check
+from service.cli.models import DEMO_MODEL
 from service.config.settings import Settings
+from service.errors import StartupError
 from tests.support.expert_models import write_config
 
 
@@ -40,3 +42,20 @@ def test_slots_of_adapters_are_reported(capsys: pytest.CaptureFixture[str]):
     settings = replace(settings, enable_lora=True, max_loras=8, max_lora_rank=16)
     run_check(settings, argparse.Namespace(length=None))
     assert re.search(r"adapters +8 slots of rank 16, 640\.0 MiB$", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("file", "reason"),
+    [
+        ("model.safetensors", "ends beyond the file; the file is cut short"),
+        ("tokenizer.json", "tokenizer.json: not valid JSON"),
+        ("chat_template.jinja", "chat template of .* is malformed"),
+    ],
+)
+def test_files_that_cannot_be_served_are_refused(file: str, reason: str, tmp_path: Path):
+    for path in DEMO_MODEL.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / file).unlink()
+    (tmp_path / file).write_bytes((DEMO_MODEL / file).read_bytes()[:100_000] + b"{%")
+    with pytest.raises(StartupError, match=reason):
+        run_check(Settings(model=tmp_path, device="cpu"), argparse.Namespace(length=None))
