@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shutil import disk_usage
 
-from huggingface_hub import HfApi, constants, get_token, snapshot_download
+from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -26,7 +26,7 @@ from model.config import ModelConfig
 from model.errors import ModelError
 from model.hub.cache import INDEX_BYTES, CachedRepository
 from model.hub.files import CONFIG, INDEX_FILE, MODEL_FILES, ServedFiles
-from model.hub.resume import LIBRARY, WantedBlob, resume_killed
+from model.hub.resume import LIBRARY, VERSION, WantedBlob, resume_killed
 from model.json_files import read_json_object
 
 log = logging.getLogger("quire.hub")
@@ -64,7 +64,7 @@ def _check_token() -> None:
 
 
 def _download(name: str, revision: str, cache: Path, files: ServedFiles) -> Path:
-    info = HfApi(library_name=LIBRARY).model_info(name, revision=revision, files_metadata=True)
+    info = _client().model_info(name, revision=revision, files_metadata=True)
     sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
     repository = CachedRepository.of(cache, name)
     repository.folder.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,11 @@ def _download(name: str, revision: str, cache: Path, files: ServedFiles) -> Path
 
 
 def _fetch(name: str, revision: str, cache: Path, files: list[str]) -> Path:
-    return Path(snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=files))
+    return Path(_client().snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=files))
+
+
+def _client() -> HfApi:
+    return HfApi(library_name=LIBRARY, library_version=VERSION)
 
 
 def _verify(pointers: Iterable[Path]) -> None:

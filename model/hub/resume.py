@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,7 +26,8 @@ log = logging.getLogger("quire.hub")
 
 SUFFIX = ".incomplete"
 LOCK_WAIT_S = 0.05
-LIBRARY = "quire"
+LIBRARY, VERSION = "quire", version("quire")
+"""The user agent."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ def _unlocked(folder: Path, blob: str) -> Iterator[bool]:
 
 def _complete(name: str, revision: str, blob: WantedBlob, part: Path, target: Path) -> None:
     url = hf_hub_url(name, blob.path, revision=revision)
-    headers = build_hf_headers(library_name=LIBRARY)
-    metadata = get_hf_file_metadata(url, library_name=LIBRARY)
+    headers = build_hf_headers(library_name=LIBRARY, library_version=VERSION)
+    metadata = get_hf_file_metadata(url, library_name=LIBRARY, library_version=VERSION)
     size = part.stat().st_size
     # Xet writes out of order: a part's size says nothing about its content.
     is_ordered = metadata.xet_file_data is None or not is_xet_available()

@@ -5,6 +5,7 @@ A wheel's `quire/__init__.py`, and in a checkout what the editable install maps 
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import the API: `quire` is also the parent package of a wheel's command line, which starts without it."""
+    if name == "__version__":
+        return version("quire")
     if name not in __all__:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     from service.offline import api
@@ -35,4 +38,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "__version__"]

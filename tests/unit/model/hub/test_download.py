@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from importlib.metadata import version
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -73,6 +74,8 @@ def refusal(cache: Path, **choices: str) -> str:
 def test_only_what_is_served_is_fetched_and_then_kept(hub, tmp_path):
     folder = locate(tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == SERVED == hub.fetched()
+    agents = {headers["user-agent"].partition(";")[0] for _, _, headers in hub.asked}
+    assert {agent for agent in agents if "httpx" not in agent} == {f"quire/{version('quire')}"}  # httpx: a CDN's
     assert {name: (folder / name).read_bytes() for name in SERVED} == {name: FILES[name] for name in SERVED}
     hub.asked.clear()
     assert locate(tmp_path) == locate(tmp_path, revision=COMMIT) == folder

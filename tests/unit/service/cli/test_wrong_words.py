@@ -6,6 +6,7 @@ import pytest
 
 from service.cli import check
 from service.cli.main import main
+from service.offline import public
 
 
 @pytest.mark.parametrize(
@@ -91,4 +92,4 @@ def test_ctrl_c_is_no_news(monkeypatch, capsys):
 
 def test_the_version(capsys):
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"quire {version('quire')}\n"
+    assert capsys.readouterr().out == f"quire {version('quire')}\n" == f"quire {public.__version__}\n"
