@@ -19,6 +19,9 @@ from service.config.settings import Settings
 from service.errors import StartupError
 from service.queue.embedded.die_with_parent import die_with_parent
 from service.queue.embedded.redis import EmbeddedRedis
+from service.queue.interface import QueueUnavailable
+from service.queue.redis.connect import TIMEOUT_S
+from service.queue.redis.link import RedisLink
 
 
 def add_queue_flags(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +77,7 @@ def run_queue_bench(settings: Settings, flags: argparse.Namespace) -> int:
         server = None if flags.redis_url else EmbeddedRedis.start(Path(folder))
         try:
             url = server.url if server is not None else flags.redis_url
+            asyncio.run(_check(url))
             figures = asyncio.run(_measure(url, work))
         finally:
             if server is not None:
@@ -81,6 +85,16 @@ def run_queue_bench(settings: Settings, flags: argparse.Namespace) -> int:
     _print(figures)
     write_report(flags, {"bench": "queue", "work": asdict(work), "figures": asdict(figures)}, _figure(figures))
     return 0
+
+
+async def _check(url: str) -> None:
+    link = RedisLink(url, TIMEOUT_S)
+    try:
+        await link.check()
+    except QueueUnavailable as error:
+        raise StartupError(f"--redis-url: {error}") from None
+    finally:
+        await link.close()
 
 
 async def _measure(url: str, work: QueueWork) -> QueueFigures:

@@ -25,6 +25,7 @@ MAX_CAUSE_SHOWN = 80
 def add_dead_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action",
+        metavar="list|show|requeue",
         choices=("list", "show", "requeue"),
         help="list all, show one, or requeue one as a copy that runs alone",
     )
@@ -39,6 +40,8 @@ def run_dead(flags: argparse.Namespace) -> int:
         raise StartupError("--redis-url: missing")
     if flags.action != "list" and flags.job is None:
         raise StartupError(f"{flags.action}: the id of a job is missing")
+    if flags.action == "list" and flags.job is not None:
+        raise StartupError(f"{flags.job}: list takes no job (show {flags.job})")
     return asyncio.run(_run(flags, url))
 
 

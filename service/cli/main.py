@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         translation = translated(words, parser)
         flags, unknown = parser.parse_known_args(translation.argv)
-        if flags.version:
+        if flags.version or unknown == ["--version"]:
             print(f"quire {version('quire')}")
             return 0
         if flags.verb is None and not unknown:

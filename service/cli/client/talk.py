@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import signal
 import sys
 from collections.abc import Coroutine
@@ -36,9 +37,16 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help="model name (default: the served one)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="max tokens of an answer (default: the service's)")
     parser.add_argument(
-        "--temperature", type=float, metavar="X", help="sampling temperature; 0: greedy (default: the model's)"
+        "--temperature", type=_finite, metavar="X", help="sampling temperature; 0: greedy (default: the model's)"
     )
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the samples (default: random)")
+
+
+def _finite(text: str) -> float:
+    with suppress(ValueError):
+        if math.isfinite(value := float(text)):
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number")
 
 
 def run_chat(flags: argparse.Namespace) -> int:
@@ -82,10 +90,10 @@ async def _complete(flags: argparse.Namespace) -> None:
     async with connected(flags) as client:
         params = await _body(client, flags)
         prompt = flags.prompt if flags.prompt is not None else sys.stdin.read()
-        print(prompt, end="", flush=True)
         async with aclosing(client.stream("/v1/completions", {**params, "prompt": prompt})) as chunks:
             async for chunk in chunks:
-                print(chunk["choices"][0]["text"], end="", flush=True)
+                print(prompt + chunk["choices"][0]["text"], end="", flush=True)
+                prompt = ""
         print()
 
 

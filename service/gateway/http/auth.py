@@ -131,6 +131,8 @@ def make_key() -> str:
 
 def line_of(key: str, name: str, tenant: str | None, max_open: int | None) -> str:
     """Return the line that admits `key`. Raises ValueError for an invalid name or limit."""
+    _check_name("name", name)
+    _check_name("tenant", name if tenant is None else tenant)
     line = f"{name}:sha256${_digest(key.encode()).hex()}"
     line += f":tenant={tenant}" if tenant is not None else ""
     line += f":max_open={max_open}" if max_open is not None else ""
@@ -138,10 +140,14 @@ def line_of(key: str, name: str, tenant: str | None, max_open: int | None) -> st
     return line
 
 
+def _check_name(word: str, text: str) -> None:
+    if not _NAME.fullmatch(text):
+        raise ValueError(f"the {word} must be 1 to 64 letters, digits, '.', '_' or '-'")
+
+
 def _parse(line: str) -> HashedKey:
     name, *parts = line.split(":")
-    if not _NAME.fullmatch(name):
-        raise ValueError("the name must be 1 to 64 letters, digits, '.', '_' or '-'")
+    _check_name("name", name)
     found = _HASH.fullmatch(parts[0]) if parts else None
     if found is None:
         raise ValueError("the name must be followed by ':sha256$' and 64 hex digits")
@@ -152,8 +158,7 @@ def _parse(line: str) -> HashedKey:
             raise ValueError("only tenant=NAME and max_open=N may follow, each once")
         options[word] = value
     tenant = options.get("tenant", name)
-    if not _NAME.fullmatch(tenant):
-        raise ValueError("the tenant must be 1 to 64 letters, digits, '.', '_' or '-'")
+    _check_name("tenant", tenant)
     max_open = options.get("max_open")
     if max_open is not None and not re.fullmatch(r"[1-9][0-9]{0,6}", max_open):
         raise ValueError("max_open must be a whole number above 0")

@@ -15,7 +15,7 @@ from redis.asyncio.connection import (
     parse_url,
 )
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
 from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -200,8 +200,17 @@ def _by_sentinels(url: str, timeout_s: float) -> Address:
     sentinel_kwargs = {**PLAIN, **sentinel_options, **({"ssl": True, **tls} if scheme == "rediss" else {})}
     make: Any = Sentinel
     sentinels = [make([_host(host, SENTINEL_PORT)], sentinel_kwargs=sentinel_kwargs) for host in hosts.split(",")]
-    search = _Search(list(sentinels), lambda sentinel: sentinel.discover_master(unquote(name)), timeout_s)
+    search = _Search(list(sentinels), lambda sentinel: _ask_sentinel(sentinel, unquote(name)), timeout_s)
     return Address(options, search, sentinels)
+
+
+async def _ask_sentinel(sentinel: Sentinel, name: str) -> HostAndPort:
+    """Raises RedisError or OSError."""
+    try:
+        host, port = await sentinel.discover_master(name)
+        return host, port
+    except MasterNotFoundError:  # its text has the Sentinel's connection objects
+        raise RedisConnectionError(f"no Sentinel answers with a primary named {name!r}") from None
 
 
 class _Cluster:

@@ -37,6 +37,8 @@ from service.offline import public
         (["serve", "--zzz"], "quire serve: --zzz: unknown argument"),
         (["bench", "queue", "--prt", "1"], "quire bench: --prt: unknown argument (did you mean --plot?)"),
         (["--verison"], "quire: --verison: unknown argument (did you mean --version?)"),
+        (["key", "a:b"], "quire key: the name must be 1 to 64 letters, digits, '.', '_' or '-'"),
+        (["dead", "list", "x", "--redis-url", "redis://a"], "quire dead: x: list takes no job (show x)"),
         (["worker"], "quire worker: --redis-url: missing (quire serve starts an embedded Redis)"),
     ],
 )
@@ -46,10 +48,18 @@ def test_one_line_names_the_wrong_word(words, line, capsys, monkeypatch):
     assert capsys.readouterr().err.splitlines()[-1] == line
 
 
-def test_a_redis_that_does_not_answer(capsys):
-    assert main(["worker", "--redis-url", "redis://127.0.0.1:9"]) == 2
+@pytest.mark.parametrize(
+    ("words", "url", "reason"),
+    [
+        (["worker"], "redis://127.0.0.1:9", "Error 111 "),
+        (["worker"], "redis+sentinel://127.0.0.1:9/p", "no Sentinel answers with a primary named 'p'"),
+        (["bench", "queue"], "redis://127.0.0.1:9", "Error 111 "),
+    ],
+)
+def test_a_redis_that_does_not_answer(words, url, reason, capsys):
+    assert main([*words, "--redis-url", url]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("quire worker: --redis-url: Redis does not answer: ")
+    assert said.startswith(f"quire {words[0]}: --redis-url: Redis does not answer: {reason}")
 
 
 def test_no_verb_gets_the_help(capsys):
@@ -70,6 +80,7 @@ def test_an_unknown_verb(capsys):
     [
         (["serve", "--port"], "quire serve: argument --port: expected one argument"),
         (["bench", "memory"], "quire bench memory: the following arguments are required: --trace"),
+        (["complete", "x", "--temperature", "nan"], "quire complete: argument --temperature: 'nan' is not a number"),
         (["completion", "csh"], "quire completion: argument shell: invalid choice: 'csh' (choose from "),
     ],
 )
@@ -90,6 +101,7 @@ def test_ctrl_c_is_no_news(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_the_version(capsys):
-    assert main(["--version"]) == 0
+@pytest.mark.parametrize("words", [["--version"], ["serve", "--version"]])
+def test_the_version(words, capsys):
+    assert main(words) == 0
     assert capsys.readouterr().out == f"quire {version('quire')}\n" == f"quire {public.__version__}\n"
