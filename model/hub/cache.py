@@ -62,7 +62,7 @@ class CachedRepository:
         commit = revision
         if not _COMMIT.fullmatch(revision):
             try:
-                commit = (self.folder / "refs" / revision).read_text().strip()
+                commit = (self.folder / "refs" / revision).read_text(encoding="utf-8").strip()
             except (OSError, UnicodeDecodeError):
                 return None
         if not _COMMIT.fullmatch(commit):

@@ -70,7 +70,7 @@ def write_report(flags: argparse.Namespace, record: dict[str, Any], figure: Figu
     if flags.out:
         record = {"date": datetime.now(UTC).date().isoformat(), "commit": _commit(), **record}
         try:
-            flags.out.write_text(json.dumps(record, indent=2) + "\n")
+            flags.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             raise StartupError(f"--out: {flags.out} cannot be written: {error.strerror}") from None
     if flags.plot:

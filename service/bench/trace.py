@@ -32,7 +32,7 @@ def read_trace(path: Path) -> list[TracedRequest]:
     Raises StartupError, one line that names the file and the request.
     """
     try:
-        entries = json.loads(path.read_text())["requests"]
+        entries = json.loads(path.read_text(encoding="utf-8"))["requests"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StartupError(f"--trace: {path}: not a trace: {error}") from None
     if not isinstance(entries, list) or not entries:

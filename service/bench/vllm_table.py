@@ -154,7 +154,7 @@ def result_path(folder: Path, name: str | None, load: Load, model: str, now: dat
 def write_result(path: Path, record: Mapping[str, object]) -> None:
     """Raises StartupError."""
     try:
-        path.write_text(json.dumps(record) + "\n")
+        path.write_text(json.dumps(record) + "\n", encoding="utf-8")
     except OSError as error:
         raise StartupError(f"--result-filename: {path} cannot be written: {error.strerror}") from None
 

@@ -124,6 +124,20 @@ def unsafe_decoding(modules: list[Source]) -> list[str]:
     return found
 
 
+def texts_of_the_locale(modules: list[Source]) -> list[str]:
+    """Text files opened without an encoding: they would be read in the locale's."""
+    found = []
+    for module in modules:
+        for call in _calls(module):
+            words = {word.arg: word.value for word in call.keywords}
+            is_open = isinstance(call.func, ast.Name) and call.func.id == "open"
+            is_text = isinstance(call.func, ast.Attribute) and call.func.attr in ("read_text", "write_text")
+            mode = ast.unparse(words.get("mode", call.args[1] if len(call.args) > 1 else ast.Constant("r")))
+            if (is_text or (is_open and "b" not in mode)) and "encoding" not in words:
+                found.append(f"{module.name}:{call.lineno} calls {ast.unparse(call)[:60]}")
+    return found
+
+
 def _calls(module: Source) -> Iterator[ast.Call]:
     return (node for node in module.nodes if isinstance(node, ast.Call))
 
@@ -140,8 +154,10 @@ def _is_prefixed(node: ast.expr | None) -> bool:
 
 RULES = {
     rule.__name__: rule
-    for rule in (large_files, unsafe_code, silent_handlers, stray_keys, unprefixed_keys, unsafe_decoding)
-}
+    for rule in (
+        large_files, unsafe_code, silent_handlers, stray_keys, unprefixed_keys, unsafe_decoding, texts_of_the_locale,
+    )
+}  # fmt: skip
 ALSO_TESTS = {"large_files"}
 
 
@@ -169,6 +185,9 @@ BROKEN = [
     ("stray_keys", "service.gateway.x", "key = b'{quire}:jobs'"),
     ("unprefixed_keys", KEY_PAGE, "def events(job_id):\n    return f'events:{job_id}'"),
     ("unprefixed_keys", KEY_PAGE, "def events(job_id):\n    return job_id"),
+    ("texts_of_the_locale", "service.x", "path.read_text()"),
+    ("texts_of_the_locale", "service.x", "path.write_text(text)"),
+    ("texts_of_the_locale", "service.x", "open(path, 'w')"),
     ("unsafe_decoding", "service.x", "msgspec.convert(fields, Body)"),
     ("unsafe_decoding", "service.x", "msgspec.json.decode(data, type=Body)"),
     ("unsafe_decoding", "service.x", "inspect.type_info(Body)"),

@@ -89,7 +89,7 @@ def _gib(num_bytes: int) -> str:
 def host_memory_bytes() -> int:
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        limit = CGROUP_LIMIT.read_text().strip()
+        limit = CGROUP_LIMIT.read_text(encoding="utf-8").strip()
     except OSError:
         return physical
     return min(physical, int(limit)) if limit.isdigit() else physical

@@ -94,7 +94,7 @@ def _receive_exactly(link: socket.socket, num_bytes: int) -> bytes | None:
 def _limit_memory(max_bytes: int) -> None:
     if sys.platform != "linux":
         return
-    with open("/proc/self/statm") as statm:
+    with open("/proc/self/statm", encoding="utf-8") as statm:
         num_pages = int(statm.read().split()[0])
     limit = num_pages * resource.getpagesize() + max_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -66,7 +66,7 @@ class GrammarProcess:
     def cpu_s(self) -> float:
         """Return its CPU seconds; where /proc is missing, its age."""
         try:
-            with open(f"/proc/{self.pid}/stat") as stat:
+            with open(f"/proc/{self.pid}/stat", encoding="utf-8") as stat:
                 words = stat.read().rpartition(")")[2].split()
         except OSError:
             return time.monotonic() - self._started_s

@@ -96,7 +96,7 @@ class Operations:
 
 def asset(name: str, content_type: str) -> Callable[[web.Request], Awaitable[web.Response]]:
     """Return the handler of one of the page's files."""
-    text = (files(GATEWAY) / "ui" / name).read_text()
+    text = (files(GATEWAY) / "ui" / name).read_text(encoding="utf-8")
 
     async def handle(http: web.Request) -> web.Response:
         return web.Response(text=text, content_type=content_type, charset="utf-8", headers=HEADERS)

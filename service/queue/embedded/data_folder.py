@@ -32,14 +32,14 @@ class DataFolder:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._make_private()
         except OSError as error:
-            raise StartupError(f"cannot make the folder of the embedded Redis: {error}") from error
+            raise StartupError(_reason(error, self.path)) from error
 
     def lock(self) -> int:
         """Return a lock that the server inherits: the folder is free once both have ended."""
         try:
             lock = self._open(LOCK, os.O_RDWR)
         except OSError as error:
-            raise StartupError(f"cannot write to the folder of the embedded Redis: {error}") from error
+            raise StartupError(_reason(error, self.path)) from error
         give_up = time.monotonic() + LOCK_WAIT_S
         while True:
             try:
@@ -75,10 +75,10 @@ class DataFolder:
         if self.writer() == server:
             return
         try:
-            with open(self._open(WRITER, os.O_WRONLY | os.O_TRUNC), "w") as file:
+            with open(self._open(WRITER, os.O_WRONLY | os.O_TRUNC), "w", encoding="utf-8") as file:
                 file.write(server + "\n")
         except OSError as error:
-            raise StartupError(f"cannot write to the folder of the embedded Redis: {error}") from error
+            raise StartupError(_reason(error, self.path)) from error
 
     def socket_folder(self) -> Path:
         """Raises StartupError."""
@@ -87,7 +87,7 @@ class DataFolder:
             path.mkdir(mode=0o700, exist_ok=True)
             _restrict(path)
         except OSError as error:
-            raise StartupError(f"cannot make the folder of the embedded Redis: {error}") from error
+            raise StartupError(_reason(error, self.path)) from error
         return path
 
     def _open(self, name: str, flags: int) -> int:
@@ -103,6 +103,10 @@ class DataFolder:
     def _own_files(self) -> Iterator[Path]:
         for pattern in (LOCK, LOG, WRITER, SOCKETS, *DATA):
             yield from self.path.glob(pattern)
+
+
+def _reason(error: OSError, folder: Path) -> str:
+    return f"--data-dir: {error.filename or folder} cannot be written: {error.strerror}"
 
 
 def _restrict(path: Path) -> bool:

@@ -131,7 +131,8 @@ class EmbeddedRedis:
 
     def _last_words(self) -> str:
         lines = [
-            LOG_HEAD.sub("", line.strip()) for line in self._folder.log_path.read_text(errors="replace").split("\n")
+            LOG_HEAD.sub("", line.strip())
+            for line in self._folder.log_path.read_text(errors="replace", encoding="utf-8").split("\n")
         ]
         told = [line for line in lines if line and IDLE_WARNING not in line]
         return " | ".join(told[-NUM_LOG_LINES:]) or "it logged nothing"

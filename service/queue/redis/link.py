@@ -257,7 +257,7 @@ def script_paths() -> dict[str, Traversable]:
 def script_of(name: str) -> tuple[str, str]:
     """Return the source of scripts/*/<name>.lua after COMMON_SCRIPTS, and its SHA-1."""
     paths = script_paths()
-    source = "".join(paths[part].read_text() for part in (*COMMON_SCRIPTS, name))
+    source = "".join(paths[part].read_text(encoding="utf-8") for part in (*COMMON_SCRIPTS, name))
     return source, sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
