@@ -18,6 +18,7 @@ from model.gguf_file import find_gguf
 from model.json_files import read_json_object
 from model.ops.weight import WeightFormat
 from model.stored_names import INDEX_BYTES, INDEX_FILE, SINGLE_FILE
+from model.weights.expert_stacks import split_stacks
 from model.weights.formats.gguf import read_gguf_weights
 from model.weights.formats.quantisation import Quantisation
 from model.weights.formats.registry import read_quantisation
@@ -36,9 +37,6 @@ IGNORED = re.compile(
     r"|\.self_attn\.([qkv]|qkv)_proj\.([kv]_scale|output_scale)$"
 )
 """Rotary frequencies, which follow from the config, and scales of 8-bit attention: see `kv_scales`."""
-
-STACKED_EXPERTS = "experts.gate_up_proj"
-"""Name of a tensor of all experts of a layer."""
 
 PartShape = Callable[[str, tuple[int, ...]], tuple[int, ...]]
 
@@ -103,6 +101,7 @@ class Checkpoint:
             for name, tensor in tensors.items()
             if not IGNORED.search(name) and (known := spelling.known(name)) is not None
         }
+        tensors = split_stacks(tensors, config)
         if config.tied_embeddings:
             tensors.pop(LM_HEAD, None)
         shapes, quantisation = expected_shapes(config), read_quantisation(directory)
@@ -306,9 +305,6 @@ def _is_plain_file_name(value: object) -> bool:
 
 def _check_names(directory: Path, shapes: dict[str, tuple[int, ...]], tensors: dict[str, StoredTensor]) -> None:
     missing = [name for name in shapes if name not in tensors]
-    stacked = next((name for name in tensors if name not in shapes and name.endswith(STACKED_EXPERTS)), None)
-    if missing and stacked is not None:
-        raise tensors[stacked].error("experts in one tensor are not supported (a tensor for each expert)")
     if missing:
         raise ModelError(f"{directory}: tensor {missing[0]!r}{_and_more(missing)}: missing")
     unexpected = sorted(set(tensors) - set(shapes))

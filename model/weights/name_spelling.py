@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from model.config import ModelConfig
 
 BODY, HEAD = "model.", "lm_head."
+_LAYER = re.compile(r"model\.layers\.[0-9]+\.")
 
 
 @dataclass(frozen=True)
 class NameSpelling:
-    """Prefixes in place of "model." and "lm_head.", and of tensors that are not loaded."""
+    """Prefixes in place of "model." and "lm_head.", of tensors that are not loaded, and of a layer's modules."""
 
     body: str = BODY
     head: str = HEAD
     left_out: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()  # (stored, plain)
 
     def known(self, name: str) -> str | None:
         """Return a tensor's plain name, None if it is not loaded."""
@@ -25,14 +28,23 @@ class NameSpelling:
         if name.startswith(self.head):
             return HEAD + name.removeprefix(self.head)
         if name.startswith(self.body):
-            return BODY + name.removeprefix(self.body)
+            return _renamed(BODY + name.removeprefix(self.body), self.renamed)
         return name
 
     def stored(self, module: str) -> str:
         """Return a module's name in the files."""
         if f"{module}.".startswith(HEAD):
             return (self.head + f"{module}.".removeprefix(HEAD)).removesuffix(".")
+        module = _renamed(module, tuple((stored, plain) for plain, stored in self.renamed))
         return self.body + module.removeprefix(BODY)
+
+
+def _renamed(name: str, prefixes: tuple[tuple[str, str], ...]) -> str:
+    found = _LAYER.match(name) if prefixes else None
+    if found is None:
+        return name
+    layer, rest = found[0], name[found.end() :]
+    return layer + next((new + rest.removeprefix(old) for old, new in prefixes if rest.startswith(old)), rest)
 
 
 BASE = NameSpelling(body="")
@@ -44,9 +56,9 @@ WRAPPED = (
 
 
 def find_spelling(names: Collection[str], config: ModelConfig) -> NameSpelling:
-    """Return the spelling by its embedding, else plain."""
+    """Return the spelling by its embedding, else plain, and of layers by their routers."""
     spellings: tuple[NameSpelling, ...] = (*WRAPPED, BASE) if config.is_wrapped else (BASE,)
-    for spelling in spellings:
-        if f"{spelling.body}embed_tokens.weight" in names:
-            return spelling
-    return NameSpelling()
+    found = next((each for each in spellings if f"{each.body}embed_tokens.weight" in names), NameSpelling())
+    router = f".{config.tensors.router}.weight"
+    is_renamed = bool(config.tensors.renamed) and not any(name.endswith(router) for name in names)
+    return replace(found, renamed=config.tensors.renamed) if is_renamed else found

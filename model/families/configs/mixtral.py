@@ -26,6 +26,8 @@ MIXTRAL = Family(
         experts="block_sparse_moe.experts",
         expert_gate_up=("w1", "w3"),
         expert_down="w2",
+        stacks=("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
+        renamed=(("mlp.", "block_sparse_moe."),),
     ),
     biases=no_biases,
     rope_rules=RopeRules(default_theta=1000000.0),

@@ -1,11 +1,11 @@
-"""GGUF: tensors in llama.cpp's block formats, dequantised while they are read."""
+"""GGUF: tensors in llama.cpp's block formats, dequantised while they are read; experts of a layer are one tensor."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,29 +13,16 @@ import numpy as np
 from model.config import ModelConfig
 from model.dtypes import NUMPY_DTYPES
 from model.errors import ModelError
+from model.gguf_config import check_architecture
 from model.gguf_file import GgufHeader, GgufTensor, read_gguf
 from model.weights.formats.stored_matrix import FLOAT32, UINT8, StoredMatrix, dense_matrix
 from model.weights.safetensors_file import StoredFile, StoredTensor
 
 FILE_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 IGNORED = "rope_freqs.weight"
-INTERLEAVED = ("llama",)
-"""Architectures with q and k rows paired for interleaved rotation."""
-
 _LAYER = re.compile(r"blk\.([0-9]{1,4})\.([a-z_]+)\.(weight|bias)")
+_EXPERT = re.compile(r"blk\.([0-9]{1,4})\.(ffn_gate|ffn_up|ffn_down)\.([0-9]{1,4})\.weight")
+"""A tensor of one expert, as files before 2024 have them."""
 
 
 @dataclass(frozen=True)
@@ -130,22 +117,64 @@ class GgufWeights:
 def read_gguf_weights(path: Path, config: ModelConfig) -> GgufWeights:
     """Read the file's header. Raises ModelError with the tensor."""
     header, file = read_gguf(path), _opened(path)
+    pairs_rows = check_architecture(header, config.family).pairs_rows
+    names = _Names(config)
     vectors: dict[str, StoredTensor] = {}
     matrices: dict[str, StoredMatrix] = {}
-    names: set[str] = set()
+    formats: set[str] = set()
     for tensor in header.tensors.values():
         if tensor.name == IGNORED:
             continue
-        name, stored = _model_name(header, tensor), _stored(header, file, tensor)
+        stored = _stored(header, file, tensor)
+        modules = names.modules(tensor)
+        if modules is None:
+            raise stored.error("no part of this model")
         if len(tensor.shape) == 1:
-            if config.family in INTERLEAVED and name.endswith(("q_proj.bias", "k_proj.bias")):
+            if pairs_rows and modules[0].endswith(("q_proj.bias", "k_proj.bias")):
                 raise stored.error("biases of interleaved rows are not supported")
-            vectors[name] = stored
+            vectors[modules[0]] = stored
             continue
         if tensor.kind in BLOCK_FORMATS:
-            names.add(BLOCK_FORMATS[tensor.kind].name)
-        matrices[name] = _matrix(name, tensor, stored, config)
-    return GgufWeights(vectors, matrices, "GGUF " + (", ".join(sorted(names)) or "16 bits"))
+            formats.add(BLOCK_FORMATS[tensor.kind].name)
+        for name, part in zip(modules, _parts(stored, tensor, len(modules)), strict=True):
+            is_paired = pairs_rows and name.endswith(("q_proj.weight", "k_proj.weight"))
+            matrices[name] = _matrix(name, part, tensor, config.head_dim if is_paired else 0)
+    return GgufWeights(vectors, matrices, "GGUF " + (", ".join(sorted(formats)) or "16 bits"))
+
+
+class _Names:
+    def __init__(self, config: ModelConfig):
+        tensors, experts = config.tensors, config.experts
+        self._layer: dict[str, tuple[str, ...]] = {
+            "attn_norm": (tensors.attention_norm,),
+            "ffn_norm": (tensors.mlp_norm,),
+            "attn_output": (tensors.output,),
+            "attn_q_norm": (tensors.q_norm,),
+            "attn_k_norm": (tensors.k_norm,),
+            "ffn_down": (tensors.down,),
+            **dict(zip(("attn_q", "attn_k", "attn_v"), ((name,) for name in tensors.qkv), strict=True)),
+            **dict(zip(("ffn_gate", "ffn_up"), ((name,) for name in tensors.gate_up), strict=True)),
+        }
+        self._expert: dict[str, tuple[str, ...]] = {}
+        if experts is not None:
+            all_experts = [tensors.of_expert(expert) for expert in range(experts.num_experts)]
+            gates, ups = zip(*(gate_up for gate_up, _ in all_experts), strict=True)
+            self._expert = {"ffn_gate": gates, "ffn_up": ups, "ffn_down": tuple(down for _, down in all_experts)}
+            self._layer |= {f"{kind}_exps": names for kind, names in self._expert.items()}
+            self._layer["ffn_gate_up_exps"] = tuple(name for gate_up, _ in all_experts for name in gate_up)
+            self._layer["ffn_gate_inp"] = (tensors.router,)
+
+    def modules(self, tensor: GgufTensor) -> list[str] | None:
+        """Return the names in safetensors of what lies below each other in a tensor; None if it is not known."""
+        stem, _, kind = tensor.name.rpartition(".")
+        if stem in FILE_NAMES and kind == "weight":
+            return [f"{FILE_NAMES[stem]}.weight"]
+        if (found := _EXPERT.fullmatch(tensor.name)) is not None:
+            names = self._expert.get(found[2], ())[int(found[3]) :][:1]
+            return [f"model.layers.{int(found[1])}.{name}.weight" for name in names] or None
+        if (found := _LAYER.fullmatch(tensor.name)) is None or found[2] not in self._layer:
+            return None
+        return [f"model.layers.{int(found[1])}.{name}.{found[3]}" for name in self._layer[found[2]]]
 
 
 def _opened(path: Path) -> StoredFile:
@@ -153,18 +182,6 @@ def _opened(path: Path) -> StoredFile:
         return StoredFile(path)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _model_name(header: GgufHeader, tensor: GgufTensor) -> str:
-    stem, _, kind = tensor.name.rpartition(".")
-    if stem in FILE_NAMES and kind == "weight":
-        return f"{FILE_NAMES[stem]}.weight"
-    found = _LAYER.fullmatch(tensor.name)
-    if found is not None and found[2].endswith("_exps"):
-        raise ModelError(f"{header.path}: tensor {tensor.name!r}: experts in GGUF are not supported (safetensors)")
-    if found is None or found[2] not in LAYER_NAMES:
-        raise ModelError(f"{header.path}: tensor {tensor.name[:200]!r}: no part of this model")
-    return f"model.layers.{int(found[1])}.{LAYER_NAMES[found[2]]}.{found[3]}"
 
 
 def _stored(header: GgufHeader, file: StoredFile, tensor: GgufTensor) -> StoredTensor:
@@ -178,14 +195,26 @@ def _stored(header: GgufHeader, file: StoredFile, tensor: GgufTensor) -> StoredT
     else:
         known = ", ".join(["F32", "F16", "BF16", *(each.name for each in BLOCK_FORMATS.values())])
         raise ModelError(f"{where}: type {tensor.kind} is not supported ({known})")
-    if len(shape) > 2 or tensor.offset + math.prod(shape) * dtype.itemsize > header.num_bytes:
-        raise ModelError(f"{where}: ends beyond the file, or has more than 2 dimensions")
+    if len(shape) > 3 or tensor.offset + math.prod(shape) * dtype.itemsize > header.num_bytes:
+        raise ModelError(f"{where}: ends beyond the file, or has more than 3 dimensions")
     return StoredTensor(tensor.name, file, dtype, shape, tensor.offset)
 
 
-def _matrix(name: str, tensor: GgufTensor, stored: StoredTensor, config: ModelConfig) -> StoredMatrix:
+def _parts(stored: StoredTensor, tensor: GgufTensor, count: int) -> list[StoredTensor]:
+    """Return `count` matrices of equal size that lie below each other. Raises ModelError."""
+    *outer, num_rows, width = stored.shape
+    num_outer = outer[0] if outer else 1
+    if count % num_outer or num_outer * num_rows % count:
+        raise stored.error(f"shape {list(tensor.shape)} is not that of {count} matrices")
+    part = (num_outer * num_rows // count, width)
+    num_bytes = math.prod(part) * stored.dtype.itemsize
+    return [replace(stored, shape=part, offset=stored.offset + place * num_bytes) for place in range(count)]
+
+
+def _matrix(name: str, stored: StoredTensor, tensor: GgufTensor, paired_head: int) -> StoredMatrix:
+    """Return rows [N, K] of `stored`; `paired_head`: head_dim of q and k rows in pairs, else 0."""
     block = BLOCK_FORMATS.get(tensor.kind)
-    num_rows, num_columns = tensor.shape
+    num_rows, num_columns = stored.shape[0], tensor.shape[-1]
 
     def in_order(first: int, last: int) -> np.ndarray:
         rows = stored.rows(first, last)
@@ -194,12 +223,12 @@ def _matrix(name: str, tensor: GgufTensor, stored: StoredTensor, config: ModelCo
         with np.errstate(invalid="ignore", over="ignore"):
             return block.widen(rows.reshape(-1, block.num_bytes)).reshape(last - first, num_columns)
 
-    head = config.head_dim
-    if config.family not in INTERLEAVED or not name.endswith(("q_proj.weight", "k_proj.weight")) or num_rows % head:
+    if not paired_head or num_rows % paired_head:
         return dense_matrix(name.removesuffix(".weight"), (num_rows, num_columns), in_order)
 
     def in_halves(first: int, last: int) -> np.ndarray:
         """Row p * D / 2 + i of a head is row 2 i + p in the file."""
+        head = paired_head
         begin, end = first // head * head, -(-last // head) * head
         pairs = in_order(begin, end).reshape(-1, head // 2, 2, num_columns)
         return pairs.swapaxes(1, 2).reshape(end - begin, num_columns)[first - begin : last - begin]
