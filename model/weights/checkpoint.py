@@ -95,22 +95,27 @@ class Checkpoint:
             raise ModelError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} nor a .gguf file is there")
         scales = {name: tensor for name, tensor in tensors.items() if is_kv_scale(name)}
         read_scales = partial(read_kv_scales, scales, config, directory)
+        tensors = split_stacks(tensors, config)
         spelling = find_spelling(tensors, config)
         tensors = {
             known: tensor
             for name, tensor in tensors.items()
             if not IGNORED.search(name) and (known := spelling.known(name)) is not None
         }
-        tensors = split_stacks(tensors, config)
         if config.tied_embeddings:
             tensors.pop(LM_HEAD, None)
         shapes, quantisation = expected_shapes(config), read_quantisation(directory)
         if quantisation is None:
             _check_names(directory, shapes, tensors)
             return Checkpoint(tensors, {}, "", read_scales)
-        scheme_of = quantisation.scheme_of
-        quantisation = replace(quantisation, scheme_of=lambda module: scheme_of(spelling.stored(module)))
-        matrices = _read_matrices(directory, shapes, tensors, quantisation)
+        scheme_of, may_be_dense = quantisation.scheme_of, quantisation.may_be_dense
+        router = f".{config.tensors.router}"
+        quantisation = replace(
+            quantisation,
+            scheme_of=lambda module: scheme_of(spelling.stored(module)),
+            may_be_dense=lambda module: module.endswith(router) or may_be_dense(spelling.stored(module)),
+        )
+        matrices = _read_matrices(directory, shapes, tensors, quantisation, router)
         _check_names(directory, {name: shape for name, shape in shapes.items() if name not in matrices}, tensors)
         return Checkpoint(tensors, matrices, quantisation.label, read_scales)
 
@@ -186,12 +191,18 @@ def _open_gguf(directory: Path, path: Path, config: ModelConfig) -> Checkpoint:
 
 
 def _read_matrices(
-    directory: Path, shapes: dict[str, tuple[int, ...]], tensors: dict[str, StoredTensor], quantisation: Quantisation
+    directory: Path,
+    shapes: dict[str, tuple[int, ...]],
+    tensors: dict[str, StoredTensor],
+    quantisation: Quantisation,
+    router: str,
 ) -> dict[str, StoredMatrix]:
-    """Take the quantised matrices out of `tensors`, by their tensors; the config must agree."""
-    by_module: dict[str, dict[str, StoredTensor]] = {
-        name.removesuffix(".weight"): {} for name in shapes if name == LM_HEAD or is_projection(name)
-    }
+    """Take the quantised matrices out of `tensors`, by their tensors; the config must agree.
+
+    Routers, whose modules end with `router`, must be dense or dequantised while they are read.
+    """
+    quantised = (name for name in shapes if name.endswith((LM_HEAD, f"{router}.weight")) or is_projection(name))
+    by_module: dict[str, dict[str, StoredTensor]] = {name.removesuffix(".weight"): {} for name in quantised}
     for name in [*tensors]:
         module, suffix = _module_of(name, by_module)
         if module is not None and suffix != "bias":
@@ -200,7 +211,7 @@ def _read_matrices(
     for module, own in by_module.items():
         scheme = quantisation.scheme_of(module)
         is_dense = set(own) == {"weight"} and own["weight"].dtype in FLOATS
-        if is_dense and scheme is not None and not (module == HEAD and quantisation.head_may_be_dense):
+        if is_dense and scheme is not None and not quantisation.may_be_dense(module):
             raise own["weight"].error(f"is not quantised, but {quantisation.source} quantises it")
         if is_dense or not own:
             continue
@@ -209,7 +220,11 @@ def _read_matrices(
             raise own[suffix].error(f"is quantised, but {quantisation.source}: {quantisation.skip_field} leaves it out")
         module_tensors = ModuleTensors(module, str(directory), own)
         num_outputs, num_inputs = shapes[f"{module}.weight"]
-        matrices[f"{module}.weight"] = scheme.read(module_tensors, (num_outputs, num_inputs))
+        matrix = matrices[f"{module}.weight"] = scheme.read(module_tensors, (num_outputs, num_inputs))
+        if module.endswith(router) and matrix.form.format is not WeightFormat.DENSE:
+            raise ModelError(
+                f"{directory}: {module}: a router in {matrix.form.format} is not supported (16 or 32 bits)"
+            )
         module_tensors.finish()
         for suffix in own:
             del tensors[f"{module}.{suffix}"]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 from model.config import ModelConfig
 from model.weights.formats.stored_matrix import BLOCK
 from model.weights.safetensors_file import StoredTensor
 
-SCALES = "_scale_inv"
-"""Ends the names of fp8 scales."""
+MODULES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Modules of an expert in each stack, one above the other."""
+
+_STACK = re.compile(rf"((?:.*\.)?layers\.[0-9]+\.\w+\.experts\.)({'|'.join(MODULES)})(_scale_inv)?")
 
 
 def split_stacks(tensors: dict[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
@@ -20,41 +23,40 @@ def split_stacks(tensors: dict[str, StoredTensor], config: ModelConfig) -> dict[
     """
     if config.experts is None:
         return tensors
-    found = dict(tensors)
-    size, hidden = config.experts.intermediate_size, config.hidden_size
-    modules = [config.tensors.of_expert(expert) for expert in range(config.experts.num_experts)]
-    gate_up, down = config.tensors.stacks
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        for stack, names, shape in (
-            (gate_up, [both for both, _ in modules], (size, hidden)),
-            (down, [[one] for _, one in modules], (hidden, size)),
-        ):
-            if (weight := found.pop(f"{prefix}{stack}", None)) is not None:
-                parts = _split(weight, names, shape)
-                found |= {f"{prefix}{name}.weight": part for name, part in parts.items()}
-            if (scale := found.pop(f"{prefix}{stack}{SCALES}", None)) is not None:
-                parts = _split_scales(scale, names, shape)
-                found |= {f"{prefix}{name}.weight{SCALES}": part for name, part in parts.items()}
-    return found
+    split: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        if (found := _STACK.fullmatch(name)) is None:
+            split[name] = tensor
+            continue
+        prefix, kind, suffix = found[1], found[2], found[3] or ""
+        rows, columns = config.experts.intermediate_size, config.hidden_size
+        if kind == "down_proj":
+            rows, columns = columns, rows
+        if suffix:
+            rows, columns = -(-rows // BLOCK), -(-columns // BLOCK)
+        for expert, views in enumerate(_views(tensor, config.experts.num_experts, len(MODULES[kind]), (rows, columns))):
+            modules = zip(MODULES[kind], views, strict=True)
+            split |= {f"{prefix}{expert}.{module}.weight{suffix}": view for module, view in modules}
+    return split
 
 
-def _split(stack: StoredTensor, names: list[list[str]], shape: tuple[int, int]) -> dict[str, StoredTensor]:
-    """Return views [N, K], one below the other."""
-    expected = (len(names), len(names[0]) * shape[0], shape[1])
+def _views(stack: StoredTensor, num_experts: int, num_parts: int, shape: tuple[int, int]) -> list[list[StoredTensor]]:
+    """Return each expert's matrices, which lie below each other; all are one if the stack is [E, 1, 1]."""
+    if stack.shape == (num_experts, 1, 1):
+        return [[view] * num_parts for [view] in _views_of(stack, num_experts, 1, (1, 1))]
+    expected = (num_experts, num_parts * shape[0], shape[1])
     if stack.shape != expected:
         raise stack.error(f"shape is {list(stack.shape)}, but the config makes it {list(expected)}")
+    return _views_of(stack, num_experts, num_parts, shape)
+
+
+def _views_of(
+    stack: StoredTensor, num_experts: int, num_parts: int, shape: tuple[int, int]
+) -> list[list[StoredTensor]]:
     num_bytes = math.prod(shape) * stack.dtype.itemsize
-    flat = ((expert, name) for expert, own in enumerate(names) for name in own)
-    return {
-        name: replace(stack, name=f"{stack.name}[{expert}]", shape=shape, offset=stack.offset + place * num_bytes)
-        for place, (expert, name) in enumerate(flat)
-    }
-
-
-def _split_scales(stack: StoredTensor, names: list[list[str]], shape: tuple[int, int]) -> dict[str, StoredTensor]:
-    if stack.shape[1:] != (1, 1):
-        rows, columns = (-(-each // BLOCK) for each in shape)
-        return _split(stack, names, (rows, columns))
-    scale_of = _split(stack, [own[:1] for own in names], (1, 1))
-    return {name: scale_of[own[0]] for own in names for name in own}
+    names = [f"{stack.name}[{expert}]" for expert in range(num_experts)]
+    places = [range(expert * num_parts, (expert + 1) * num_parts) for expert in range(num_experts)]
+    return [
+        [replace(stack, name=name, shape=shape, offset=stack.offset + place * num_bytes) for place in own]
+        for name, own in zip(names, places, strict=True)
+    ]

@@ -34,7 +34,7 @@ from model.weights.checkpoint import (
     stores_quantised,
 )
 from model.weights.folding import TensorSource, folded
-from model.weights.formats.stored_matrix import StoredMatrix, check_stackable
+from model.weights.formats.stored_matrix import StoredMatrix, check_stackable, equally_ordered
 from model.weights.online_fp8 import OnlineFp8, is_layer_matrix, loaded_bytes
 from model.weights.sharding import FLAG, Sharding
 
@@ -272,7 +272,7 @@ class _Plan:
         if len(quantised) < len(parts):
             dense = names[parts.index(None)]
             raise ModelError(f"{quantised[0].name}: is quantised, but {dense}, which shares its input, is not")
-        return self._quantised(names, quantised)
+        return self._quantised(names, equally_ordered(quantised))
 
     def experts(self, names: Sequence[Sequence[str]]) -> Weight:
         """Return a stack of each expert's matrix; names[e] share its input. Raises ModelError."""
@@ -288,8 +288,10 @@ class _Plan:
         for own_names, own in zip(names, parts, strict=True):
             if None in own:
                 dense = own_names[own.index(None)]
-                raise ModelError(f"{first.name}: is quantised, but {dense}, another expert's or its own, is not")
-        return self._quantised_experts(names, quantised)
+                raise ModelError(f"{first.name}: is quantised, but {dense}, of the same layer's experts, is in 16 bits")
+        ordered = equally_ordered([part for own in quantised for part in own])
+        width = len(shapes)
+        return self._quantised_experts(names, [ordered[at : at + width] for at in range(0, len(ordered), width)])
 
     def optional(self, names: Sequence[str]) -> Array | None:
         return self.stacked(names) if names[0] in self._shapes else None

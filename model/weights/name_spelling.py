@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from model.config import ModelConfig
 
 BODY, HEAD = "model.", "lm_head."
-_LAYER = re.compile(r"model\.layers\.[0-9]+\.")
 
 
 @dataclass(frozen=True)
 class NameSpelling:
-    """Prefixes in place of "model." and "lm_head.", of tensors that are not loaded, and of a layer's modules."""
+    """Prefixes in place of "model." and "lm_head.", and of tensors that are not loaded; parts of names in layers."""
 
     body: str = BODY
     head: str = HEAD
@@ -35,16 +33,14 @@ class NameSpelling:
         """Return a module's name in the files."""
         if f"{module}.".startswith(HEAD):
             return (self.head + f"{module}.".removeprefix(HEAD)).removesuffix(".")
-        module = _renamed(module, tuple((stored, plain) for plain, stored in self.renamed))
-        return self.body + module.removeprefix(BODY)
+        known = _renamed(f"{module}.", tuple((plain, stored) for stored, plain in self.renamed))
+        return self.body + known.removesuffix(".").removeprefix(BODY)
 
 
-def _renamed(name: str, prefixes: tuple[tuple[str, str], ...]) -> str:
-    found = _LAYER.match(name) if prefixes else None
-    if found is None:
-        return name
-    layer, rest = found[0], name[found.end() :]
-    return layer + next((new + rest.removeprefix(old) for old, new in prefixes if rest.startswith(old)), rest)
+def _renamed(name: str, parts: tuple[tuple[str, str], ...]) -> str:
+    for old, new in parts:
+        name = name.replace(f".{old}.", f".{new}.")
+    return name
 
 
 BASE = NameSpelling(body="")
@@ -56,9 +52,8 @@ WRAPPED = (
 
 
 def find_spelling(names: Collection[str], config: ModelConfig) -> NameSpelling:
-    """Return the spelling by its embedding, else plain, and of layers by their routers."""
+    """Return the spelling by its embedding, else plain, with the renamed parts that occur."""
     spellings: tuple[NameSpelling, ...] = (*WRAPPED, BASE) if config.is_wrapped else (BASE,)
     found = next((each for each in spellings if f"{each.body}embed_tokens.weight" in names), NameSpelling())
-    router = f".{config.tensors.router}.weight"
-    is_renamed = bool(config.tensors.renamed) and not any(name.endswith(router) for name in names)
-    return replace(found, renamed=config.tensors.renamed) if is_renamed else found
+    renamed = tuple(pair for pair in config.tensors.renamed if any(f".{pair[0]}." in name for name in names))
+    return replace(found, renamed=renamed)

@@ -24,8 +24,7 @@ class LayerTensors:
     experts: str = "mlp.experts"
     expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")  # of each expert
     expert_down: str = "down_proj"
-    stacks: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # of all experts in one tensor
-    renamed: tuple[tuple[str, str], ...] = ()  # (begin of a name that transformers 5 may store, ours)
+    renamed: tuple[tuple[str, str], ...] = ()  # (parts of names that transformers 5 may store, those here)
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     attention_norm: str = "input_layernorm"

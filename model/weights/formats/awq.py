@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -10,7 +10,15 @@ from model.config_fields import Fields
 from model.weights.formats import patterns
 from model.weights.formats.integers import GroupedIntegers, pack_nibbles
 from model.weights.formats.quantisation import Quantisation
-from model.weights.formats.stored_matrix import FLOAT32, FLOATS, INT32, ModuleTensors, StoredMatrix, check_scales
+from model.weights.formats.stored_matrix import (
+    FLOAT32,
+    FLOATS,
+    INT32,
+    ModuleTensors,
+    Scheme,
+    StoredMatrix,
+    check_scales,
+)
 from model.weights.safetensors_file import StoredTensor
 
 PER_WORD = 8
@@ -32,7 +40,8 @@ class AwqScheme:
         num_words = -(-num_outputs // PER_WORD)
         words = tensors.take("qweight", INT32, (num_inputs, num_words))
         scale = tensors.take("scales", FLOATS, (num_groups, num_outputs))
-        zeros = tensors.take("qzeros", INT32, (num_groups, num_words)) if self.has_zero_point else None
+        has_zeros = self.has_zero_point or "qzeros" in tensors  # GPTQModel stores the middle where the config has none
+        zeros = tensors.take("qzeros", INT32, (num_groups, num_words)) if has_zeros else None
 
         def scales(first: int, last: int) -> np.ndarray:
             values = np.ascontiguousarray(scale.columns(first, last).T)
@@ -54,26 +63,40 @@ class AwqScheme:
 
 def read_awq(fields: Fields) -> Quantisation:
     """Read `quant_method: "awq"`, or an old quant_config.json. Raises ModelError."""
-    version = fields.text("version", "gemm").lower()
-    if version != "gemm":
-        raise fields.error("version", f"{version!r} is not supported (gemm)")
-    bits = fields.integer("bits", fields.integer("w_bit", 4, high=16), high=16)
-    if bits != 4:
-        raise fields.error("bits", f"{bits} is not supported (4)")
-    group_size = fields.integer(
-        "group_size", fields.integer("q_group_size", 128, low=-1, high=1 << 20), low=-1, high=1 << 20
-    )
-    if group_size == 0:
-        raise fields.error("group_size", "0 is not supported (-1, or at least 1)")
-    scheme = AwqScheme(max(group_size, 0), fields.boolean("zero_point", True))
+    for name in ("version", "checkpoint_format", "format"):
+        if (value := fields.text(name, "gemm").lower()) != "gemm":
+            raise fields.error(name, f"{value!r} is not supported (gemm)")
+    scheme = _changed(AwqScheme(128, fields.boolean("zero_point", True)), fields)
     names = patterns.entries(fields, "modules_to_not_convert")
+    is_named = patterns.name_parts(names)
+    overrides = [
+        (matches, None if own is None else _changed(scheme, own)) for matches, own in patterns.dynamic_overrides(fields)
+    ]
+
+    def scheme_of(module: str) -> Scheme | None:
+        if is_named(module):
+            return None
+        return next((override for matches, override in overrides if matches(module)), scheme)
+
     return Quantisation(
         label="awq 4 bits",
         source=fields.source,
-        skip_field="modules_to_not_convert",
-        scheme_of=lambda module: None if any(name in module for name in names) else scheme,
-        head_may_be_dense=True,
+        skip_field="modules_to_not_convert" if names else "dynamic",
+        scheme_of=scheme_of,
+        may_be_dense=lambda module: module == "lm_head" or any(name in module for name in names),
     )
+
+
+def _changed(scheme: AwqScheme, fields: Fields) -> AwqScheme:
+    """Return `scheme` with its group size from `fields`. Raises ModelError."""
+    bits = fields.integer("bits", fields.integer("w_bit", 4, high=16), high=16)
+    if bits != 4:
+        raise fields.error("bits", f"{bits} is not supported (4)")
+    default = fields.integer("q_group_size", scheme.group_size or -1, low=-1, high=1 << 20)
+    group_size = fields.integer("group_size", default, low=-1, high=1 << 20)
+    if group_size == 0:
+        raise fields.error("group_size", "0 is not supported (-1, or at least 1)")
+    return replace(scheme, group_size=max(group_size, 0))
 
 
 def _outputs(tensor: StoredTensor, first: int, last: int) -> np.ndarray:

@@ -84,7 +84,7 @@ def read_fp8(fields: Fields) -> Quantisation:
         source=fields.source,
         skip_field="modules_to_not_convert",
         scheme_of=lambda module: None if is_skipped(module) else scheme,
-        head_may_be_dense=True,
+        may_be_dense=lambda module: module == "lm_head",
     )
 
 

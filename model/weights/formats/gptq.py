@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -28,8 +27,6 @@ log = logging.getLogger("quire.weights")
 
 ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 """Added to a stored zero point. v1 wraps: a stored 15 is 0, as AutoGPTQ reads it."""
-
-MAX_OVERRIDES = 1000
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,9 @@ def read_gptq(fields: Fields) -> Quantisation:
         reorders=fields.boolean("desc_act", False),
         zero_offset=ZERO_OFFSETS[format],
     )
-    overrides = _overrides(fields, scheme)
+    overrides = [
+        (matches, None if own is None else _changed(scheme, own)) for matches, own in patterns.dynamic_overrides(fields)
+    ]
     only = _listed_modules(fields)
     has_head = fields.boolean("lm_head", False)
 
@@ -148,29 +147,14 @@ def _group_size(fields: Fields) -> int:
     return max(int(size), 0)
 
 
-def _overrides(fields: Fields, scheme: GptqScheme) -> list[tuple[Callable[[str], Any], GptqScheme | None]]:
-    """Read `dynamic`: prefix "-:" skips modules, "+:" or none changes bits and group size."""
-    section = fields.section("dynamic")
-    if section is None:
-        return []
-    if len(section.raw) > MAX_OVERRIDES:
-        raise fields.error("dynamic", f"has more than {MAX_OVERRIDES} entries")
-    overrides: list[tuple[Callable[[str], Any], GptqScheme | None]] = []
-    for key in section.raw:
-        pattern = patterns.compile_regex(fields, "dynamic", key.removeprefix("-:").removeprefix("+:"))
-        if key.startswith("-:"):
-            overrides.append((pattern.match, None))
-            continue
-        own = section.section(key) or Fields({}, section.source)
-        changed = replace(
-            scheme,
-            bits=scheme.bits if own.get("bits") is None else _bits(own),
-            group_size=scheme.group_size if own.get("group_size") is None else _group_size(own),
-            symmetric=own.boolean("sym", scheme.symmetric),
-            reorders=own.boolean("desc_act", scheme.reorders),
-        )
-        overrides.append((pattern.match, changed))
-    return overrides
+def _changed(scheme: GptqScheme, own: Fields) -> GptqScheme:
+    return replace(
+        scheme,
+        bits=scheme.bits if own.get("bits") is None else _bits(own),
+        group_size=scheme.group_size if own.get("group_size") is None else _group_size(own),
+        symmetric=own.boolean("sym", scheme.symmetric),
+        reorders=own.boolean("desc_act", scheme.reorders),
+    )
 
 
 def _listed_modules(fields: Fields) -> patterns.Matches | None:

@@ -67,7 +67,7 @@ def read_bitsandbytes(fields: Fields) -> Quantisation:
         source=fields.source,
         skip_field="llm_int8_skip_modules",
         scheme_of=lambda module: None if is_skipped(module) else Nf4Scheme(),
-        head_may_be_dense=True,
+        may_be_dense=lambda module: module == "lm_head",
     )
 
 

@@ -13,6 +13,7 @@ Matches = Callable[[str], bool]
 
 MAX_ENTRIES = 20_000
 MAX_ENTRY_LENGTH = 500
+MAX_OVERRIDES = 1000
 MAX_REPEATS = 4
 """Matching takes at most len(name) ** MAX_REPEATS steps, as no group may repeat."""
 
@@ -41,6 +42,21 @@ def compile_regex(fields: Fields, name: str, pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except (re.error, RecursionError, OverflowError):
         raise fields.error(name, f"{pattern!r} is not a regular expression") from None
+
+
+def dynamic_overrides(fields: Fields) -> list[tuple[Callable[[str], Any], Fields | None]]:
+    """Read GPTQModel's `dynamic`: (match of names, changed fields); None: not quantised, by the prefix "-:"."""
+    section = fields.section("dynamic")
+    if section is None:
+        return []
+    if len(section.raw) > MAX_OVERRIDES:
+        raise fields.error("dynamic", f"has more than {MAX_OVERRIDES} entries")
+    overrides: list[tuple[Callable[[str], Any], Fields | None]] = []
+    for key in section.raw:
+        pattern = compile_regex(fields, "dynamic", key.removeprefix("-:").removeprefix("+:"))
+        changed = None if key.startswith("-:") else section.section(key) or Fields({}, section.source)
+        overrides.append((pattern.match, changed))
+    return overrides
 
 
 def exact_or_regex(fields: Fields, name: str, values: list[str]) -> Matches:

@@ -14,4 +14,4 @@ class Quantisation:
     source: str  # file and field
     skip_field: str  # lists modules left in 16 bits
     scheme_of: Callable[[str], Scheme | None]  # None: not quantised
-    head_may_be_dense: bool = False  # although not listed
+    may_be_dense: Callable[[str], bool] = lambda module: False  # although `scheme_of` has a scheme

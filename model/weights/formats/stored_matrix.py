@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import ml_dtypes
@@ -101,6 +101,22 @@ class StoredMatrix:
     form: WeightForm
     arrays: dict[str, Rows]
     input_order: np.ndarray | None = field(default=None)  # int32[K]
+
+
+def equally_ordered(parts: Sequence[StoredMatrix]) -> list[StoredMatrix]:
+    """Give parts without an input order the plain one if others have one, as GPTQ rounds some experts without it."""
+    if not any(part.form.has_input_order for part in parts):
+        return list(parts)
+    return [
+        part
+        if part.form.has_input_order or part.form.format is not WeightFormat.INT4
+        else replace(
+            part,
+            form=replace(part.form, has_input_order=True),
+            input_order=np.arange(part.shape[1], dtype=np.int32),
+        )
+        for part in parts
+    ]
 
 
 def check_stackable(parts: Sequence[StoredMatrix]) -> None:

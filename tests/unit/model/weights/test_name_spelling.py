@@ -40,10 +40,14 @@ def test_only_a_wrapper_leaves_tensors_out():
 
 def test_a_layer_named_as_in_transformers_5_is_turned_both_ways():
     mixtral = read_family("mixtral")
-    names = ["model.embed_tokens.weight", "model.layers.0.mlp.gate.weight"]
+    names = [
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.gate.weight",
+        "model.layers.0.mlp.experts.3.up_proj.weight",
+    ]
     spelling = find_spelling(names, mixtral)
-    assert spelling.known("model.layers.0.mlp.gate.weight") == "model.layers.0.block_sparse_moe.gate.weight"
-    assert spelling.stored("model.layers.11.block_sparse_moe.experts.3.w1") == "model.layers.11.mlp.experts.3.w1"
+    assert spelling.known(names[1]) == "model.layers.0.block_sparse_moe.gate.weight"
+    assert spelling.known(names[2]) == "model.layers.0.block_sparse_moe.experts.3.w3.weight"
+    assert spelling.stored("model.layers.11.block_sparse_moe.experts.3.w3") == "model.layers.11.mlp.experts.3.up_proj"
     assert spelling.known(f"model.{NORM}") == f"model.{NORM}"
-    names.append("model.layers.0.block_sparse_moe.gate.weight")
-    assert find_spelling(names, mixtral) == NameSpelling()
+    assert find_spelling(["model.layers.0.block_sparse_moe.gate.weight"], mixtral) == NameSpelling()

@@ -48,6 +48,23 @@ def in_group(side: str, **fields: Any) -> Change:
     return change
 
 
+def put_router_in_fp8(config: Config, tensors: Tensors) -> None:
+    name = "model.layers.0.mlp.gate.weight"
+    config["modules_to_not_convert"] = None
+    tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+    tensors[f"{name}_scale_inv"] = np.ones((1, 1), np.float32)
+
+
+def leave_out_an_expert(config: Config, tensors: Tensors) -> None:
+    expert = "model.layers.0.mlp.experts.1"
+    config["modules_to_not_convert"] = [expert]
+    for name in [name for name in tensors if name.startswith(f"{expert}.")]:
+        if name.endswith("_scale_inv"):
+            del tensors[name]
+        else:
+            tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
+
+
 def filled(index: tuple[int, ...], value: Any) -> Callable[[np.ndarray], np.ndarray]:
     """A copy with one element changed."""
 
@@ -134,7 +151,11 @@ MALFORMED: list[tuple[str, str, Change]] = [
     ("gptq", f"{Q} and {K}: are in two formats", say(dynamic={".*k_proj": {"sym": False}})),
     ("gptq", "dynamic: .* is not a regular expression", say(dynamic={"-:*": {}})),
     ("awq", "version: 'gemv' is not supported", say(version="GEMV")),
-    ("awq", f"'{Q}.qzeros': qzeros is no part", say(zero_point=False)),
+    ("awq", "checkpoint_format: 'gemv' is not supported", say(checkpoint_format="gemv")),
+    ("awq", "is quantised, but .*modules_to_not_convert leaves it out", say(modules_to_not_convert=["self_attn"])),
+    ("awq", "is quantised, but .*dynamic leaves it out", say(dynamic={r"-:.*q_proj": {}})),
+    ("qwen3_moe_fp8_block", "mlp.gate: a router in fp8-block is not supported", put_router_in_fp8),
+    ("qwen3_moe_fp8_block", "gate_proj: is quantised, but .*experts.1.*, is in 16 bits", leave_out_an_expert),
     ("awq", f"'{Q}.scales': holds NaN", put(f"{Q}.scales", filled((1, 1), np.nan))),
     ("awq", "is quantised, but .*modules_to_not_convert leaves it out", say(modules_to_not_convert=["q_proj"])),
     ("nf4", "load_in_4bit: 8-bit weights are not supported", say(load_in_4bit=False)),
@@ -160,7 +181,7 @@ def test_a_malformed_folder_is_refused_by_name(tmp_path: Path, golden: str, prob
     with pytest.raises(ModelError, match=problem) as error:
         load_model(folder, ModelConfig.read(folder), NumpyOps(), 16)
     assert "\n" not in str(error.value)
-    assert str(folder) in str(error.value) or Q in str(error.value)
+    assert str(folder) in str(error.value) or "model.layers.0." in str(error.value)
 
 
 def test_there_are_forty():
