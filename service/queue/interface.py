@@ -386,6 +386,9 @@ class WorkerQueue(Protocol):
     async def fetch_suspect(self) -> Claim | None:
         """Claim a suspect."""
 
+    def stop_fetching(self) -> None:
+        """Have `fetch` claim nothing more, not even what it waits for."""
+
     async def publish(self, events: Sequence[Event]) -> frozenset[str]:
         """Write a step's events in one atomic round trip; an `end` settles its job. Return jobs lost to others, of
         which nothing was written. Repeatable after QueueUnavailable."""

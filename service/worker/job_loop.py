@@ -114,21 +114,21 @@ class JobLoop:
     async def drain(self, timeout_s: float, at_once: asyncio.Event) -> None:
         """Claim nothing more. After `timeout_s`, or once another worker is ready or `at_once` is set, return open jobs
         to the queue."""
-        self._draining = True
+        self._end_fetching()
         try:
             async with asyncio.timeout(timeout_s):
                 while self._open and not at_once.is_set() and not await self._persist(self._has_replacement):
                     await asyncio.sleep(0.1)
         except TimeoutError:
             log.warning("drain time is over %s", fields(num_open=self.num_open))
+        await self._fetching_ended.wait()  # else it would claim what is returned
         for job in self._open.values():
             job.is_leaving = True
             self._engine.send(Cancel(job.request_id, EndReason.SHUTDOWN))
-        await self._fetching_ended.wait()
 
     async def abandon(self, in_flight: Collection[str], cause: str) -> None:
         """Publish a dead engine's outputs and return open jobs, those `in_flight` as suspects because of `cause`."""
-        self._draining = True
+        self._end_fetching()
         await self._fetching_ended.wait()
         await self._publish_all()
         blamed = [job_id for job_id, job in self._open.items() if job.request_id in in_flight]
@@ -140,6 +140,10 @@ class JobLoop:
     async def wait_idle(self) -> None:
         while self._open:
             await asyncio.sleep(0.02)
+
+    def _end_fetching(self) -> None:
+        self._draining = True
+        self._queue.stop_fetching()
 
     async def _fetch(self) -> None:
         self._model = self._make_card(False).model

@@ -38,6 +38,7 @@ class RedisWorkerQueue:
         self._cards = WorkerCards(link)
         self._may_have_more = True  # claims, unanswered or a predecessor's
         self._may_have_predecessor = True
+        self._is_fetching_over = False
         self._cancels_from = cancels_from
 
     async def fetch(self, max_branches: int, wait_s: float, budget: ClaimBudget = UNLIMITED_BUDGET) -> Sequence[Claim]:
@@ -46,7 +47,7 @@ class RedisWorkerQueue:
         # Any entry is new, as claimed ones are gone, unless the budget may exclude it.
         bell = dict.fromkeys(queues, "$" if budget.is_restricted(max_branches) else "0-0")
         has_rung = False
-        while True:
+        while not self._is_fetching_over:
             claims = await self._claim(queues, max_branches, budget)
             left_s = give_up_s - time.monotonic()
             if claims or left_s <= 0:
@@ -56,10 +57,14 @@ class RedisWorkerQueue:
             has_rung = True
             if not await self._claimed.observe(self._link.block(lambda redis, ms: redis.xread(bell, 1, ms), left_s)):
                 return claims
+        return ()
 
     async def fetch_suspect(self) -> Claim | None:
         claims = await self._claim((keys.SUSPECTS,), 1, UNLIMITED_BUDGET)
         return claims[0] if claims else None
+
+    def stop_fetching(self) -> None:
+        self._is_fetching_over = True
 
     async def publish(self, events: Sequence[Event]) -> frozenset[str]:
         return await self._claimed.publish(events)

@@ -27,12 +27,13 @@ class MemoryWorkerQueue:
         self._claimed: dict[str, int] = {}  # job -> attempt
         self._num_cancels_read = len(self.data.cancels)
         self._may_have_predecessor = True
+        self._is_fetching_over = False
         self._is_closed = False
 
     async def fetch(self, max_branches: int, wait_s: float, budget: ClaimBudget = UNLIMITED_BUDGET) -> Sequence[Claim]:
         give_up_s = time.monotonic() + wait_s
         self._may_have_predecessor = False
-        while True:
+        while not self._is_fetching_over:
             self._check_open()
             self.data.start_lease(self._owner, self.lease_s)
             claims = self.data.claim(self._owner, max_branches, budget)
@@ -44,6 +45,7 @@ class MemoryWorkerQueue:
             await self.data.wait_until(
                 lambda known=num_known: self._is_closed or self.data.num_claimable > known, left_s
             )
+        return ()
 
     async def fetch_suspect(self) -> Claim | None:
         self.data.start_lease(self._owner, self.lease_s)
@@ -51,6 +53,9 @@ class MemoryWorkerQueue:
         if claim is not None:
             self._claimed[claim.job.job_id] = claim.attempt
         return claim
+
+    def stop_fetching(self) -> None:
+        self._is_fetching_over = True
 
     async def publish(self, events: Sequence[Event]) -> frozenset[str]:
         self._check_open()

@@ -57,6 +57,15 @@ async def test_fetch_hears_of_a_job_while_it_waits(queue):
     assert time.monotonic() - started < PATIENCE_S / 2
 
 
+async def test_a_worker_that_stops_fetching_leaves_a_job_that_comes_to_others(queue):
+    fetch = asyncio.create_task(queue.fetch(1, 0.2))
+    await asyncio.sleep(0.05)
+    queue.stop_fetching()
+    await queue.submit(make_job())
+    assert list(await fetch) == list(await queue.fetch(1, 0.05)) == []
+    assert (await queue.queue_state()).num_waiting == 1
+
+
 async def test_events_are_followed_to_the_end(queue):
     events = queue.follow("JOB1")
     await queue.submit(make_job())

@@ -54,10 +54,12 @@ async def test_another_worker_goes_on_where_a_dead_one_stopped(data):
         assert received_by("jobs_lost_total", second) == received_by("num_jobs_held", second) == [0]
 
 
-async def test_a_worker_that_leaves_hands_its_jobs_to_one_that_is_ready(data):
+@pytest.mark.parametrize("num_jobs", [2, 6])
+async def test_a_worker_that_leaves_hands_its_jobs_to_one_that_is_ready(data, caplog, num_jobs):
+    caplog.set_level("INFO", "quire.job_loop")
     async with join(data, step_s=0.01, name="old") as old, join(data, name="new") as new:
         new.claims_nothing()
-        jobs = [await old.submit([n], max_tokens=400) for n in range(6)]
+        jobs = [await old.submit([n], max_tokens=400) for n in range(num_jobs)]
         for _, events in jobs[:4]:
             await anext(events)
         new.claims_again()
@@ -68,6 +70,8 @@ async def test_a_worker_that_leaves_hands_its_jobs_to_one_that_is_ready(data):
         for n, (job_id, _) in enumerate(jobs):
             tokens, end, _ = await read_events(new.queue.follow(job_id))
             assert (tokens, end) == (alone([n], 400), EndReason.LENGTH)
+    assert "attempt=2" in caplog.text
+    assert "attempt=3" not in caplog.text, "the leaving worker claimed what it had returned"
 
 
 @pytest.mark.parametrize(("timeout_s", "is_at_once"), [(0.2, False), (1000.0, True)])
