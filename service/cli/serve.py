@@ -40,7 +40,7 @@ def serve_command(settings: Settings, _: argparse.Namespace) -> int:
 
 async def _serve(settings: Settings, stop: Shutdown) -> int:
     supervisor = Supervisor(os.environ)
-    ends: dict[asyncio.Task[Any], str] = {}
+    ends: dict[asyncio.Task[int], str] = {}
     devices = devices_of_workers(settings, os.environ, visible_devices(os.environ))
     require_ports(settings)
     async with supervised(supervisor, stop, by_loop=True), AsyncExitStack() as exits:
@@ -75,14 +75,17 @@ async def _serve(settings: Settings, stop: Shutdown) -> int:
         dead = [name for task, name in ends.items() if task in done]
         if dead and not stop.is_set():
             status = next(task.result() for task in ends if task in done)
+            if status == 0:  # a signal asked the only gateway to end
+                log.info("stopping with its process %s", fields(process=dead[0]))
+                return 0
             log.critical("a process ended by itself %s", fields(process=dead[0], exit_status=status))
             return 1
         log.info("stopping; a second Ctrl-C ends it at once %s", fields(drain_timeout_s=settings.drain_timeout))
     return 0
 
 
-async def _keep_running(redis: EmbeddedRedis) -> None:
-    """Restart Redis at the same address. Return if a restart fails."""
+async def _keep_running(redis: EmbeddedRedis) -> int:
+    """Restart Redis at the same address. Return 1 if a restart fails."""
     while True:
         await asyncio.to_thread(redis.wait)
         log.error("embedded redis ended by itself; restarting")
@@ -91,7 +94,7 @@ async def _keep_running(redis: EmbeddedRedis) -> None:
             await asyncio.to_thread(redis.restart)
         except StartupError as error:
             log.critical("%s", error)
-            return
+            return 1
 
 
 async def _all_ready(gateways: ChildGroup, workers: ChildGroup) -> str:

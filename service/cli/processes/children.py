@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from service.cli.roles import AT_ONCE, READY, REFUSED, STARTED_BY_SERVE
+from service.cli.roles import AT_ONCE, EXIT_AT_ONCE, READY, REFUSED, STARTED_BY_SERVE
 from service.config.settings import Settings
 from service.config.sources import NO_CONFIG_FILE, to_flags, to_secret_environ
 from service.errors import StartupError
@@ -31,6 +31,9 @@ RESTARTS_S = (0.2, 1.0, 3.0, 10.0, 30.0)
 
 WELL_S = 60.0
 """Ready time after which the delays begin again."""
+
+STOPPED = (0, EXIT_AT_ONCE, -signal.SIGTERM, -signal.SIGINT)
+"""Exit statuses of a child that a signal asked to end."""
 
 CRASHES_ARE_SEEN = {"PYTHONFAULTHANDLER": "1"}
 """A crash in native code prints where each thread was."""
@@ -138,20 +141,19 @@ class RestartingChild:
         """Raises StartupError."""
         return await self._started_child().wait_ready()
 
-    async def keep_running(self) -> None:
-        """Return once the child has ended too often."""
+    async def keep_running(self) -> int:
+        """Return the child's exit status once it is not restarted. An end that a signal asked for does not count."""
         num_ends, ready_at_s = 0, time.monotonic()
         while True:
             child = self._started_child()
             status = await child.wait()
             if self._on_end is not None:
                 await self._on_end(child.pid)
-            num_ends = 1 if ready_at_s and time.monotonic() - ready_at_s > WELL_S else num_ends + 1
-            if num_ends > len(self._restarts_s):
-                log.critical("%s ended; not restarted %s", self._verb, self._shown(exit_status=status, times=num_ends))
-                return
-            wait_s, ready_at_s = self._restarts_s[num_ends - 1], 0.0
-            log.error("%s ended by itself; restarting %s", self._verb, self._shown(exit_status=status, wait_s=wait_s))
+            if status not in STOPPED:
+                num_ends = 1 if ready_at_s and time.monotonic() - ready_at_s > WELL_S else num_ends + 1
+            wait_s, ready_at_s = self._restart_delay_s(status, num_ends), 0.0
+            if wait_s is None:
+                return status
             await asyncio.sleep(wait_s)
             await self.start()
             try:
@@ -163,6 +165,19 @@ class RestartingChild:
     async def stop(self, at_once: asyncio.Event) -> None:
         if self._child is not None:
             await self._child.stop(at_once)
+
+    def _restart_delay_s(self, status: int, num_ends: int) -> float | None:
+        """Return the delay of the restart and log it; None if there is none."""
+        if status in STOPPED:
+            then = "; restarting" if self._restarts_s else ""
+            log.info("%s was stopped%s %s", self._verb, then, self._shown(exit_status=status))
+            return 0.0 if self._restarts_s else None
+        if num_ends > len(self._restarts_s):
+            log.critical("%s ended; not restarted %s", self._verb, self._shown(exit_status=status, times=num_ends))
+            return None
+        wait_s = self._restarts_s[num_ends - 1]
+        log.error("%s ended by itself; restarting %s", self._verb, self._shown(exit_status=status, wait_s=wait_s))
+        return wait_s
 
     def _shown(self, **values: float) -> str:
         name = self._environ.get(PROCESS_NAME)
@@ -187,9 +202,10 @@ class ChildGroup:
         """Raises StartupError."""
         return await asyncio.gather(*(child.wait_ready() for child in self._children))
 
-    async def keep_running(self) -> None:
-        """Return once all children have ended too often."""
-        await asyncio.gather(*(child.keep_running() for child in self._children))
+    async def keep_running(self) -> int:
+        """Return an exit status once no child is restarted: a failed one's, if there is one."""
+        statuses = await asyncio.gather(*(child.keep_running() for child in self._children))
+        return next((status for status in statuses if status not in STOPPED), 0)
 
     async def stop(self, at_once: asyncio.Event) -> None:
         await asyncio.gather(*(child.stop(at_once) for child in self._children))

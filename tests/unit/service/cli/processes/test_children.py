@@ -7,8 +7,10 @@ import asyncio
 import pytest
 
 from service.cli.main import main
-from service.cli.processes.children import ChildProcess
+from service.cli.processes import children
+from service.cli.processes.children import ChildProcess, RestartingChild
 from service.cli.roles import STARTED_BY_SERVE
+from service.config.settings import WORKER, Settings
 from service.errors import StartupError
 
 
@@ -25,6 +27,43 @@ class Ended:
 
     async def wait(self) -> int:
         return self.returncode
+
+
+@pytest.mark.parametrize(
+    ("statuses", "restarts_s", "num_starts", "levels"),
+    [
+        ([0, -15, 130, 0, 1, -9], (0.0,), 6, ["INFO"] * 4 + ["ERROR", "CRITICAL"]),
+        ([0], (), 1, ["INFO"]),
+        ([1], (), 1, ["CRITICAL"]),
+    ],
+)
+async def test_an_end_that_a_signal_asked_for_is_no_failure(
+    statuses, restarts_s, num_starts, levels, monkeypatch, caplog
+):
+    left = iter(statuses)
+
+    class Child:
+        pid = 1
+
+        @classmethod
+        async def start(cls, verb, settings, environ):
+            starts.append(verb)
+            return cls()
+
+        async def wait_ready(self):
+            return ""
+
+        async def wait(self):
+            return next(left)
+
+    starts: list[str] = []
+    caplog.set_level("INFO", "quire.serve")
+    monkeypatch.setattr(children, "ChildProcess", Child)
+    child = RestartingChild(WORKER, Settings(), restarts_s=restarts_s)
+    await child.start()
+    assert await child.keep_running() == statuses[-1]
+    assert len(starts) == num_starts
+    assert [record.levelname for record in caplog.records] == levels
 
 
 async def first_line(said: str) -> str:
