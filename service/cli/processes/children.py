@@ -45,9 +45,9 @@ OnEnd = Callable[[int], Awaitable[None]]
 
 
 class ChildProcess:
-    def __init__(self, verb: str, process: asyncio.subprocess.Process, grace_s: float) -> None:
-        self.verb = verb
+    def __init__(self, name: str, process: asyncio.subprocess.Process, grace_s: float) -> None:
         self.pid = process.pid
+        self._name = name
         self._process = process
         self._grace_s = grace_s
 
@@ -76,7 +76,7 @@ class ChildProcess:
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
-        return cls(verb, process, settings.drain_timeout + EXIT_GRACE_S)
+        return cls(environ.get(PROCESS_NAME, verb), process, settings.drain_timeout + EXIT_GRACE_S)
 
     async def wait_ready(self) -> str:
         """Return the rest of the child's ready line. Raises StartupError if the child ends before, with its error."""
@@ -89,7 +89,9 @@ class ChildProcess:
                 await self._process.wait()
                 raise StartupError(rest)
         status = await self._process.wait()
-        raise StartupError(f"{self.verb}: did not start (exit status {status}; see its own error above)")
+        if status < 0:
+            raise StartupError(f"{self._name}: did not start (ended by {signal.Signals(-status).name})")
+        raise StartupError(f"{self._name}: did not start (exit status {status}; see its own error above)")
 
     async def wait(self) -> int:
         return await self._process.wait()
@@ -102,7 +104,7 @@ class ChildProcess:
             async with asyncio.timeout(self._grace_s):
                 await self._process.wait()
         except TimeoutError:
-            log.error("killed %s", fields(process=self.verb))
+            log.error("killed %s", fields(process=self._name))
             self._process.kill()
             await self._process.wait()
         finally:
@@ -160,7 +162,7 @@ class RestartingChild:
                 await self.wait_ready()
                 ready_at_s = time.monotonic()
             except StartupError as error:
-                log.error("%s did not start: %s %s", self._verb, error, self._shown())
+                log.error("%s was not restarted: %s %s", self._verb, error, self._shown())
 
     async def stop(self, at_once: asyncio.Event) -> None:
         if self._child is not None:

@@ -18,9 +18,9 @@ class Ended:
     """A process that has printed `said`."""
 
     pid = 1
-    returncode = 2
 
-    def __init__(self, said: str) -> None:
+    def __init__(self, said: str, status: int) -> None:
+        self.returncode = status
         self.stdout = asyncio.StreamReader()
         self.stdout.feed_data(said.encode())
         self.stdout.feed_eof()
@@ -66,14 +66,16 @@ async def test_an_end_that_a_signal_asked_for_is_no_failure(
     assert [record.levelname for record in caplog.records] == levels
 
 
-async def first_line(said: str) -> str:
-    return await ChildProcess("worker", Ended(said), 1.0).wait_ready()
+async def first_line(said: str, status: int = 2) -> str:
+    return await ChildProcess("worker-1", Ended(said, status), 1.0).wait_ready()
 
 
 async def test_a_ready_line_and_what_ends_a_start():
     assert await first_line("a library's greeting\nready http://127.0.0.1:8000\n") == "http://127.0.0.1:8000"
-    with pytest.raises(StartupError, match=r"^worker: did not start \(exit status 2"):
+    with pytest.raises(StartupError, match=r"^worker-1: did not start \(exit status 2"):
         await first_line("")
+    with pytest.raises(StartupError, match=r"^worker-1: did not start \(ended by SIGKILL\)"):
+        await first_line("", -9)
 
 
 async def test_a_child_s_error_is_its_parent_s(monkeypatch, capsys):
