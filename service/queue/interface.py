@@ -242,8 +242,8 @@ class ResponseStore(Protocol):
 class AdapterStore(Protocol):
     """LoRA adapters loaded at run time, kept until dropped."""
 
-    async def put_adapter(self, record: AdapterRecord) -> None:
-        """Write a record, in the place of one of the same name."""
+    async def put_adapter(self, record: AdapterRecord, *, replaces: bool) -> bool:
+        """Write a record, in the place of one of the same name if it `replaces`; return whether it was written."""
 
     async def get_adapter(self, name: str) -> AdapterRecord | None: ...
 

@@ -73,15 +73,16 @@ class Adapters:
             if self._model.is_base(name) or name in self._model.adapters:
                 raise refusal("lora_name", "is a name of the served model or of --lora-modules")
             if name in taken and not in_place:
-                message = f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in "
-                raise RequestError(400, message + "place, set 'load_inplace' to True.", param="lora_name")
+                raise _already_loaded(name)
             if len(taken) >= MAX_ADAPTERS and name not in taken:
                 raise refusal("lora_name", f"exceeds {MAX_ADAPTERS} adapters (unload one)")
             record = await asyncio.to_thread(self._checked, name, path)
             try:
-                await self._store.put_adapter(record)
+                is_written = await self._store.put_adapter(record, replaces=in_place)
             except QueueUnavailable:
                 raise unavailable() from None
+            if not is_written:  # another gateway was quicker
+                raise _already_loaded(name)
 
     async def unload(self, name: str) -> None:
         """Serve `name` no longer; its requests go on. Raises RequestError: 400 for --lora-modules, 404, 503."""
@@ -116,3 +117,8 @@ class Adapters:
         except ModelError as error:
             problem = str(error).replace(f"{root}/", "")
             raise RequestError(400, problem, param="lora_path", code="adapter_not_supported") from None
+
+
+def _already_loaded(name: str) -> RequestError:
+    message = f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in "
+    return RequestError(400, message + "place, set 'load_inplace' to True.", param="lora_name")

@@ -56,9 +56,9 @@ class RedisAdapterStore:
     def __init__(self, link: RedisLink) -> None:
         self._link = link
 
-    async def put_adapter(self, record: AdapterRecord) -> None:
-        async with self._link.commands() as redis:
-            await redis.hset(keys.ADAPTERS, record.name, pack_adapter(record))
+    async def put_adapter(self, record: AdapterRecord, *, replaces: bool) -> bool:
+        args = [record.name, pack_adapter(record), int(replaces)]
+        return bool(await self._link.script("put_adapter", [keys.ADAPTERS], args))
 
     async def get_adapter(self, name: str) -> AdapterRecord | None:
         async with self._link.commands() as redis:

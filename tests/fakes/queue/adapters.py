@@ -11,8 +11,11 @@ class MemoryAdapterStore:
     def __init__(self, packed: dict[str, bytes]) -> None:
         self._packed = packed
 
-    async def put_adapter(self, record: AdapterRecord) -> None:
+    async def put_adapter(self, record: AdapterRecord, *, replaces: bool) -> bool:
+        if record.name in self._packed and not replaces:
+            return False
         self._packed[record.name] = pack_adapter(record)
+        return True
 
     async def get_adapter(self, name: str) -> AdapterRecord | None:
         packed = self._packed.get(name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from model.config import ModelConfig
@@ -43,6 +45,10 @@ async def test_names(settings):
     assert (await adapters.find("more")).digest == (await adapters.find("sql")).digest
     assert set(await adapters.loaded_names()) == {"sql", "more"}
     await adapters.unload("more")
+    two = [Adapters(ServedModel.read(settings), queue, settings) for _ in range(2)]
+    loads = (each.load("again", "sql", in_place=False) for each in two)
+    ends = await asyncio.gather(*loads, return_exceptions=True)
+    assert sorted(end is None for end in ends) == [False, True], "one of two gateways loads a name"
     await queue.close()
 
 
