@@ -11,7 +11,6 @@ import logging
 import os
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any
 
 from service.cli.processes.children import ChildGroup
 from service.cli.processes.gateways import open_gateways, require_ports

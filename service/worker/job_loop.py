@@ -23,7 +23,8 @@ from service.worker.engine_thread import Add, Cancel, EngineThread
 from service.worker.events import refusal
 from service.worker.job_counts import ClaimTimes, JobCounts
 from service.worker.open_jobs import EarlyCancels, OpenJob, outputs_by_job
-from service.worker.recovery import branch_histories, has_replacement, keep_lease, num_scored_tokens
+from service.worker.peers import has_replacement
+from service.worker.recovery import branch_histories, keep_lease, num_scored_tokens
 from service.worker.spans import log_claim, spans_of
 
 log = logging.getLogger("quire.job_loop")

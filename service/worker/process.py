@@ -25,6 +25,7 @@ from service.queue.messages import BlockTable, WorkerCard
 from service.shutdown import Shutdown
 from service.worker.engine_thread import EngineThread, Stop
 from service.worker.job_loop import EngineSizes, JobLoop, OutputInbox
+from service.worker.peers import log_differences, require_one_model
 from service.worker.watchdog import DEFAULT_STEP_TIMEOUT_S, Watchdog
 
 log = logging.getLogger("quire.worker")
@@ -50,6 +51,7 @@ async def run_worker(
 ) -> None:
     """Serve jobs until `stop` is set, then drain. `supervisor` is fed after each step. Raises StartupError, or
     EngineDied once its jobs are returned."""
+    await require_one_model(queue, settings.model_names[0])
     built = await asyncio.to_thread(build_engine, settings, progress=True)
     freeze_heap()
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
@@ -59,6 +61,8 @@ async def run_worker(
     if await _announced(job_loop, (duties, stopped, died)):
         log.info("worker ready %s", fields(worker=worker_id))
         on_ready()
+        with suppress(QueueUnavailable):  # it costs a warning
+            await log_differences(queue, _card(worker_id, settings, built, engine, ready=True))
         await asyncio.wait([duties, stopped, died], return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set() and not death.reported.is_set():
         draining = asyncio.create_task(job_loop.drain(settings.drain_timeout, stop.at_once))

@@ -8,7 +8,7 @@ from service.engine.request import BranchHistory
 from service.errors import EndReason
 from service.queue.codec import unpack_floats, unpack_ids
 from service.queue.interface import Lease, QueueUnavailable, WorkerQueue
-from service.queue.messages import Event, WorkerCard
+from service.queue.messages import Event
 
 log = logging.getLogger("quire.recovery")
 
@@ -16,8 +16,6 @@ BEATS_PER_LEASE = 10 / 3
 """Two beats of a 10 s lease may be lost."""
 MAX_LOOK_S = 1.0
 """Interval of looks for expired leases."""
-FRESH_CARD_S = 3.5
-"""Workers with older cards are not ready."""
 
 
 async def keep_lease(
@@ -44,16 +42,6 @@ async def keep_lease(
             log.warning("no heartbeat: %s", error)
             due_s = loop.time()
         await asyncio.sleep(look_s)
-
-
-async def has_replacement(queue: WorkerQueue, ours: WorkerCard) -> bool:
-    """Raises QueueUnavailable."""
-    now_s, cards = await queue.now_s(), await queue.workers()
-    return any(
-        card.ready and card.model == ours.model and now_s - card.beat_at_s < FRESH_CARD_S
-        for card in cards
-        if card.worker_id != ours.worker_id
-    )
 
 
 def num_scored_tokens(events: Iterable[Event]) -> int:
