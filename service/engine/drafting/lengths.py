@@ -26,6 +26,9 @@ MIN_SPEED_UP = 1.03
 """A smaller gain is within the error of the step times."""
 TRIAL_SHARE = 0.005
 """Share of time for trials of the slower choice, drafts or none."""
+MAX_CHARGE = 1.0
+"""Most that a trial of drafts is charged, in plain steps, before it as expected and again after it as it went: the next
+one comes after 400 plain steps at the latest."""
 PLAIN_STEPS = 3
 """Steps of a trial without drafts; the first does not overlap."""
 LONGEST = (1, 2, 3, 4, 6, 8, 12)
@@ -40,7 +43,7 @@ class Drafting(NamedTuple):
 
     token_s: float = 0.0  # to draft one token for all sequences
     max_drafts: int | None = None  # in all
-    hope: float = 1.0  # exponent of the chances in a trial; 1: they are known
+    hope: float = 0.0  # least acceptance that a trial supposes; 0: the chances are known
 
 
 FREE = Drafting()
@@ -105,11 +108,18 @@ class Acceptance:
 
 
 class _Option(NamedTuple):
-    """Numbers of drafts with the most tokens/s."""
+    tokens_per_s: float
+    chosen: np.ndarray  # flat indices into the chances
+    drafting_s: float
 
-    speed_up: float  # over no drafts
-    counts: list[int]  # of each sequence
-    lost_s: float = 0.0  # against no drafts
+
+class _Trial(NamedTuple):
+    """The slower choice for a step of `num_rows` decodes, `plain_s` without drafts."""
+
+    plain_s: float
+    num_rows: int
+    lost_s: float  # charged
+    added_s: float = 0.0  # by drafts
 
 
 @dataclass(slots=True)
@@ -117,7 +127,9 @@ class DraftLengths:
     cost: StepCost | None = None
     """None: as many as there are."""
     _budget_s: float = 0.0  # for trials
-    _is_trial: bool = False  # the last choice
+    _trial: _Trial | None = None  # if the last choice is one
+    _refund_s: float = 0.0  # of a trial's charge for each accepted draft of the last step with drafts
+    _charged_s: float = 0.0  # for it, the most to refund
     _plain_steps: int = 0  # left of a trial
     _is_drafting: bool = False  # in the last step
 
@@ -131,14 +143,27 @@ class DraftLengths:
     def choose(self, gains: Gains, num_rows: int, drafting: Drafting = FREE) -> list[int]:
         """Return each sequence's number of drafts with the most expected tokens/s, for a step of `num_rows` decodes.
         `gains`: as Acceptance.gains."""
-        counts, self._is_trial = self._choose(_table(gains), num_rows, drafting)
+        counts, self._trial = self._choose(_table(gains), num_rows, drafting)
         return counts
 
-    def on_planned(self, num_drafts: int) -> None:
-        """Pay for a trial once its step is planned."""
-        if self._is_trial:
-            self._budget_s, self._is_trial = 0.0, False
-            self._plain_steps = 0 if num_drafts else PLAIN_STEPS
+    def on_planned(self, num_drafts: int, drafting_s: float = 0.0) -> None:
+        """Pay for a trial once its step is planned; its drafts took `drafting_s`."""
+        trial, self._trial = self._trial, None
+        if num_drafts:
+            self._charged_s = 0.0
+        if trial is None:
+            return
+        self._plain_steps = 0 if num_drafts else PLAIN_STEPS
+        added_s = trial.added_s + drafting_s
+        debt_s = max(0.0, min(added_s - trial.lost_s, MAX_CHARGE * trial.plain_s)) if num_drafts else 0.0
+        self._budget_s = -debt_s
+        if num_drafts:
+            self._charged_s = trial.lost_s + debt_s
+            self._refund_s = trial.plain_s / trial.num_rows * min(1.0, self._charged_s / max(added_s, 1e-9))
+
+    def on_accepted(self, num_drafts: int) -> None:
+        """Refund a trial by its accepted drafts. One that has paid for itself is followed by another."""
+        self._budget_s += min(self._charged_s, num_drafts * self._refund_s)
 
     def on_step(self, num_rows: int, num_drafts: int, seconds: float) -> None:
         """Learn from a step of `num_rows` decodes."""
@@ -148,48 +173,69 @@ class DraftLengths:
         self._plain_steps = max(0, self._plain_steps - 1)
         self._is_drafting = num_drafts > 0
 
-    def _choose(self, table: np.ndarray, num_rows: int, drafting: Drafting) -> tuple[list[int], bool]:
-        """Return the numbers, and whether they are a trial."""
+    def _choose(self, table: np.ndarray, num_rows: int, drafting: Drafting) -> tuple[list[int], _Trial | None]:
+        """Return the numbers, and a trial if they are one."""
         num_drafts, nothing = int(np.count_nonzero(table)), [0] * len(table)
         if drafting.max_drafts is not None:
             num_drafts = min(num_drafts, drafting.max_drafts)
         if num_drafts <= 0 or self._plain_steps:
-            return nothing, False
+            return nothing, None
         if self.cost is None:
-            return _counts(table, _best_first(table, num_drafts)), False
-        best, hoped = self._options(self.cost, table, num_rows, num_drafts, drafting)
+            return _counts(table, _best_first(table, num_drafts)), None
         plain_s = self.cost.plain_s(num_rows)
-        if best.speed_up >= MIN_SPEED_UP:
-            lost_s = PLAIN_STEPS * plain_s * (1 - 1 / best.speed_up)
-            return (nothing, True) if self._budget_s > lost_s else (best.counts, False)
-        lost_s = max(hoped.lost_s, (MIN_SPEED_UP - 1) * plain_s)
-        if hoped.speed_up >= MIN_SPEED_UP and self._budget_s > lost_s:
-            return hoped.counts, True
-        return nothing, False
+        expected_s = self._drafted_s(self.cost, num_rows, num_drafts)
+        best = max(_options(table, expected_s, num_rows, drafting), key=attrgetter("tokens_per_s"))
+        speed_up = best.tokens_per_s * plain_s / num_rows
+        if speed_up >= MIN_SPEED_UP:
+            lost_s = PLAIN_STEPS * plain_s * (1 - 1 / speed_up)
+            is_due = self._budget_s > lost_s
+            return (nothing, _Trial(plain_s, num_rows, lost_s)) if is_due else (_counts(table, best.chosen), None)
+        trial = self._due_trial(self.cost, table, num_rows, expected_s, drafting)
+        return (nothing, None) if trial is None else trial
 
-    def _options(
-        self, cost: StepCost, table: np.ndarray, num_rows: int, num_drafts: int, drafting: Drafting
-    ) -> tuple[_Option, _Option]:
-        """Return the best as expected, and as a trial hopes."""
-        numbers, plain_s = np.arange(1, num_drafts + 1), cost.plain_s(num_rows)
-        # After a plain step, drafts cost two overlaps.
+    def _drafted_s(self, cost: StepCost, num_rows: int, num_drafts: int) -> np.ndarray:
+        """Return seconds of steps with 1 to `num_drafts` drafts. After a plain step, drafts cost two overlaps."""
         switch_s = 0.0 if self._is_drafting else cost.excess_s(num_rows)
-        step_s = cost.drafted_s(num_rows, numbers) + switch_s, cost.hoped_s(num_rows, numbers)
-        options: tuple[list[_Option], list[_Option]] = [], []
-        for longest in [most for most in LONGEST if drafting.token_s and most < table.shape[1]] + [table.shape[1]]:
-            part = table[:, :longest]
-            order = _best_first(part, num_drafts)
-            chances = part.ravel()[order]
-            seconds = [each[: len(order)] + longest * drafting.token_s for each in step_s]
-            plain_tokens = seconds[0] * num_rows / plain_s  # in the same time
-            tokens = num_rows + np.cumsum(chances)
-            hoped = (num_rows + np.cumsum(chances**drafting.hope)) * plain_s / (num_rows * seconds[1])
-            for found, speed_ups in zip(options, (tokens / plain_tokens, hoped), strict=True):
-                best = int(np.argmax(speed_ups))
-                lost_s = float(plain_tokens[best] - tokens[best]) * plain_s / num_rows
-                found.append(_Option(float(speed_ups[best]), _counts(table, order[: best + 1], longest), lost_s))
-        expected, hoped_for = (max(found, key=attrgetter("speed_up")) for found in options)
-        return expected, hoped_for
+        return np.asarray(cost.drafted_s(num_rows, np.arange(1, num_drafts + 1)) + switch_s)
+
+    def _due_trial(
+        self, cost: StepCost, table: np.ndarray, num_rows: int, expected_s: np.ndarray, drafting: Drafting
+    ) -> tuple[list[int], _Trial] | None:
+        """Return the best drafts as a trial hopes, if the budget allows. They add at most a plain step, if any do."""
+        plain_s = cost.plain_s(num_rows)
+        least_s = (MIN_SPEED_UP - 1) * plain_s
+        if self._budget_s <= least_s:
+            return None
+        hoped_s = cost.hoped_s(num_rows, np.arange(1, len(expected_s) + 1))
+        chances = np.where(table > 0, np.maximum(table, drafting.hope ** np.arange(1, table.shape[1] + 1)), 0.0)
+        enough = MIN_SPEED_UP * num_rows / plain_s
+        hopes = [each for each in _options(chances, hoped_s, num_rows, drafting) if each.tokens_per_s >= enough]
+        if not hopes:
+            return None
+        added_s = [float(expected_s[len(each.chosen) - 1]) - plain_s for each in hopes]
+        pairs = list(zip(hopes, added_s, strict=True))
+        cheap = [(each, added) for each, added in pairs if added + each.drafting_s <= plain_s]
+        best, added = max(cheap or pairs[:1], key=lambda pair: pair[0].tokens_per_s)
+        gained_s = float(table.ravel()[best.chosen].sum()) * plain_s / num_rows
+        lost_s = min(MAX_CHARGE * plain_s, max(added + best.drafting_s - gained_s, least_s))
+        if self._budget_s <= lost_s:
+            return None
+        return _counts(table, best.chosen), _Trial(plain_s, num_rows, lost_s, added)
+
+
+def _options(chances: np.ndarray, seconds: np.ndarray, num_rows: int, drafting: Drafting) -> list[_Option]:
+    """Return the best of `chances` [S, longest] for each limit of length; `seconds` of steps with 1 draft and more."""
+    flat, width = chances.ravel(), chances.shape[1]
+    order, options = _best_first(chances, flat.size), []
+    limits = [most for most in LONGEST if drafting.token_s and most < width]
+    columns = order % width if limits else order
+    for longest in (*limits, width):
+        chosen = (order if longest == width else order[columns < longest])[: len(seconds)]
+        drafting_s = longest * drafting.token_s
+        rates = (flat[chosen].cumsum() + num_rows) / (seconds[: len(chosen)] + drafting_s)
+        best = int(rates.argmax())
+        options.append(_Option(float(rates[best]), chosen[: best + 1], drafting_s))
+    return options
 
 
 def _table(gains: Gains) -> np.ndarray:
@@ -207,6 +253,6 @@ def _best_first(table: np.ndarray, most: int) -> np.ndarray:
     return np.argsort(-table.ravel(), kind="stable")[: min(most, int(np.count_nonzero(table)))]
 
 
-def _counts(table: np.ndarray, chosen: np.ndarray, longest: int | None = None) -> list[int]:
-    counts: list[int] = np.bincount(chosen // (longest or table.shape[1]), minlength=len(table)).tolist()
+def _counts(table: np.ndarray, chosen: np.ndarray) -> list[int]:
+    counts: list[int] = np.bincount(chosen // table.shape[1], minlength=len(table)).tolist()
     return counts

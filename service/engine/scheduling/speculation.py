@@ -17,8 +17,10 @@ from service.engine.step import Chunk, StepPlan, StepResult
 
 MAX_SILENT, SILENT_STEPS = 3, 100
 """A head that drafts nothing 3 times in turn, of too large a batch, is not asked for 100 steps."""
-HOPE = 0.5
-"""Exponent of a head's or draft model's chances in a trial."""
+HOPE = 0.9
+"""Acceptance of a head or draft model that a trial supposes: what it was before says nothing about the next text."""
+IDLE_STEPS = 8
+"""Steps without a choice of a head's or draft model's drafts after one of none."""
 SEQUENCES_PER_WAIT, MAX_WAIT = 8, 3
 """After a step that drafts nothing, guesses are not compared for one step per 8 sequences, at most 3. The next
 comparison covers all tokens since."""
@@ -131,6 +133,9 @@ class Speculation:
                 self._acceptance.on_step(self._drafter.source, num_drafts)
         for chunk, num_accepted in self._unlearned:
             self._count(chunk, num_accepted)
+        self.lengths.on_accepted(
+            sum(count for chunk, count in self._unlearned if chunk.sequence.draft_source != GRAMMAR)
+        )
         self._unlearned.clear()
         self._unlearned_steps.clear()
         self._chosen = None
@@ -251,6 +256,7 @@ class Speculation:
         self._asked, self._chosen = (sequences, num_rows), None
         if not any(chosen):
             self.lengths.on_planned(0)
+            self._steps_to_wait = IDLE_STEPS
         kept = {
             one: count
             for (one, most), wanted in zip(asked.items(), chosen, strict=True)
@@ -272,7 +278,7 @@ class Speculation:
         self._num_silent += 1
         if any(found):  # else the drafter begins with this step
             self._num_silent = 0
-            self.lengths.on_planned(sum(map(len, found)))
+            self.lengths.on_planned(sum(map(len, found)), self._drafting_s)
         elif self._num_silent >= MAX_SILENT:
             self._num_silent, self._steps_to_wait = 0, SILENT_STEPS
         return set(kept)

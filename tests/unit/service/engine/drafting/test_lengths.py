@@ -1,11 +1,13 @@
 import random
+from itertools import islice
 
 import numpy as np
 import pytest
 
 from service.engine.drafting.drafter import EAGLE3, NGRAM
-from service.engine.drafting.lengths import PLAIN_STEPS, Acceptance, Drafting, DraftLengths
+from service.engine.drafting.lengths import MAX_CHARGE, PLAIN_STEPS, TRIAL_SHARE, Acceptance, Drafting, DraftLengths
 from service.engine.drafting.step_cost import StepCost
+from service.engine.scheduling.speculation import HOPE
 
 FLAT = StepCost([1, 1000], [1.0, 1.001])
 STEEP = StepCost([1, 1000], [0.001, 1.0])
@@ -114,6 +116,8 @@ def test_a_trial_waits_until_something_is_drafted():
     assert lengths.choose([[0.5]], 1) == [0]
 
 
+LATEST_TRIAL = int(2 * MAX_CHARGE / TRIAL_SHARE)
+"""Steps after the last one."""
 ROWS = (1, 2, 4, 8, 16, 24, 32, 64, 96, 128, 160, 192, 256, 512)
 FORWARD_MS = (3.95, 4.15, 4.5, 5.0, 5.3, 5.5, 4.9, 4.9, 5.6, 6.3, 6.9, 7.5, 9.3, 16.0)
 """About those of an H200."""
@@ -122,47 +126,55 @@ FORWARD_MS = (3.95, 4.15, 4.5, 5.0, 5.3, 5.5, 4.9, 4.9, 5.6, 6.3, 6.9, 7.5, 9.3,
 class SimulatedDevice:
     """Steps without drafts overlap; others expose 0.5 ms of the host and 10 us a row. A row's attention takes 2 us."""
 
-    def __init__(self, batch, rate, token_ms, seed):
-        self._batch, self._rate, self._token_ms = batch, rate, token_ms
+    def __init__(self, batch, rate, token_ms, seed, noise=0.01):
+        self._batch, self.rate, self._token_ms, self._noise = batch, rate, token_ms, noise
         self._random, self._was_plain = random.Random(seed), False
 
     def step_ms(self, counts) -> tuple[float, float]:
         """Return the step's, and those of drafting."""
         num_rows = self._batch + sum(counts)
-        noise = self._random.lognormvariate(0, 0.01) * (4 if self._random.random() < 0.003 else 1)
+        noise = self._random.lognormvariate(0, self._noise) * (4 if self._random.random() < 0.003 else 1)
         device_ms = (float(np.interp(num_rows, ROWS, FORWARD_MS)) + 0.1 + 0.002 * num_rows) * noise
         is_exposed, self._was_plain = any(counts) or not self._was_plain, not any(counts)
         return device_ms + is_exposed * (0.5 + 0.01 * num_rows), max(counts) * self._token_ms
 
     def num_accepted(self, count):
-        return next((number for number in range(count) if self._random.random() > self._rate), count)
+        return next((number for number in range(count) if self._random.random() > self.rate), count)
 
 
-def simulated_rate(batch, rate, token_ms=0.0, *, num_drafts=None, num_steps=600, seed=0):
-    """Return tokens per ms; `num_drafts`: of every sequence, not chosen."""
-    device, lengths, seen = SimulatedDevice(batch, rate, token_ms, seed), DraftLengths(), Acceptance()
-    lengths.cost = StepCost(ROWS, [1e-3 * each for each in FORWARD_MS])
-    sequences, total_ms, num_tokens, was_plain = [Names() for _ in range(batch)], 0.0, 0, False
-    for _ in range(num_steps):
+def simulated_steps(device, batch, token_ms, *, num_drafts=None):
+    """Yield each step's milliseconds, tokens and drafts; `num_drafts`: of every sequence, not chosen."""
+    lengths, seen = DraftLengths(StepCost(ROWS, [1e-3 * each for each in FORWARD_MS])), Acceptance()
+    sequences, was_plain = [Names() for _ in range(batch)], False
+    while True:
         if num_drafts is None:
             gains = seen.gains(EAGLE3, sequences, [8] * batch)
-            counts = lengths.choose(gains, batch, Drafting(1e-3 * token_ms, 256 - batch, 0.5))
-            lengths.on_planned(sum(counts))
+            counts = lengths.choose(gains, batch, Drafting(1e-3 * token_ms, 256 - batch, HOPE))
         else:
             counts = [num_drafts] * batch
         step_ms, drafting_ms = device.step_ms(counts)
-        total_ms += step_ms + drafting_ms
-        num_tokens += batch
+        lengths.on_planned(sum(counts), 1e-3 * drafting_ms)
+        accepted = [device.num_accepted(count) for count in counts]
         seen.on_step(EAGLE3, sum(counts))
-        for sequence, count in zip(sequences, counts, strict=True):
+        for sequence, count, num_accepted in zip(sequences, counts, accepted, strict=True):
             if count:
-                num_accepted = device.num_accepted(count)
                 seen.on_result(EAGLE3, sequence, num_accepted, count)
-                num_tokens += num_accepted
+        lengths.on_accepted(sum(accepted))
         if any(counts) or was_plain:
             lengths.on_step(batch, sum(counts), 1e-3 * step_ms)
         was_plain = not any(counts)
-    return num_tokens / total_ms
+        yield step_ms + drafting_ms, batch + sum(accepted), sum(counts)
+
+
+def rate_of(steps, num_steps):
+    """Return tokens per ms."""
+    times, tokens, _ = zip(*islice(steps, num_steps), strict=True)
+    return sum(tokens) / sum(times)
+
+
+def simulated_rate(batch, rate, token_ms=0.0, *, num_drafts=None, num_steps=600, seed=0):
+    device = SimulatedDevice(batch, rate, token_ms, seed)
+    return rate_of(simulated_steps(device, batch, token_ms, num_drafts=num_drafts), num_steps)
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16, 64, 128])
@@ -174,3 +186,30 @@ def test_no_batch_is_slower_than_without_drafts_and_gains_are_near_the_best(batc
     chosen = simulated_rate(batch, rate, token_ms)
     assert chosen > 0.98 * plain
     assert chosen > 0.93 * best
+
+
+@pytest.mark.parametrize(("batch", "token_ms", "noise"), [(1, 0.1, 0.01), (4, 1.5, 0.3), (16, 0.4, 0.3)])
+def test_a_drafter_that_lied_is_used_again_once_it_is_right(batch, token_ms, noise):
+    device = SimulatedDevice(batch, 0.0, token_ms, 1, noise)
+    plain = rate_of(simulated_steps(SimulatedDevice(batch, 0.0, 0.0, 1, noise), batch, 0.0, num_drafts=0), 600)
+    steps = simulated_steps(device, batch, token_ms)
+    assert rate_of(islice(steps, 100, None), 600) > 0.98 * plain
+    device.rate = 1.0
+    counts = [num_drafts for _, _, num_drafts in islice(steps, LATEST_TRIAL + 50)]
+    assert sum(map(bool, counts[-40:])) >= 30
+
+
+def test_the_next_trial_of_drafts_comes_in_time_whatever_the_last_one_took():
+    lengths = DraftLengths(StepCost([1, 9], [1.0, 1.5]))
+    for _ in range(3):
+        lengths.on_step(1, 0, 1.0)
+    for _ in range(2):
+        waited = 0
+        while not sum(counts := lengths.choose([[0.01]], 1, Drafting(0.1, hope=HOPE))):
+            lengths.on_planned(0)
+            lengths.on_step(1, 0, 1.0)
+            waited += 1
+        assert 10 < waited <= LATEST_TRIAL
+        lengths.on_planned(sum(counts), 100.0)
+        lengths.on_step(1, sum(counts), 2.0)
+        lengths.on_accepted(0)
