@@ -58,7 +58,7 @@ ENDINGS: dict[EndReason, Ending] = {
     EndReason.DEADLINE: Ending(None, 504, "The request exceeded its deadline."),
     EndReason.NUMERICAL_ERROR: Ending(None, 500, "The model produced NaN for this request."),
     EndReason.TOO_LARGE: Ending(None, 400, "The request needs more KV cache or more branches than this server has."),
-    EndReason.GRAMMAR: Ending(None, 400, "The grammar exceeds this server's limits."),
+    EndReason.GRAMMAR: Ending(None, 400, "The grammar allows no text, or exceeds this server's limits."),
     EndReason.ADAPTER: Ending(None, 503, "The worker could not load the adapter."),
     EndReason.INVALID: Ending(None, 400, "The worker refused the job."),
     EndReason.SHUTDOWN: Ending(None, 503, "The server was shut down before the request ended."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,10 +10,13 @@ from typing import Protocol
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from model.errors import GrammarError
+from model.text.grammar import HEADER
 
 MAX_GRAMMAR_BYTES = 2 << 20
 MAX_ERROR_CHARS = 160
 MAX_LEXER_STATES = 20_000  # about 2 KB each
+REGEX_ERROR = re.compile(r"^error: (.*)$", re.MULTILINE)
+POSITION = re.compile(r"^(?:at )?(\d+)\(\d+\): ")
 SPECIAL = b"\xff"
 """Prefix of a special token's bytes, which no text contains."""
 
@@ -80,7 +84,7 @@ class TextCompiler:
             raise GrammarError(f"The grammar takes more than {MAX_GRAMMAR_BYTES} bytes.")
         found = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if found.is_error():
-            raise GrammarError(f"The grammar cannot be compiled: {_first_line(found.get_error())}")
+            raise GrammarError(f"The grammar cannot be compiled: {_reason(found.get_error())}")
         return found
 
 
@@ -100,6 +104,11 @@ class _Vocabulary:
         raise NotImplementedError
 
 
-def _first_line(error: str) -> str:
-    line = error.partition("\n")[0].strip()[:MAX_ERROR_CHARS]
-    return "".join(char if char.isprintable() else "?" for char in line)
+def _reason(error: str) -> str:
+    """Return llguidance's first line, or its regex parser's error, with the line of the client's grammar."""
+    first, _, rest = error.partition("\n")
+    position, of_regex = POSITION.match(first), REGEX_ERROR.search(rest)
+    text = f"regular expression: {of_regex[1]}" if of_regex else first[position.end() if position else 0 :].strip()
+    if position:
+        text = f"line {int(position[1]) - HEADER.count(chr(10))}: {text}"
+    return "".join(char if char.isprintable() else "?" for char in text[:MAX_ERROR_CHARS])

@@ -291,3 +291,17 @@ def test_the_cache_holds_few_grammars(compiler):
         compiler.compile(regex_grammar(f"y{{{i + 1}}}"))
     assert len(compiler._cache) == MAX_CACHED_GRAMMARS
     assert first not in compiler._cache
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (regex_grammar("(?=a)b"), "line 1: regular expression: look-around, including look-ahead and look-behind,"),
+        (json_grammar({"pattern": f"{'a' * 999}(b)\\1"}), "line 1: regular expression: backreferences are not supp"),
+        (lark_grammar('start: "x" a\na: /[/'), "line 2: regular expression: unclosed character class"),
+        (lark_grammar("start: other"), 'line 1: unknown name: "other"'),
+    ],
+)
+def test_a_refusal_names_what_is_wrong_and_the_clients_line(compiler, text, reason):
+    with pytest.raises(GrammarError, match=re.escape(f"The grammar cannot be compiled: {reason}")):
+        compiler.compile(text)
