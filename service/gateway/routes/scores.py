@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import mul
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from service.errors import RequestError
-from service.gateway.core.refusals import refusal
+from service.gateway.core.refusals import missing, refusal
 from service.gateway.core.request import EMBEDDINGS
 from service.gateway.core.service import InferenceService
 from service.gateway.http.middleware import TENANT, json_response, read_body
@@ -24,6 +24,8 @@ SCORE = "/v1/score"
 RERANK = "/v1/rerank"
 SCORE_PATHS = ("/score", SCORE)
 RERANK_PATHS = ("/rerank", RERANK, "/v2/rerank")
+SPELLINGS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
+SIDES = frozenset(name for spelling in SPELLINGS for name in spelling)
 
 
 class SharedBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -34,14 +36,39 @@ class SharedBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, froze
     user: str = ""
 
 
+Texts: TypeAlias = str | list[str]
+
+
 class ScoreBody(SharedBody, frozen=True):
-    text_1: str | list[str]
-    text_2: str | list[str]
+    """Both sides in one of vLLM's spellings."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    items: Texts | None = None
+
+    def names(self) -> tuple[str, str]:
+        """Return the fields of the left and the right side. Raises RequestError."""
+        given = [name for name in ScoreBody.__struct_fields__ if name in SIDES and getattr(self, name) is not None]
+        spelling = next((pair for pair in SPELLINGS if set(given) <= set(pair)), None)
+        if spelling is None:
+            raise refusal(given[-1], f"cannot go with '{given[0]}'")
+        for name in spelling:
+            if name not in given:
+                raise missing(name)
+        return spelling
+
+
+class Document(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    text: str
 
 
 class RerankBody(SharedBody, frozen=True):
     query: str
-    documents: list[str]
+    documents: list[str | Document]
     top_n: int = 0
     return_documents: bool = True
 
@@ -58,11 +85,11 @@ class Scores:
         """Score each pair; one text on the left is compared with all on the right."""
         self._embeddings.check(http)
         body = await self._read(http, ScoreBody)
-        left = [body.text_1] if isinstance(body.text_1, str) else body.text_1
-        right = [body.text_2] if isinstance(body.text_2, str) else body.text_2
+        names = body.names()
+        left, right = (_listed(getattr(body, name)) for name in names)
         if len(left) not in (1, len(right)):
-            raise refusal("text_1", "must be one text, or as many as 'text_2'")
-        head, scores = await self._scores(http, body, left, right)
+            raise refusal(names[0], f"must be one text, or as many as '{names[1]}'")
+        head, scores = await self._scores(http, body, left, right, names[1])
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
         return json_response({**head, "object": "list", "data": data})
 
@@ -72,11 +99,12 @@ class Scores:
         body = await self._read(http, RerankBody)
         if body.top_n < 0:
             raise refusal("top_n", "must be at least 0, which returns all")
-        head, scores = await self._scores(http, body, [body.query], body.documents)
+        documents = [one if isinstance(one, str) else one.text for one in body.documents]
+        head, scores = await self._scores(http, body, [body.query], documents, "documents")
         best = sorted(enumerate(scores), key=lambda pair: -pair[1])[: body.top_n or None]
         results = []
         for index, score in best:
-            shown = {"document": {"text": body.documents[index]}} if body.return_documents else {}
+            shown = {"document": {"text": documents[index]}} if body.return_documents else {}
             results.append({"index": index, **shown, "relevance_score": score})
         return json_response({**head, "results": results})
 
@@ -85,16 +113,16 @@ class Scores:
         return await self._service.threads.run_sized(len(data), http[TENANT], _decode, data, kind)
 
     async def _scores(
-        self, http: web.Request, body: SharedBody, left: list[str], right: list[str]
+        self, http: web.Request, body: SharedBody, left: list[str], right: list[str], name_of_right: str
     ) -> tuple[Json, list[float]]:
         if not right:
-            raise refusal(_name_of_right(body), "must not be empty")
+            raise refusal(name_of_right, "must not be empty")
         shared = {name: getattr(body, name) for name in SharedBody.__struct_fields__}
         data = msgspec.json.encode({**shared, "input": [*left, *right]})
         try:
             accepted, stream = await self._embeddings.finished(http, EMBEDDINGS, data)
         except RequestError as error:
-            raise _in_own_words(error, body) from None
+            raise _in_own_words(error, name_of_right) from None
         scores = await self._service.threads.run(http[TENANT], _cosines, stream.embeddings, len(left))
         num_tokens = sum(accepted.num_prompt_tokens)
         head = {
@@ -117,13 +145,12 @@ def _cosines(embeddings: Sequence[bytes], num_left: int) -> list[float]:
     return [sum(map(mul, left[index % num_left], vector)) for index, vector in enumerate(right)]
 
 
-def _in_own_words(error: RequestError, body: SharedBody) -> RequestError:
+def _listed(texts: Texts) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts
+
+
+def _in_own_words(error: RequestError, own: str) -> RequestError:
     if error.param != "input":
         return error
-    own = _name_of_right(body)
     message = error.message.replace("'input'", f"'{own}'")
     return RequestError(error.status, message, error.type, own, error.code, error.retry_after_s)
-
-
-def _name_of_right(body: SharedBody) -> str:
-    return "documents" if isinstance(body, RerankBody) else "text_2"

@@ -31,14 +31,24 @@ async def test_scores_and_rankings(model_folder):
                 msgspec.convert(answer, answers.ScoreList, strict=True)
         _, answer = await gateway.post("/score", {"text_1": [middle, short], "text_2": [short, middle]})
         assert [one["score"] for one in answer["data"]] == [scores[short]] * 2
+        for names in (("data_1", "data_2"), ("queries", "documents"), ("queries", "items")):
+            _, answer = await gateway.post("/score", dict(zip(names, (middle, short), strict=True)))
+            assert [one["score"] for one in answer["data"]] == [scores[short]]
         for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-            _, answer = await gateway.post(path, {"query": middle, "documents": [short, long, middle], "top_n": 2})
+            _, answer = await gateway.post(
+                path, {"query": middle, "documents": [short, {"text": long}, middle], "top_n": 2}
+            )
             assert [(one["index"], one["document"]["text"]) for one in answer["results"]] == [(1, long), (2, middle)]
             msgspec.convert(answer, answers.Ranking, strict=True)
         for path, body, param in (
             ("/score", {"text_1": ["a", "b"], "text_2": ["a"]}, "text_1"),
             ("/score", {"text_1": "a", "text_2": []}, "text_2"),
             ("/score", {"text_1": "a"}, "text_2"),
+            ("/score", {}, "text_1"),
+            ("/score", {"queries": "a"}, "documents"),
+            ("/score", {"queries": "a", "items": []}, "items"),
+            ("/score", {"text_1": "a", "text_2": "b", "data_1": "c"}, "data_1"),
+            ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents"),
             ("/rerank", {"query": "a", "documents": ["b"] * 1024}, "documents"),
             ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
             ("/rerank", {"query": "a", "documents": [1]}, "documents"),
