@@ -121,7 +121,7 @@ def _read_chat(fields: Mapping[str, Any]) -> GenerationRequest:
     if "messages" in left:
         left["messages"] = plain_messages(left["messages"])
     body = convert(left, ChatBody)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise refusal("top_logprobs", "needs 'logprobs' to be true")
     max_tokens = body.max_tokens
     if body.max_completion_tokens is not None:

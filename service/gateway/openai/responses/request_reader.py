@@ -141,7 +141,7 @@ def read_response_body(fields: Mapping[str, Any]) -> ResponseBody:
     if body.text.verbosity not in (None, *VERBOSITIES):
         raise refusal("text.verbosity", f"must be one of {', '.join(VERBOSITIES)}")
     ReasoningForm.of(body.reasoning, body.include)
-    if body.top_logprobs is not None and LOGPROBS not in body.include:
+    if body.top_logprobs and LOGPROBS not in body.include:
         raise refusal("top_logprobs", f"needs '{LOGPROBS}' in 'include'")
     if body.background and not body.store:
         raise refusal("background", "needs 'store' to be true")

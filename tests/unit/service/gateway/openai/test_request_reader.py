@@ -76,11 +76,11 @@ def test_chat_logprobs_and_lengths():
     assert sampling(logprobs=True).logprobs == 0
     assert sampling(logprobs=True, top_logprobs=5).logprobs == 5
     assert sampling(logprobs=False).logprobs is None
+    assert sampling(top_logprobs=0).logprobs is None  # asks for nothing
     assert sampling(max_completion_tokens=5).max_tokens == 5
     assert sampling(max_completion_tokens=5, max_tokens=5).max_tokens == 5
     refused(CHAT, {**BODIES[CHAT], "max_completion_tokens": 5, "max_tokens": 6})
     refused(CHAT, {**BODIES[CHAT], "max_tokens": 5, "min_tokens": 6})
-
 
 @pytest.mark.parametrize("endpoint", BODIES)
 def test_how_many_choices(endpoint):
