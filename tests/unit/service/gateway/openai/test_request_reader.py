@@ -82,6 +82,7 @@ def test_chat_logprobs_and_lengths():
     refused(CHAT, {**BODIES[CHAT], "max_completion_tokens": 5, "max_tokens": 6})
     refused(CHAT, {**BODIES[CHAT], "max_tokens": 5, "min_tokens": 6})
 
+
 @pytest.mark.parametrize("endpoint", BODIES)
 def test_how_many_choices(endpoint):
     def choices(**more):
