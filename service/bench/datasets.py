@@ -15,6 +15,7 @@ import aiohttp
 import numpy as np
 
 from service.bench.flag_values import positive_number, whole_number
+from service.bench.load_client import random_ids
 from service.bench.trace import TracedRequest
 from service.errors import StartupError
 
@@ -145,6 +146,27 @@ def _first_turns(entry: Any) -> tuple[str, str] | None:
         case [str(prompt), str(answer), *_]:
             return prompt, answer
     return None
+
+
+async def texts_of(dataset: Dataset, http: aiohttp.ClientSession, url: str, model: str, vocab_size: int) -> list[str]:
+    """Return the prompts as texts. Raises StartupError."""
+    lengths = [request.num_prompt_tokens for request in dataset.requests]
+    ids = dataset.prompts or [random_ids(number, vocab_size, length) for number, length in enumerate(lengths)]
+    texts: list[str] = []
+    for first in range(0, len(ids), TOKENIZE_AT_ONCE):
+        some = ids[first : first + TOKENIZE_AT_ONCE]
+        texts += await asyncio.gather(*(_detokenized(http, f"{url}/detokenize", model, prompt) for prompt in some))
+    return texts
+
+
+async def _detokenized(http: aiohttp.ClientSession, url: str, model: str, ids: list[int]) -> str:
+    try:
+        async with http.post(url, json={"model": model, "tokens": ids}, allow_redirects=False) as response:
+            if response.status != 200:
+                raise StartupError(f"--url: {url} answers {response.status} (openai-chat needs it)")
+            return str((await response.json())["prompt"])
+    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
+        raise StartupError(f"--url: {url}: {error or type(error).__name__}") from None
 
 
 async def _tokenized(http: aiohttp.ClientSession, url: str, model: str, text: str) -> list[int]:

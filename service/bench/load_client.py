@@ -15,11 +15,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import aiohttp
 import uvloop
 
 from service.cli.client.api import EventLines
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+DELTAS = ("content", "reasoning", "reasoning_content", "tool_calls")
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Task:
     vocab_size: int
     max_seconds: float
     requests: list[tuple[int, int, int, float]]
-    prompts: list[list[int]] | None = None  # token ids of each; None: random ones
+    prompts: list[list[int]] | list[str] | None = None  # token ids, or messages of a chat; None: random ids
     ignore_eos: bool = True
     max_concurrency: int | None = None  # open requests of this process
 
@@ -48,12 +52,19 @@ class Answer:
     error: str | None = None  # None: complete
 
 
-def body_of(task: Task, number: int, num_prompt: int, num_output: int, prompt: list[int] | None = None) -> bytes:
+def body_of(task: Task, number: int, num_prompt: int, num_output: int, prompt: list[int] | str | None = None) -> bytes:
     """Return the request; without a prompt it depends on `number` alone."""
-    prompt = prompt or random.Random(number).choices(range(task.vocab_size), k=num_prompt)
-    params = {"max_tokens": num_output, "temperature": 0, "ignore_eos": task.ignore_eos, "stream": True}
+    if isinstance(prompt, str):
+        asked = {"messages": [{"role": "user", "content": prompt}], "max_completion_tokens": num_output}
+    else:
+        asked = {"prompt": prompt or random_ids(number, task.vocab_size, num_prompt), "max_tokens": num_output}
+    params = {"temperature": 0, "ignore_eos": task.ignore_eos, "stream": True}
     usage = {"stream_options": {"include_usage": True}}
-    return json.dumps({"model": task.model, "prompt": prompt, **params, **usage}).encode()
+    return json.dumps({"model": task.model, **asked, **params, **usage}).encode()
+
+
+def random_ids(number: int, vocab_size: int, num_ids: int) -> list[int]:
+    return random.Random(number).choices(range(vocab_size), k=num_ids)
 
 
 async def ask(
@@ -100,21 +111,30 @@ async def _follow(http: aiohttp.ClientSession, url: str, body: bytes, due_s: flo
 
 
 def _note(event: bytes, now_s: float, answer: Answer) -> None:
-    """Parse only events that are not plain text: the client must cost little."""
-    if b'"usage":{' in event or b'"usage": {' in event or event.startswith(b'{"error"'):
-        parsed = json.loads(event)
-        if "error" in parsed:
-            answer.error = "an error event"
-            return
-        answer.num_tokens = parsed["usage"]["completion_tokens"]
-        if not parsed["choices"]:
-            return
-    answer.chunks_s.append(now_s)
+    """Parse only events that are not plain text, or of a chat: the client must cost little."""
+    has_usage = b'"usage":{' in event or b'"usage": {' in event
+    if not (has_usage or b'"delta":' in event or event.startswith(b'{"error"')):
+        answer.chunks_s.append(now_s)
+        return
+    parsed = json.loads(event)
+    if "error" in parsed:
+        answer.error = "an error event"
+        return
+    if usage := parsed.get("usage"):
+        answer.num_tokens = usage["completion_tokens"]
+    if any(_has_text(choice) for choice in parsed["choices"]):
+        answer.chunks_s.append(now_s)
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    """Return False for a chat's first chunk, which has only the role, and its last."""
+    delta = choice.get("delta")
+    return delta is None or any(delta.get(name) for name in DELTAS)
 
 
 async def run(task: Task, wait_for_start: Callable[[], float]) -> list[Answer]:
     """Run the task; `wait_for_start` returns the start once requests are prepared."""
-    prompts: Sequence[list[int] | None] = task.prompts or [None] * len(task.requests)
+    prompts: Sequence[list[int] | str | None] = task.prompts or [None] * len(task.requests)
     bodies = [body_of(task, *request[:3], prompt) for request, prompt in zip(task.requests, prompts, strict=True)]
     places = nullcontext() if task.max_concurrency is None else asyncio.Semaphore(task.max_concurrency)
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
@@ -123,7 +143,10 @@ async def run(task: Task, wait_for_start: Callable[[], float]) -> list[Answer]:
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout) as http:
         start_s = wait_for_start()
-        deadline_s, url = start_s + task.max_seconds, task.url + "/v1/completions"
+        deadline_s, url = (
+            start_s + task.max_seconds,
+            task.url + (CHATS if isinstance(next(iter(prompts), None), str) else COMPLETIONS),
+        )
         due = [start_s + request[3] for request in task.requests]
         return await asyncio.gather(
             *(ask(http, url, body, due_s, deadline_s, places) for body, due_s in zip(bodies, due, strict=True))

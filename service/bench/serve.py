@@ -19,9 +19,9 @@ from urllib.parse import SplitResult, urlsplit
 import aiohttp
 import numpy as np
 
-from service.bench.datasets import add_dataset_flags, make_dataset, read_rate
+from service.bench.datasets import add_dataset_flags, make_dataset, read_rate, texts_of
 from service.bench.flag_values import positive_number, whole_number
-from service.bench.load_client import Answer, Task
+from service.bench.load_client import CHATS, COMPLETIONS, Answer, Task
 from service.bench.load_client import run as run_task
 from service.bench.report import Figure, Spread, python_script, script_environment, write_report
 from service.bench.trace import TracedRequest, read_trace
@@ -42,6 +42,7 @@ from service.errors import StartupError
 from service.queue.embedded.die_with_parent import die_with_parent
 
 API_KEY_VARIABLE = "QUIRE_API_KEY"
+CHAT_BACKEND = "openai-chat"
 START_DELAY_S = 0.5
 
 GRACE_S = 30.0
@@ -63,7 +64,7 @@ class Plan:
     slo_gap_ms: float
     vocab_size: int
     requests: list[TracedRequest]
-    prompts: list[list[int]] | None = None
+    prompts: list[list[int]] | list[str] | None = None
     ignore_eos: bool = True
     max_concurrency: int | None = None
 
@@ -114,8 +115,12 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--served-model-name", metavar="NAME", help="model name of requests (default: --model)")
     parser.add_argument("--disable-tqdm", action="store_true", help="no effect: there is no progress bar")
-    parser.add_argument("--backend", choices=("vllm", "openai"), help="no effect: /v1/completions is asked")
-    parser.add_argument("--endpoint", choices=("/v1/completions",), help="no effect: /v1/completions is asked")
+    parser.add_argument(
+        "--backend",
+        choices=("vllm", "openai", CHAT_BACKEND),
+        help="openai-chat asks /v1/chat/completions, with prompts as text (default: /v1/completions)",
+    )
+    parser.add_argument("--endpoint", choices=(COMPLETIONS, CHATS), help="the backend's path (default: as --backend)")
     parser.add_argument("--tokenizer", metavar="TEXT", help="no effect: the service tokenizes")
     add_table_flags(parser)
     parser.add_argument("--num-requests", metavar="N", help="first N requests of the trace (default: all)")
@@ -150,7 +155,7 @@ def run_serve_bench(_: Settings, flags: argparse.Namespace) -> int:
         load = replace(_load(plan), duration_s=figures.total_s, objectives_ms=objectives)
         print("\n" + vllm_table(load, plan.requests, answers, metrics, percentiles))
         if path is not None:
-            about = {"date": f"{datetime.now():%Y%m%d-%H%M%S}", "backend": "vllm", "model_id": model}
+            about = {"date": f"{datetime.now():%Y%m%d-%H%M%S}", "backend": flags.backend or "vllm", "model_id": model}
             more = {"tokenizer_id": flags.tokenizer or model, "burstiness": float(flags.burstiness)}
             write_result(path, {**about, **more, **vllm_record(load, plan.requests, answers, metrics, percentiles)})
     workload = flags.dataset_name or flags.trace.stem
@@ -181,7 +186,10 @@ async def _plan_and_drive(flags: argparse.Namespace) -> tuple[Plan, str, Path | 
     if flags.dataset_name is not None:
         async with aiohttp.ClientSession(headers=_headers(plan)) as http:
             dataset = await make_dataset(flags, http, plan.url, model)
-        plan = replace(plan, requests=dataset.requests, prompts=dataset.prompts)
+            texts = None
+            if flags.backend == CHAT_BACKEND:
+                texts = await texts_of(dataset, http, plan.url, model, plan.vocab_size)
+        plan = replace(plan, requests=dataset.requests, prompts=texts or dataset.prompts)
     plan = replace(plan, num_clients=min(plan.num_clients, len(plan.requests)))
     await _warm_up(plan, model, num_warmups)
     return plan, model, path, await drive(plan, model)
@@ -207,6 +215,11 @@ def read_plan(flags: argparse.Namespace) -> Plan:
         raise StartupError("--trace: give it or --dataset-name")
     if flags.trace is not None and (flags.save_result or flags.goodput):
         raise StartupError("--save-result, --goodput: not with --trace (--out, --slo-ttft-ms and --slo-gap-ms)")
+    is_chat = flags.backend == CHAT_BACKEND
+    if flags.endpoint not in (None, CHATS if is_chat else COMPLETIONS):
+        raise StartupError(f"--endpoint: {flags.endpoint} is not of --backend {flags.backend or 'vllm'}")
+    if is_chat and flags.trace is not None:
+        raise StartupError(f"--backend: {CHAT_BACKEND} needs texts (--dataset-name)")
     if flags.trace is not None and flags.rate is None:
         raise StartupError("--rate: missing")
     host = f"[{flags.asked_host}]" if ":" in flags.asked_host else flags.asked_host
@@ -331,7 +344,9 @@ def _headers(plan: Plan) -> dict[str, str]:
     return {"Authorization": f"Bearer {plan.api_key}"} if plan.api_key else {}
 
 
-def _task(plan: Plan, model: str, requests: list[tuple[int, int, int, float]], prompts: list[list[int]] | None) -> Task:
+def _task(
+    plan: Plan, model: str, requests: list[tuple[int, int, int, float]], prompts: list[list[int]] | list[str] | None
+) -> Task:
     return Task(
         plan.url,
         plan.api_key,

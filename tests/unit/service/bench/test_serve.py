@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from service.bench.load_client import Answer, Task, body_of
+from service.bench.load_client import Answer, Task, _note, body_of
 from service.bench.report import Spread, script_environment
 from service.bench.serve import Plan, summarize
 from service.bench.trace import TracedRequest
@@ -201,6 +201,21 @@ async def test_vllms_words_against_a_gateway(model_folder, tmp_path, capsys):
     assert json.loads((tmp_path / "out.json").read_text())["rate"] == "inf"
 
 
+async def test_chats_in_vllms_words(model_folder, capsys):
+    """An answer's first event has only the role, and its last only the reason: neither is a token."""
+    async with open_gateway(model_folder) as gateway:
+        gateway.worker.script = lambda job: Script([[65]] * 64, step_s=0.001)
+        words = "--backend openai-chat --endpoint /v1/chat/completions --dataset-name random --random-input-len 8"
+        more = "--random-output-len 4 --num-prompts 3 --ignore-eos --vocab-size 64"
+        assert await bench("--base-url", gateway.url, *words.split(), *more.split()) == 0
+        assert [(job.sampling.max_tokens, job.sampling.ignore_eos) for job in gateway.worker.jobs] == [(4, True)] * 3
+    assert f"{'Total generated tokens:':<40} 12\n" in capsys.readouterr().out
+    answer = Answer()
+    for delta in ({"role": "assistant", "content": ""}, {"content": "a"}, {}):
+        _note(json.dumps({"choices": [{"delta": delta}], "usage": None}).encode(), 1.0, answer)
+    assert answer.chunks_s == [1.0]
+
+
 async def test_no_more_are_open_than_the_limit(tmp_path):
     num_open, most_open = 0, 0
 
@@ -246,6 +261,8 @@ async def test_sharegpt_against_a_gateway(model_folder, tmp_path, capsys):
         (["--num-warmups", "-1"], "--num-warmups: -1 is out of range"),
         (["--goodput", "itl:9"], "--goodput: 'itl:9' is not of the form"),
         (["--save-result"], "--save-result, --goodput: not with --trace"),
+        (["--backend", "openai-chat"], "--backend: openai-chat needs texts (--dataset-name)"),
+        (["--endpoint", "/v1/chat/completions"], "--endpoint: /v1/chat/completions is not of --backend vllm"),
         (["--url", "http://host:x"], "--url: 'http://host:x'"),
         (["--url", "host:8000"], "--url: 'host:8000' is not of the form"),
         (["--url", "ftp://host"], "--url"),
@@ -286,7 +303,7 @@ async def test_a_wrong_key_is_one_line(model_folder, trace, capsys):
 
 INTERRUPTED = """
 import os, signal
-from service.bench.load_client import hand_over
+from service.bench.load_client import _note, hand_over
 signal.signal(signal.SIGALRM, lambda *_: os.write(2, b"!"))
 signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
 hand_over(b"x" * 1_000_000 + b"\\n", 1)
