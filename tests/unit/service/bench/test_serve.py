@@ -103,7 +103,8 @@ def test_a_request_is_the_same_in_every_run():
 async def test_a_run_against_a_gateway(model_folder, trace, tmp_path, capsys):
     async with open_gateway(model_folder, api_key=("secret",)) as gateway:
         gateway.worker.script = lambda job: Script([[65]] * 64, step_s=0.002)
-        options = ("--rate", 20, "--clients", 2, "--vocab-size", 64, "--api-key", "secret", "--slo-gap-ms", 60_000)
+        options = ("--rate", 20, "--clients", 2, "--vocab-size", 64, "--api-key", "secret")
+        options = (*options, "--slo-ttft-ms", 60_000, "--slo-gap-ms", 60_000)
         status = await bench("--url", gateway.url, "--trace", trace, *options, "--out", tmp_path / "out.json")
         jobs = gateway.worker.jobs
     assert status == 0
@@ -116,7 +117,7 @@ async def test_a_run_against_a_gateway(model_folder, trace, tmp_path, capsys):
     assert record["total_s"] >= 2.5 / 20
     assert record["output_tokens_per_s"] == pytest.approx(NUM_TOKENS / record["total_s"])
     total_ms = 1e3 * record["total_s"]
-    assert 2 <= record["gap_ms"]["p50"] < total_ms
+    assert 0 < record["gap_ms"]["p50"] < total_ms  # a late client may read two chunks within a step
     assert 2 <= record["ttft_ms"]["p50"] < total_ms
     assert "ttft ms" in capsys.readouterr().out
 
