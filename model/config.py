@@ -136,7 +136,7 @@ class ModelConfig:
             family=family.model_type,
             vocab_size=fields.integer("vocab_size", high=1 << 24),
             hidden_size=fields.integer("hidden_size", high=1 << 17),
-            intermediate_size=fields.integer("intermediate_size", high=1 << 20),
+            intermediate_size=fields.integer(family.intermediate_field, high=1 << 20),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -232,7 +232,7 @@ def _family(fields: Fields) -> Family:
         known = ", ".join([*FAMILIES, WRAPPER])
         raise fields.error("model_type", f"{name!r} is not supported{reason} (known: {known})")
     family, architectures = FAMILIES[name], fields.get("architectures")
-    if architectures is not None and architectures != [family.architecture]:
+    if architectures not in (None, [family.architecture], [family.saved_as]):
         raise fields.error("architectures", f"{architectures!r} is not supported (known: {family.architecture})")
     return family
 

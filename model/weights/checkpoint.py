@@ -30,7 +30,7 @@ from model.weights.safetensors_file import DTYPE_WORDS, FLOAT_DTYPES, StoredTens
 EMBEDDING, FINAL_NORM = "model.embed_tokens.weight", "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 HEAD = "lm_head"
-PROJECTIONS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+PROJECTIONS = ("_proj.weight", "_linear.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 IGNORED = re.compile(
     r"rotary_emb\.inv_freq$"
     r"|\.self_attn\.(attn\.)?(q|k|v|kv|prob)_scale$"

@@ -13,6 +13,9 @@ from model.weights.safetensors_file import StoredTensor
 MODULES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Modules of an expert in each stack, one above the other."""
 
+GRANITE = {"moe.input_linear.weight": "moe.experts.gate_up_proj", "moe.output_linear.weight": "moe.experts.down_proj"}
+"""Ends of names in Granite's files."""
+
 _STACK = re.compile(rf"((?:.*\.)?layers\.[0-9]+\.\w+\.experts\.)({'|'.join(MODULES)})(_scale_inv)?")
 
 
@@ -25,7 +28,10 @@ def split_stacks(tensors: dict[str, StoredTensor], config: ModelConfig) -> dict[
         return tensors
     split: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
-        if (found := _STACK.fullmatch(name)) is None:
+        plain = name
+        for granite, other in GRANITE.items():
+            plain = plain.replace(granite, other)
+        if (found := _STACK.fullmatch(plain)) is None:
             split[name] = tensor
             continue
         prefix, kind, suffix = found[1], found[2], found[3] or ""

@@ -19,8 +19,12 @@ SHAPE: dict[str, Any] = {
 }
 
 
+WITHOUT_MAMBA = {"layer_types": ["attention"] * 4, "num_local_experts": 0, "shared_intermediate_size": 80}
+
+
 def family_config(family: str, **fields: Any) -> dict[str, Any]:
-    return {**SHAPE, "model_type": family, "architectures": [FAMILIES[family].architecture], **fields}
+    own = WITHOUT_MAMBA if family == "granitemoehybrid" else {}
+    return {**SHAPE, **own, "model_type": family, "architectures": [FAMILIES[family].architecture], **fields}
 
 
 def wrapped_config(family: str, outer: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:

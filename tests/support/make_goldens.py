@@ -89,9 +89,23 @@ QWEN3_MOE = {
 }
 EXPERT_NAMES = {
     "qwen3_moe": ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj"), "down_proj"),
+    "olmoe": ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj"), "down_proj"),
     "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3"), "w2"),
 }
 """Names in the files of (router, experts, an expert's gate and up, down); transformers 5 stacks experts in memory."""
+
+GRANITE_MULTIPLIERS = {
+    "attention_multiplier": 0.25,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.22,
+}
+GRANITE_MOE_NAMES = {
+    "moe.experts.gate_up_proj": "moe.input_linear.weight",
+    "moe.experts.down_proj": "moe.output_linear.weight",
+    "moe.router.weight": "moe.router.layer.weight",
+}
+"""Ends of names in memory -> in the files."""
 
 PHI3 = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "pad_token_id": 0}
 OLD_WRAPPER_NAMES = {
@@ -308,10 +322,7 @@ CASES: dict[str, dict] = {
         "tie_word_embeddings": True,
         "attention_bias": False,
         "mlp_bias": False,
-        "attention_multiplier": 0.25,
-        "embedding_multiplier": 12.0,
-        "logits_scaling": 2.0,
-        "residual_multiplier": 0.22,
+        **GRANITE_MULTIPLIERS,
         "rope_scaling": None,
         "rope_theta": 10000.0,
         "torch_dtype": "bfloat16",
@@ -406,6 +417,97 @@ CASES: dict[str, dict] = {
         "torch_dtype": "bfloat16",
         "use_bias": True,
     },
+    # the first of four layers has full attention
+    "cwm_bf16": {
+        **SHAPE,
+        **heads(4, 2, 32),
+        "model_type": "cwm",
+        "architectures": ["CwmForCausalLM"],
+        "sliding_window": 24,
+        "rope_scaling": {**LLAMA3_SCALING, "factor": 16.0},
+        "rope_theta": 1000000.0,
+        "torch_dtype": "bfloat16",
+    },
+    "helium_bf16": {
+        **SHAPE,
+        **heads(4, 2, 16),
+        "model_type": "helium",
+        "architectures": ["HeliumForCausalLM"],
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rms_norm_eps": 1e-8,
+        "rope_theta": 100000.0,
+        "torch_dtype": "bfloat16",
+    },
+    "internlm3_dynamic_bf16": {
+        **SHAPE,
+        **heads(4, 2, 16),
+        "model_type": "internlm3",
+        "architectures": ["InternLM3ForCausalLM"],
+        "qkv_bias": True,
+        "bias": True,
+        "max_position_embeddings": 64,
+        "rope_scaling": {"rope_type": "dynamic", "factor": 6.0},
+        "rope_theta": 50000000.0,
+        "torch_dtype": "bfloat16",
+    },
+    "iquestcoder_bf16": {
+        **SHAPE,
+        **heads(4, 2, 32),
+        "model_type": "iquestcoder",
+        "architectures": ["IQuestCoderForCausalLM"],
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_theta": 500000.0,
+        "torch_dtype": "bfloat16",
+    },
+    # Granite 4 without Mamba: the MLP is that of a shared expert
+    "granite4_tied_bf16": {
+        **SHAPE,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "model_type": "granitemoehybrid",
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "tie_word_embeddings": True,
+        **GRANITE_MULTIPLIERS,
+        "layer_types": ["full_attention", "full_attention"],
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "position_embedding_type": "rope",
+        "shared_intermediate_size": 96,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 32,
+        "rope_theta": 10000000.0,
+        "torch_dtype": "bfloat16",
+    },
+    "granitemoe_tied_bf16": {
+        **SHAPE,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "model_type": "granitemoe",
+        "architectures": ["GraniteMoeForCausalLM"],
+        "tie_word_embeddings": True,
+        **GRANITE_MULTIPLIERS,
+        "intermediate_size": 32,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16",
+    },
+    "olmoe_bf16": {
+        **SHAPE,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "model_type": "olmoe",
+        "architectures": ["OlmoeForCausalLM"],
+        "intermediate_size": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+        "clip_qkv": None,
+        "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16",
+    },
     # plain frequencies in layers that slide, yarn in the others
     "olmo3_bf16": {
         **SHAPE,
@@ -459,6 +561,10 @@ def make_case(name: str, raw: dict) -> None:
 def stored_name(case: str, name: str) -> str:
     if "base" in case:
         return name.removeprefix("model.")
+    if "granitemoe" in case:
+        for old, new in GRANITE_MOE_NAMES.items():
+            name = name.replace(old, new)
+        return name
     prefix = next((old for old in OLD_WRAPPER_NAMES if name.startswith(old)), "") if "wrapped4" in case else ""
     return OLD_WRAPPER_NAMES.get(prefix, "") + name.removeprefix(prefix)
 
@@ -511,7 +617,7 @@ def random_weights(auto: type, folder: Path, dtype: torch.dtype, seed: int) -> d
     model = auto.from_config(AutoConfig.from_pretrained(folder))
     is_tied = model.config.get_text_config().tie_word_embeddings
     # Granite multiplies its embedding by 12 and the layers' outputs by 0.22
-    quiet, louder = (4, 3) if model.config.model_type == "granite" else (1, 1)
+    quiet, louder = (4, 3) if model.config.model_type.startswith("granite") else (1, 1)
     tensors = {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and is_tied:
@@ -529,7 +635,7 @@ def random_weights(auto: type, folder: Path, dtype: torch.dtype, seed: int) -> d
             value = 0.5 * noise
         else:
             value = noise * tensor.shape[-1] ** -0.5
-            if is_tied and ("o_proj" in name or "down_proj" in name):
+            if is_tied and any(module in name for module in ("o_proj", "down_proj", "output_linear")):
                 value *= 3 * louder
         tensors[name] = value.to(dtype).contiguous()
     return tensors

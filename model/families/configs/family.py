@@ -119,7 +119,9 @@ class Family:
 
     model_type: str
     architecture: str
+    saved_as: str | None = None  # the architecture that transformers writes, if another
     tensors: LayerTensors = LayerTensors()
+    intermediate_field: str = "intermediate_size"  # of a dense MLP
     biases: Callable[[Fields], Biases] = attention_biases
     ties_embeddings: bool = False  # without tie_word_embeddings
     qk_norm: bool = False

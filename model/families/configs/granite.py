@@ -1,9 +1,14 @@
-"""Granite 3: Llama with four multipliers, which `model/weights/folding.py` folds into weights and epsilon."""
+"""Granite 3 and 4: Llama with four multipliers, which `model/weights/folding.py` folds into weights and epsilon.
+
+Granite 4 (`granitemoehybrid`) is served where all layers have attention and an MLP without experts, named shared.
+"""
 
 from __future__ import annotations
 
 from model.config_fields import Fields
-from model.families.configs.family import Family, Multipliers, llama_biases
+from model.families.configs.family import ExpertsConfig, Family, LayerTensors, Multipliers, llama_biases
+from model.ops.interface import NO_WINDOW
+from model.rope_config import RopeConfig
 
 
 def _multipliers(fields: Fields) -> Multipliers:
@@ -15,4 +20,53 @@ def _multipliers(fields: Fields) -> Multipliers:
     )
 
 
+def _experts(fields: Fields, num_layers: int) -> ExpertsConfig:
+    """Read the experts, weighted by the softmax of the chosen ones only."""
+    num_experts = fields.integer("num_local_experts", 8, high=1 << 10)
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_used=fields.integer("num_experts_per_tok", 2, high=num_experts),
+        intermediate_size=fields.integer("intermediate_size", high=1 << 20),
+        renormalises=True,
+        layers=(True,) * num_layers,
+    )
+
+
+def _full_attention(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """Return no windows. Raises ModelError for experts or layers without attention."""
+    if fields.integer("num_local_experts", 8, low=0, high=1 << 10):
+        raise fields.error("num_local_experts", "experts beside a shared MLP are not supported (0)")
+    kinds = fields.get("layer_types") or fields.get("layers_block_type")
+    if not isinstance(kinds, list) or any(kind not in ("attention", "full_attention") for kind in kinds):
+        raise fields.error("layer_types", "layers without attention are not supported (attention)")
+    if len(kinds) != num_layers:
+        raise fields.error("layer_types", f"names {len(kinds)} layers of {num_layers}")
+    return (NO_WINDOW,) * num_layers
+
+
+def _ropes(fields: Fields, rope: RopeConfig, windows: tuple[int, ...]) -> tuple[RopeConfig, ...]:
+    rotates = fields.text("position_embedding_type", "nope") == "rope"
+    return () if rotates else (RopeConfig(kind="none", theta=rope.theta),) * len(windows)
+
+
 GRANITE = Family(model_type="granite", architecture="GraniteForCausalLM", biases=llama_biases, multipliers=_multipliers)
+GRANITE_MOE = Family(
+    model_type="granitemoe",
+    architecture="GraniteMoeForCausalLM",
+    tensors=LayerTensors(
+        router="block_sparse_moe.router",
+        experts="block_sparse_moe.experts",
+        renamed=(("router.layer", "router"),),
+    ),
+    multipliers=_multipliers,
+    experts=_experts,
+)
+GRANITE_HYBRID = Family(
+    model_type="granitemoehybrid",
+    architecture="GraniteMoeHybridForCausalLM",
+    tensors=LayerTensors(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"),
+    intermediate_field="shared_intermediate_size",
+    windows=_full_attention,
+    ropes=_ropes,
+    multipliers=_multipliers,
+)

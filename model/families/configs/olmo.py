@@ -1,10 +1,14 @@
-"""OLMo 2 and 3: norms after attention and MLP, and of q and k over all heads; OLMo 3 slides in three of four layers."""
+"""OLMo 2 and 3: norms after attention and MLP, and of q and k over all heads; OLMo 3 slides in three of four layers.
+
+OLMoE has experts, and norms before attention and MLP.
+"""
 
 from __future__ import annotations
 
 from model.config_fields import Fields
 from model.families.configs.family import (
     NORM_AFTER,
+    ExpertsConfig,
     Family,
     full_attention_every,
     layer_types,
@@ -41,6 +45,19 @@ def _ropes(fields: Fields, rope: RopeConfig, windows: tuple[int, ...]) -> tuple[
     return tuple(rope if window == NO_WINDOW else of_window for window in windows)
 
 
+def _experts(fields: Fields, num_layers: int) -> ExpertsConfig:
+    if fields.get("clip_qkv") is not None:
+        raise fields.error("clip_qkv", "is not supported (null)")
+    num_experts = fields.integer("num_experts", 64, high=1 << 10)
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_used=fields.integer("num_experts_per_tok", 8, high=num_experts),
+        intermediate_size=fields.integer("intermediate_size", high=1 << 20),
+        renormalises=fields.boolean("norm_topk_prob", False),
+        layers=(True,) * num_layers,
+    )
+
+
 OLMO2 = Family(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
@@ -60,4 +77,11 @@ OLMO3 = Family(
     scaling=_scaling,
     windows=_windows,
     ropes=_ropes,
+)
+OLMOE = Family(
+    model_type="olmoe",
+    architecture="OlmoeForCausalLM",
+    qk_norm=True,
+    qk_norm_whole=True,
+    experts=_experts,
 )

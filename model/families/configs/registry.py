@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from model.families.configs.cwm import CWM
 from model.families.configs.ernie4_5 import ERNIE4_5
 from model.families.configs.exaone4 import EXAONE4
 from model.families.configs.family import Family
 from model.families.configs.glm import GLM
-from model.families.configs.granite import GRANITE
-from model.families.configs.llama import LLAMA
+from model.families.configs.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
+from model.families.configs.helium import HELIUM
+from model.families.configs.internlm3 import INTERNLM3
+from model.families.configs.llama import IQUESTCODER, LLAMA
 from model.families.configs.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from model.families.configs.mixtral import MIXTRAL
-from model.families.configs.olmo import OLMO2, OLMO3
+from model.families.configs.olmo import OLMO2, OLMO3, OLMOE
 from model.families.configs.phi3 import PHI3
 from model.families.configs.qwen import QWEN2, QWEN3
 from model.families.configs.qwen3_moe import QWEN3_MOE
@@ -22,8 +25,8 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3),
         *(SMOLLM3, GRANITE, PHI3, OLMO2, OLMO3),
-        *(SEED_OSS, EXAONE4, GLM, ERNIE4_5),
-        *(QWEN3_MOE, MIXTRAL),
+        *(SEED_OSS, EXAONE4, GLM, ERNIE4_5, CWM, HELIUM, INTERNLM3, IQUESTCODER, GRANITE_HYBRID),
+        *(QWEN3_MOE, OLMOE, GRANITE_MOE, MIXTRAL),
     )
 }
 
@@ -34,12 +37,15 @@ TWISTS: dict[str, str] = {
         "norms of 1 plus their weight": ("gemma",),
         "attention and MLP side by side": ("cohere", "cohere2", "falcon", "gpt_neox", "phi"),
         "LayerNorm with a mean": ("gpt2", "nemotron", "olmo", "stablelm", "starcoder2"),
-        "an MLP without a gate": ("apertus", "arcee", "jais2"),
+        "an MLP without a gate": ("apertus", "arcee", "jais2", "nanochat"),
         "norms of q and k after their rotation": ("hunyuan_v1_dense",),
-        "attention sinks": ("gpt_oss",),
+        "attention sinks": ("gpt_oss", "granite_swa"),
         "latent attention": ("deepseek_v2", "deepseek_v3", "minicpm3"),
-        "experts that are not served": ("granitemoe", "llama4", "olmoe", "phimoe", "qwen2_moe"),
-        "layers without attention": ("falcon_h1", "granitemoehybrid", "jamba", "lfm2", "nemotron_h", "qwen3_next"),
+        "experts that are not served": (
+            *("dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "granitemoeshared", "hunyuan_v1_moe"),
+            *("llama4", "mellum", "minimax_m2", "phimoe", "qwen2_moe"),
+        ),
+        "layers without attention": ("falcon_h1", "jamba", "lfm2", "nemotron_h", "qwen3_next"),
         "tensors of a form of its own": ("baichuan", "chatglm", "internlm2", "minicpm", "qwen"),
     }.items()
     for model_type in model_types

@@ -10,7 +10,7 @@ from model.dtypes import NUMPY_DTYPES
 from model.families.llama import Llama
 from model.ops.cpu.ops import NumpyOps
 from model.rope_config import COMMON_KINDS
-from tests.support.goldens import FOLDER, NAMES, Golden, relative_error
+from tests.support.goldens import FOLDER, IN_OTHERS, NAMES, Golden, relative_error
 from tests.support.paged import PagedSequences
 
 FLOAT32_ERROR = 1e-4
@@ -40,7 +40,11 @@ IN_ALL_STEPS = ("llama", "mistral_window", "qwen2", "qwen3_bf16")
 
 @pytest.mark.parametrize(
     ("golden", "lengths", "block_size"),
-    [(name, *steps) for name in NAMES for steps in (STEPS if name.startswith(IN_ALL_STEPS) else STEPS[:2])],
+    [
+        (name, *steps)
+        for name in NAMES
+        for steps in STEPS[: 5 if name.startswith(IN_ALL_STEPS) else 1 if name.startswith(IN_OTHERS) else 2]
+    ],
     indirect=["golden"],
 )
 def test_logits(golden: Golden, model: Llama, lengths: list[int], block_size: int):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from model.config import ModelConfig
+from model.errors import ModelError
 from model.presets import PRESETS
-from tests.support.family_configs import family_config
+from tests.support.family_configs import family_config, read_family
 
 LLAMA3 = {
     "factor": 8.0,
@@ -41,3 +44,15 @@ def test_llama_33_and_r1_s_distill_are_llama_31():
     assert ModelConfig.from_dict(raw) == replace(whole, eos_token_ids=(128001,))
     assert PRESETS["llama-3.3-70b"].num_parameters == 70_552_387_584
     assert PRESETS["llama-3.3-70b"].rope == whole.rope
+
+
+def test_iquest_coder_is_llama_by_either_name():
+    config = read_family("iquestcoder", clip_qkv=None, use_sliding_window=False)
+    assert config == read_family("iquestcoder", architectures=["LlamaForCausalLM"])
+    assert replace(config, family="llama") == read_family("llama", head_dim=128)
+
+
+@pytest.mark.parametrize("fields", [{"clip_qkv": 8.0}, {"use_sliding_window": True}])
+def test_what_no_iquest_coder_has_is_refused(fields: dict[str, object]):
+    with pytest.raises(ModelError, match=f"{next(iter(fields))}: is not supported"):
+        read_family("iquestcoder", **fields)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from model.errors import ModelError
 from model.ops.interface import NO_WINDOW
 from model.weights.checkpoint import expected_shapes
 from tests.support.family_configs import read_family
@@ -35,3 +38,12 @@ def test_transformers_5_spells_a_rope_for_each_kind_of_layer():
     }
     config = read_family("olmo3", rope_parameters=ropes)
     assert [(rope.kind, rope.theta) for rope in config.ropes] == [("default", 1e4)] * 3 + [("yarn", 1e6)]
+
+
+def test_olmoe_has_experts_and_norms_before():
+    config = read_family("olmoe", num_experts=64, num_experts_per_tok=8)
+    assert config.experts is not None
+    assert (config.experts.num_experts, config.experts.num_used, config.experts.intermediate_size) == (64, 8, 96)
+    assert (config.experts.renormalises, config.norm_after, config.qk_norm_whole) == (False, False, True)
+    with pytest.raises(ModelError, match="clip_qkv: is not supported"):
+        read_family("olmoe", clip_qkv=8.0)
