@@ -110,18 +110,9 @@ class StepGraphs:
         """
         if state_layers:
             self._keep_states(state_layers)
-        self._block_size = kv.shape[4]
-        self._num_slots = kv.shape[0] * self._block_size
-        sizes = self._sizes_with_chunks()
-        sizes += [(decodes, 0) for decodes in self._decodes_only]
-        Packing.of(self._padding()).fill(self._host, self._padding())
-        if adapters is not None:
-            self._add_adapters(adapters)
-        self._model.ops.upload_all([self._host], self._packed)
-        tuned = [size for size in self._decodes_only if size.bit_count() == 1]
-        self._model.tune(tuned, tuned)
-        first_layer = self._model.first_layer()
-        for size in tqdm(sorted(sizes, key=sum, reverse=True), desc="graphs", disable=None if progress else True):
+        self._begin(kv, adapters)
+        first_layer, sizes = self._model.first_layer(), self._sizes()
+        for size in tqdm(sizes, desc="graphs", disable=None if progress else True):
             batch = self._batch(*size)
             self._replays[size] = self._captured(batch, kv, first_layer)
             if self._adapters is not None:
@@ -133,7 +124,18 @@ class StepGraphs:
             if self._adapters is not None:
                 adapted = replace(batch, adapters=self._adapters.batch(rows))
                 self._drafted_adapter_replays[rows] = self._captured(adapted, kv, first_layer, is_exact=True)
-        self._seconds = self._measured([size for size in sizes if size[1]])
+        self._seconds = self._measured(self._sizes_with_chunks())
+
+    def run_sizes(self, kv: Array, adapters: AdapterSlots | None = None) -> None:
+        """Run the kernels of `capture` once, in one layer, for `Ops.compile_ahead`."""
+        self._begin(kv, adapters)
+        first_layer = self._model.first_layer()
+        works = [(self._run_exact, self._batch(rows, 0)) for rows in self._drafted]  # first: they compile longest
+        works += [(self._run, self._batch(*size)) for size in self._sizes()]
+        for run, batch in works:
+            run(first_layer, batch, kv)
+            if self._adapters is not None:
+                run(first_layer, replace(batch, adapters=self._adapters.batch(batch.num_tokens)), kv)
 
     def forward(self, inputs: ForwardInputs) -> Array | None:
         """Return logits float32[R, V], valid until the next call; None if the step fits no captured size.
@@ -199,6 +201,17 @@ class StepGraphs:
                 best, best_rate = room + more, rate
         return best
 
+    def _begin(self, kv: Array, adapters: AdapterSlots | None) -> None:
+        """Fill the buffers with padding and tune products."""
+        self._block_size = kv.shape[4]
+        self._num_slots = kv.shape[0] * self._block_size
+        Packing.of(self._padding()).fill(self._host, self._padding())
+        if adapters is not None:
+            self._add_adapters(adapters)
+        self._model.ops.upload_all([self._host], self._packed)
+        tuned = [size for size in self._decodes_only if size.bit_count() == 1]
+        self._model.tune(tuned, tuned)
+
     def _captured(self, batch: Batch, kv: Array, first_layer: Llama, *, is_exact: bool = False) -> Callable[[], None]:
         run = self._run_exact if is_exact else self._run
         whole, warm_up_run = (partial(run, model, batch, kv) for model in (self._model, first_layer))
@@ -230,6 +243,11 @@ class StepGraphs:
 
     def _rows_beside(self, decodes: int) -> Sequence[int]:
         return ROWS_BESIDE_FEW if decodes == self._decodes_beside_chunks[0] else ROWS_BESIDE
+
+    def _sizes(self) -> list[tuple[int, int]]:
+        """Return all sizes, the largest first."""
+        sizes = self._sizes_with_chunks() + [(decodes, 0) for decodes in self._decodes_only]
+        return sorted(sizes, key=sum, reverse=True)
 
     def _sizes_with_chunks(self) -> list[tuple[int, int]]:
         beside = [(decodes, more) for decodes in self._decodes_beside_chunks for more in self._rows_beside(decodes)]

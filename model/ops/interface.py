@@ -221,10 +221,11 @@ class Device(Protocol):
     def download_async(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
         """Start to copy `arrays` as of all work submitted; calling the result waits."""
 
-    def warm_up(self, work: Callable[[], None]) -> None:
-        """Run `work`, perhaps twice and first writing nothing, to compile its kernels; its results are not used.
+    def compile_ahead(self, work: Callable[[], None]) -> None:
+        """Start to compile the kernels of `work`, which later work waits for.
 
-        Its control flow must not depend on results.
+        A backend that compiles runs `work` without computing: its control flow must not depend on results. Others do
+        not run it.
         """
 
     def capture(self, work: Callable[[], None], warm_up_run: Callable[[], None] | None = None) -> Callable[[], None]:

@@ -164,11 +164,25 @@ def load_model(
     quantization: str = "auto",
     progress: bool = False,
 ) -> Llama:
-    """Load a model in the memory and dtype of `ops`, for sequences of at most `max_model_len` tokens.
+    """Load a model: see `allocate_model` and `AllocatedModel.load`. Raises ModelError."""
+    how = {"load_format": load_format, "quantization": quantization}
+    return allocate_model(directory, config, ops, max_model_len, **how).load(progress=progress)
+
+
+def allocate_model(
+    directory: Path | None,
+    config: ModelConfig,
+    ops: Ops,
+    max_model_len: int,
+    *,
+    load_format: str = "safetensors",
+    quantization: str = "auto",
+) -> AllocatedModel:
+    """Allocate a model in the memory and dtype of `ops`, for sequences of at most `max_model_len` tokens.
 
     load_format "dummy" makes random weights, in the formats of `directory` if it is quantised. quantization "fp8"
-    rounds the layers' matrices to e4m3. Scales of an fp8 cache are 1 if none are stored (`measure_kv_scales`).
-    `progress` shows a bar if stderr is a terminal. Raises ModelError.
+    rounds the layers' matrices to e4m3. Scales of an fp8 cache are 1 if none are stored (`measure_kv_scales`). Raises
+    ModelError.
     """
     check_device(config, ops)
     if load_format == "dummy":
@@ -186,20 +200,35 @@ def load_model(
     layers = tuple(_plan_layer(plan, config, index, rotations[rope]) for index, rope in enumerate(config.ropes))
     final_norm = plan.tensor(FINAL_NORM)
     lm_head = plan.matrix([LM_HEAD]) if tied_head is None else tied_head
-    plan.fill(progress)
-    plan.check()
-    layers = tuple(_prepared(layer, ops) for layer in layers)
     kv_scales, has_stored_scales = _kv_scales(source, config, ops)
     weights = LlamaWeights(
         embedding=embedding,
         layers=layers,
         final_norm=final_norm,
-        lm_head=ops.prepare_weight(lm_head) if tied_head is None else lm_head,
+        lm_head=lm_head,
         kv_scales=kv_scales,
         has_stored_kv_scales=has_stored_scales,
         has_rows_of_embedding=config.shares_embedding,
     )
-    return Llama(config, ops, weights)
+    return AllocatedModel(plan, Llama(config, ops, weights))
+
+
+class AllocatedModel:
+    """A model whose weights are undefined, and in the formats of its files, until `load`."""
+
+    def __init__(self, plan: _Plan, unfilled: Llama):
+        self._plan = plan
+        self._unfilled = unfilled
+
+    def first_layer(self) -> Llama:
+        """Return `Llama.first_layer` of undefined weights, for `Ops.compile_ahead`, to be called in its work."""
+        return _prepared(self._unfilled.first_layer())
+
+    def load(self, *, progress: bool = False) -> Llama:
+        """Fill all weights. `progress` shows a bar if stderr is a terminal. Raises ModelError."""
+        self._plan.fill(progress)
+        self._plan.check()
+        return _prepared(self._unfilled)
 
 
 def _kv_scales(source: DummyWeights | Checkpoint, config: ModelConfig, ops: Ops) -> tuple[Array | None, bool]:
@@ -401,7 +430,15 @@ class _Plan:
         return [(num_outputs, num_inputs) for num_outputs, num_inputs in shapes]
 
 
-def _prepared(layer: Layer, ops: Ops) -> Layer:
+def _prepared(model: Llama) -> Llama:
+    """Return a model with weights in the formats of the products."""
+    ops, weights = model.ops, model.weights
+    lm_head = weights.lm_head if weights.has_rows_of_embedding else ops.prepare_weight(weights.lm_head)
+    layers = tuple(_prepared_layer(layer, ops) for layer in weights.layers)
+    return Llama(model.config, ops, replace(weights, layers=layers, lm_head=lm_head))
+
+
+def _prepared_layer(layer: Layer, ops: Ops) -> Layer:
     names = ("qkv", "output", "gate_up", "down", *(() if layer.router is None else ("router",)))
     matrices: dict[str, Any] = {name: ops.prepare_weight(getattr(layer, name)) for name in names}
     return replace(layer, **matrices)

@@ -10,6 +10,7 @@ from model.adapter_slots import AdapterSlots
 from model.config import ModelConfig
 from model.errors import GrammarError, ModelError
 from model.families.eagle3_config import Eagle3Config
+from model.families.llama import Llama
 from model.kv_cache import allocate, allocate_with_draft, allocate_with_head
 from model.kv_scales import KvFormat, kv_format
 from model.ops.backend import open_group
@@ -18,7 +19,7 @@ from model.presets import PRESETS
 from model.sampling_params import SamplingParams
 from model.text.grammar_matcher import GrammarCompiler
 from model.text.tokenizer import Tokenizer
-from model.weights.loader import PlannedWeights, check_device, load_model, plan_weights
+from model.weights.loader import PlannedWeights, allocate_model, check_device, plan_weights
 from service.config.settings import Settings
 from service.engine.adapters import build_adapters, check_adapters, open_slots, slots_bytes
 from service.engine.drafting.build import (
@@ -32,10 +33,11 @@ from service.engine.drafting.drafter import Drafter
 from service.engine.drafting.eagle3 import Eagle3Drafter
 from service.engine.drafting.models import LONGEST_STEP, PlannedDraftModel, plan_draft_model
 from service.engine.engine import Engine
-from service.engine.execution.executor import ModelExecutor
+from service.engine.execution.executor import ModelExecutor, max_decode_rows
 from service.engine.grammars import Grammars
 from service.engine.kv.kv_manager import KVManager
-from service.engine.kv.memory_profile import MemoryPlan, host_memory_bytes, plan_memory, warm_up, warm_up_sizes
+from service.engine.kv.memory_profile import MemoryPlan, host_memory_bytes, plan_memory
+from service.engine.kv.warm_up import WarmUpSizes, run_all_kernels, warm_up, warm_up_products
 from service.engine.request import EngineRequest
 from service.engine.scheduling.fair_share import FairShare
 from service.engine.scheduling.limits import Limits
@@ -188,38 +190,48 @@ def size_engine(
     free_bytes = ops.memory_bytes()[0]
     reserved_bytes = weights + slots_bytes(settings, config, ops)
     planned = plan_memory(settings, config, ops, wanted_len, reserved_bytes=reserved_bytes, draft=draft)
-    try:
-        model = load_model(
-            model_folder(settings),
-            config,
-            ops,
-            wanted_len,
-            load_format=load_format,
-            quantization=settings.quantization,
-            progress=progress,
-        )
-    except ModelError as error:
-        raise StartupError(str(error)) from None
-    budget = settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[ops.name]
-    max_blocks = -(-wanted_len // settings.block_size)
-    executor = ModelExecutor(
-        model,
-        frozenset(config.eos_token_ids),
-        settings.max_num_seqs,
-        max_blocks,
-        verifies_drafts=ops.name == "cuda" and settings.speculative_config is not None,
-    )
     slots = open_slots(settings, config, ops)
+    budget = settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[ops.name]
+    verifies_drafts = ops.name == "cuda" and settings.speculative_config is not None
+    sizes = WarmUpSizes(
+        block_size=settings.block_size,
+        num_tokens=budget,
+        num_sequences=max_decode_rows(settings.max_num_seqs, verifies_drafts=verifies_drafts),
+        max_model_len=wanted_len,
+        verifies_drafts=verifies_drafts,
+    )
+    model = _load(settings, config, ops, sizes, slots, load_format=load_format, progress=progress)
+    eos_token_ids, max_blocks = frozenset(config.eos_token_ids), -(-wanted_len // settings.block_size)
+    executor = ModelExecutor(model, eos_token_ids, settings.max_num_seqs, max_blocks, verifies_drafts=verifies_drafts)
     if ops.name != "cuda":
         cache_format = kv_format(model, settings.block_size, wanted_len)
         return SizedModel(executor, planned, weight_format, cache_format, 0, budget, slots)
-    sizes = (min(budget, wanted_len), executor.max_rows, wanted_len)
-    ops.warm_up(partial(warm_up, model, settings.block_size, *sizes, slots))
-    warm_up_sizes(model, settings.block_size, budget, *sizes[1:])
-    cache_format = kv_format(model, settings.block_size, wanted_len)  # its kernels are compiled now
+    warm_up(model, sizes, slots)
+    warm_up_products(model, sizes)
+    cache_format = kv_format(model, settings.block_size, wanted_len)
     memory = plan_memory(settings, config, ops, wanted_len, draft=draft)
     workspace_bytes = free_bytes - reserved_bytes - ops.memory_bytes()[0]
     return SizedModel(executor, memory, weight_format, cache_format, workspace_bytes, budget, slots)
+
+
+def _load(
+    settings: Settings,
+    config: ModelConfig,
+    ops: Ops,
+    sizes: WarmUpSizes,
+    slots: AdapterSlots | None,
+    *,
+    load_format: str,
+    progress: bool,
+) -> Llama:
+    """Load a model while its kernels are compiled. Raises StartupError."""
+    how = {"load_format": load_format, "quantization": settings.quantization}
+    try:
+        allocated = allocate_model(model_folder(settings), config, ops, sizes.max_model_len, **how)
+        ops.compile_ahead(lambda: run_all_kernels(allocated.first_layer(), sizes, slots))
+        return allocated.load(progress=progress)
+    except ModelError as error:
+        raise StartupError(str(error)) from None
 
 
 def _log_ready(sized: SizedModel, ops: Ops) -> None:

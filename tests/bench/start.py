@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import wraps
 
 from model.cuda_graphs import StepGraphs
+from model.weights.loader import AllocatedModel
 from service.bench.flag_values import whole_number
 from service.bench.report import (
     add_report_flags,
@@ -37,7 +38,8 @@ TIMEOUT_S = 300
 PARTS = {
     "device": (build, "open_devices"),
     "weights, kernels": (build, "size_engine"),
-    "of these the weights": (build, "load_model"),
+    "of these finding kernels": (build, "run_all_kernels"),
+    "of these the weights": (AllocatedModel, "load"),
     "graphs": (StepGraphs, "capture"),
     "of these timing": (StepGraphs, "_measured"),
     "bus, prompts": (build, "calibrate_swap_cost"),

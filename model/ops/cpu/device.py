@@ -49,8 +49,8 @@ class NumpyDevice:
         copies = [np.array(array) for array in arrays]
         return lambda: copies
 
-    def warm_up(self, work: Callable[[], None]) -> None:
-        work()
+    def compile_ahead(self, work: Callable[[], None]) -> None:
+        """There is nothing to compile."""
 
     def capture(self, work: Callable[[], None], warm_up_run: Callable[[], None] | None = None) -> Callable[[], None]:
         (warm_up_run or work)()

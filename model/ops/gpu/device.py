@@ -84,8 +84,8 @@ class CudaDevice:
     def download_async(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
         return self._transfers.download_async(arrays)
 
-    def warm_up(self, work: Callable[[], None]) -> None:
-        self.kernels.compile_together(work)
+    def compile_ahead(self, work: Callable[[], None]) -> None:
+        self.kernels.compile_ahead(work)
 
     def capture(self, work: Callable[[], None], warm_up_run: Callable[[], None] | None = None) -> Callable[[], None]:
         (warm_up_run or work)()  # load kernels, plan products, grow the arena
@@ -167,7 +167,7 @@ class CudaDevice:
             kernel(grid, (threads,), args, shared_bytes, stream or self.stream)
 
     def most_clusters(self, name: str, cluster: int, *, threads: int, shared_bytes: int, **defines: int) -> int:
-        """Return how many clusters run at once; 0 while the kernel is compiled."""
+        """Return how many clusters run at once; 0 while kernels are compiled ahead."""
         key = (name, cluster, shared_bytes, *defines.values())
         if key not in self._most_clusters:
             kernel = self.kernels.get(name, shared_bytes=shared_bytes, **{"QUIRE_DTYPE": self.dtype_code, **defines})

@@ -50,7 +50,8 @@ class Kernels:
 
         Call it as `function(grid, block, args, shared_mem, stream)`, shared_mem <= `shared_bytes`.
         """
-        if self._compilers is not None and self._is_compiling(self._compilers, name, defines):
+        if self._compilers is not None:
+            self._compile_in(self._compilers, name, defines)
             return _launch_nothing
         key = (name, shared_bytes, *defines.items())
         function = self._functions.get(key)
@@ -63,45 +64,46 @@ class Kernels:
             self._functions[key] = function
         return function
 
-    def compile_together(
-        self, work: Callable[[], None], others: Sequence[Kernels] = (), use: Callable[[], None] | None = None
-    ) -> None:
-        """Run `work` after compiling its missing kernels in parallel.
+    @functools.cached_property
+    def _headers(self) -> str:
+        return headers_digest()
 
-        If any is missing, `work` runs twice, first launching nothing from that kernel on, so it must not depend on
-        results. `others` of a group launch nothing either; `use` selects this device.
+    @property
+    def are_compiled_ahead(self) -> bool:
+        """True while the work of `compile_ahead` runs, which launches nothing."""
+        return self._compilers is not None
+
+    def compile_ahead(self, work: Callable[[], None], others: Sequence[Kernels] = ()) -> None:
+        """Run `work` without launching its kernels, and start to compile the missing ones, a thread on each core.
+
+        `get` waits for a kernel that is being compiled. `others` of a group launch nothing either, and use the same
+        cubins. The control flow of `work` must not depend on results.
         """
         together = (self, *others)
-        with ThreadPoolExecutor(thread_name_prefix="compile") as compilers:
-            for kernels in together:
-                kernels._compilers, kernels._compiling = compilers, self._compiling
-            try:
-                work()
-            finally:
-                for kernels in together:
-                    kernels._compilers = None
-        compiling = self._compiling
+        compilers = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="compile")
         for kernels in together:
-            kernels._compiling = {}
-        if use is not None:
-            use()
-        for key, compiled in compiling.items():
-            self._modules[key] = _loaded(compiled.result())
-        if compiling:
+            kernels._compilers, kernels._compiling = compilers, self._compiling
+        try:
             work()
+        finally:
+            for kernels in together:
+                kernels._compilers = None
+            compilers.shutdown(wait=False)
 
-    def _is_compiling(self, compilers: ThreadPoolExecutor, name: str, defines: Mapping[str, int]) -> bool:
+    def _compile_in(self, compilers: ThreadPoolExecutor, name: str, defines: Mapping[str, int]) -> None:
         key = (name, *sorted(defines.items()))
         is_known = key in self._modules or key in self._compiling
-        if not is_known and not os.path.exists(_cubin_path(name, self.arch, defines, self._cache)):
-            self._compiling[key] = compilers.submit(cached_cubin, name, self.arch, defines, self._cache)
-        return bool(self._compiling)
+        build = name, self.arch, defines, self._cache, self._headers
+        if not is_known and not os.path.exists(_cubin_path(*build)):
+            self._compiling[key] = compilers.submit(cached_cubin, *build)
 
     def _module(self, name: str, defines: Mapping[str, int]) -> Module:
         key = (name, *sorted(defines.items()))
         module = self._modules.get(key)
         if module is None:
-            module = self._modules[key] = _loaded(cached_cubin(name, self.arch, defines, self._cache))
+            compiling = self._compiling.get(key)
+            build = name, self.arch, defines, self._cache, self._headers
+            module = self._modules[key] = _loaded(cached_cubin(*build) if compiling is None else compiling.result())
         return module
 
 
@@ -114,7 +116,7 @@ def _loaded(cubin: bytes) -> Module:
 def _launch_nothing(
     grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], shared_bytes: int, stream: Any
 ) -> None:
-    """Replace a kernel that is being compiled."""
+    """Stand in for a kernel that is compiled ahead."""
 
 
 def is_there(kernel: Callable[..., None]) -> bool:
@@ -148,9 +150,9 @@ def cache_folder() -> Path:
     return root / "kernels"
 
 
-def cached_cubin(name: str, arch: str, defines: Mapping[str, int], cache: Path) -> bytes:
-    """Run `compile_cubin` through `cache`; a damaged file is replaced."""
-    path = _cubin_path(name, arch, defines, cache)
+def cached_cubin(name: str, arch: str, defines: Mapping[str, int], cache: Path, headers: str) -> bytes:
+    """Run `compile_cubin` through `cache`, with `headers_digest`; a damaged file is replaced."""
+    path = _cubin_path(name, arch, defines, cache, headers)
     cubin = _read(path)
     if cubin is None:
         cubin = compile_cubin(name, arch, defines)
@@ -158,8 +160,18 @@ def cached_cubin(name: str, arch: str, defines: Mapping[str, int], cache: Path) 
     return cubin
 
 
-def _cubin_path(name: str, arch: str, defines: Mapping[str, int], cache: Path) -> Path:
-    return cache / f"{name}-sm_{arch}-{_fingerprint(name, arch, defines)}.cubin"
+def headers_digest() -> str:
+    """Digest all headers of `cuda/`, any of which a kernel may include."""
+    folder = source_folder()
+    headers = sorted(folder.rglob("*.cuh"))
+    parts = [header.relative_to(folder).as_posix() + header.read_text(encoding="utf-8") for header in headers]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _cubin_path(name: str, arch: str, defines: Mapping[str, int], cache: Path, headers: str) -> Path:
+    parts = [source_path(name).read_text(encoding="utf-8"), repr(_options(arch, defines)), repr(nvrtc.getVersion())]
+    fingerprint = hashlib.sha256("\0".join([*parts, headers]).encode()).hexdigest()[:20]
+    return cache / f"{name}-sm_{arch}-{fingerprint}.cubin"
 
 
 def compile_cubin(name: str, arch: str, defines: Mapping[str, int], *more_options: str) -> bytes:
@@ -193,14 +205,6 @@ def _load_compiler() -> None:
 def _options(arch: str, defines: Mapping[str, int]) -> tuple[str, ...]:
     defined = (f"-D{key}={defines[key]}" for key in sorted(defines))
     return ("--std=c++17", "-default-device", "-lineinfo", f"-arch=sm_{arch}", *defined)
-
-
-def _fingerprint(name: str, arch: str, defines: Mapping[str, int]) -> str:
-    folder = source_folder()
-    parts = [source_path(name).read_text(encoding="utf-8"), repr(_options(arch, defines)), repr(nvrtc.getVersion())]
-    for header in sorted(folder.rglob("*.cuh")):
-        parts.append(header.relative_to(folder).as_posix() + header.read_text(encoding="utf-8"))
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
 def _read(path: Path) -> bytes | None:

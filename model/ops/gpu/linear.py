@@ -75,7 +75,8 @@ class Linear:
     def tune(self, weights: Sequence[Array], bias: Array | None, num_rows: Sequence[int], out_dtype: np.dtype) -> None:
         """Measure the fastest algorithm for each of `num_rows`, about 30 ms per new shape. Not while capturing.
 
-        The `weights` [N, K] are used in turn, and should far exceed the L2.
+        The `weights` [N, K] are used in turn, and should far exceed the L2. While kernels are compiled ahead, nothing
+        is measured.
         """
         device, (n, k), found = self._device, weights[0].shape, {}
         shapes = [GemmShape(m, n, k, device.dtype.name, out_dtype.name, bias is not None) for m in num_rows]
@@ -87,6 +88,11 @@ class Linear:
             device.empty((most, k), device.dtype),
             device.empty((most, n), out_dtype),
         )
+        if device.kernels.are_compiled_ahead:
+            for shape in shapes:
+                for algorithm in self._own_algorithms(shape):
+                    self._carry_out(algorithm, x[: shape.m], weights[0], bias, out[: shape.m])
+            return
         self._fill(x, weights[0])
         for shape in shapes:
             found[shape] = self._autotune(shape, x[: shape.m], weights, bias, out[: shape.m])
@@ -117,12 +123,16 @@ class Linear:
             if build is None:
                 raise GemmError(f"{SMALL_M}: [{len(x)}] x [{len(weight)}] is not supported on this device")
             self._launch_small_m(build, x, weight, bias, out)
-        elif not self._gemm(x, weight, bias, out, algorithm.choice) and bias is not None:
+        elif not self._by_cublaslt(x, weight, bias, out, algorithm.choice) and bias is not None:
             grid = (len(out), math.ceil(len(weight) / _THREADS))
             out_float = int(out.dtype == _FLOAT32)
             self._device.launch(
                 "add_bias", grid, (out, bias, np.int32(len(weight))), overlaps=True, OUT_FLOAT=out_float
             )
+
+    def _by_cublaslt(self, x: Array, weight: Array, bias: Array | None, out: Array, choice: int) -> bool:
+        """Return whether cuBLASLt added the bias."""
+        return not self._device.kernels.are_compiled_ahead and self._gemm(x, weight, bias, out, choice)
 
     def _launch_gemv(self, build: GemvBuild, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
         device, (n, k) = self._device, weight.shape

@@ -167,6 +167,8 @@ class CudaOps(CudaDevice):
             and not (is_stack and weight.input_order is not None)
         ):
             return pack_stack(weight, self._linear_int4.pack) if is_stack else self._linear_int4.pack(weight)
+        if self.kernels.are_compiled_ahead:
+            return Weight(self.empty((*weight.data.shape[:-2], *weight.shape), self.dtype))
         _log.info("weights [%d, %d] in %s: no kernel, dequantised to %s", *weight.shape, weight.format, self.dtype.name)
         on_host = replace(
             weight,

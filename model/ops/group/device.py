@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,10 +50,8 @@ class GroupDevice:
 
         return fetch
 
-    def warm_up(self, work: Callable[[], None]) -> None:
-        for ops in self.ranks:
-            work = partial(ops.warm_up, work)
-        work()
+    def compile_ahead(self, work: Callable[[], None]) -> None:
+        """There is nothing to compile."""
 
     def capture(self, work: Callable[[], None], warm_up_run: Callable[[], None] | None = None) -> Callable[[], None]:
         """Record nothing: the work runs as it is."""

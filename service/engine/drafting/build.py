@@ -29,7 +29,7 @@ from service.engine.drafting.step_cost import StepCost
 from service.engine.drafting.suffix import SuffixDrafter
 from service.engine.execution.executor import ModelExecutor
 from service.engine.kv.kv_manager import KVManager
-from service.engine.kv.memory_profile import shared_block_batch
+from service.engine.kv.warm_up import shared_block_batch
 from service.engine.scheduling.speculation import Speculation
 from service.errors import StartupError
 from service.observability.logs import fields

@@ -66,7 +66,9 @@ class DeviceEagle3Drafter:
         self._head, self._ops, self._kv = head, head.ops, kv
         self._first_late_row = runner.first_late_row
         sizes = powers_of_two(min(max_num_seqs, MAX_DRAFTED))
-        head.tune(sorted({*DRAFTED_ROWS, *powers_of_two(runner.first_late_row)}), sizes)
+        tune = partial(head.tune, sorted({*DRAFTED_ROWS, *powers_of_two(runner.first_late_row)}), sizes)
+        head.ops.compile_ahead(tune)
+        tune()
         out = runner.sampled[self._first_late_row :]
         self._graphs = DraftGraphs(head, kv, out, sizes, max_drafts, runner.max_captured_rows)
         self._num_drafts, self._was_asked, self._num_sequences = max_drafts, False, 1

@@ -79,9 +79,7 @@ class ModelExecutor:
         """`verifies_drafts`: on a GPU, each draft is a decode row, MAX_DRAFTED_ROWS in a step."""
         self.model = model
         self.runs_ahead = model.ops.name == "cuda"
-        self.max_rows = max_num_seqs
-        if verifies_drafts:
-            self.max_rows = max(max_num_seqs, min((1 + MAX_DRAFTS) * max_num_seqs, MAX_DRAFTED_ROWS))
+        self.max_rows = max_decode_rows(max_num_seqs, verifies_drafts=verifies_drafts)
         self.runner = ModelRunner(model, self.max_rows, max_blocks, verifies_drafts=verifies_drafts)
         self._sampler = StepSampler(model.config.vocab_size, eos_token_ids, keeps_params=self.runner.replays_graphs)
         self._pooler = Pooler()
@@ -192,6 +190,12 @@ class ModelExecutor:
 
     def wait_for_transfer(self) -> None:
         self.runner.wait_for_transfer()
+
+
+def max_decode_rows(max_num_seqs: int, *, verifies_drafts: bool) -> int:
+    if not verifies_drafts:
+        return max_num_seqs
+    return max(max_num_seqs, min((1 + MAX_DRAFTS) * max_num_seqs, MAX_DRAFTED_ROWS))
 
 
 def _pairs(copies: tuple[BlockCopy, ...]) -> np.ndarray:

@@ -18,7 +18,7 @@ from model.config import ModelConfig
 from model.families.llama import Llama
 from model.ops.host_blocks import HostBlocks, Transfer
 from model.ops.interface import Array
-from service.engine.kv.memory_profile import shared_block_batch
+from service.engine.kv.warm_up import shared_block_batch
 
 EWMA_WEIGHT = 0.1
 

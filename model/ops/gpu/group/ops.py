@@ -45,10 +45,10 @@ class CudaGroupOps(GroupOps):
         super().synchronize()  # their memory may be in use
         load_group(self.ranks, targets, read, self._open_writer)
 
-    def warm_up(self, work: Callable[[], None]) -> None:
-        """Compile a kernel once; until all are there, no rank launches any."""
+    def compile_ahead(self, work: Callable[[], None]) -> None:
+        """Compile a kernel once for all ranks."""
         first, *others = self._cuda_ranks
-        first.compile_together(work, others)
+        first.compile_ahead(work, others)
 
     def capture(self, work: Callable[[], None], warm_up_run: Callable[[], None] | None = None) -> Callable[[], None]:
         (warm_up_run or work)()

@@ -41,7 +41,8 @@ class CudaRank(CudaOps):
         return memory
 
     def load_kernel(self, name: str, **defines: int) -> bool:
-        """Compile and load a kernel, so that its launch neither waits nor allocates; False while it is compiled."""
+        """Compile and load a kernel, so that its launch neither waits nor allocates; False while kernels are compiled
+        ahead."""
         kernel = self.kernels.get(name, **{"QUIRE_DTYPE": self.dtype_code, **defines})
         if not is_there(kernel):
             return False
@@ -63,10 +64,10 @@ class CudaRank(CudaOps):
         graph.upload(self.stream)
         return partial(graph.launch, self.stream)
 
-    def compile_together(self, work: Callable[[], None], others: Sequence[CudaRank]) -> None:
-        """See `Kernels.compile_together`."""
+    def compile_ahead(self, work: Callable[[], None], others: Sequence[CudaRank] = ()) -> None:
+        """See `Kernels.compile_ahead`."""
         kernels: list[Kernels] = [each.kernels for each in others]
-        self.kernels.compile_together(work, kernels, self.use)
+        self.kernels.compile_ahead(work, kernels)
 
     def share_tuning(self, other: CudaRank) -> None:
         """Multiply by the algorithms that `other` measured: equal products on two ranks then have equal bits."""

@@ -6,10 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from model.config import ModelConfig
 from model.ops.cpu.ops import NumpyOps
 from model.presets import PRESETS
-from model.weights.loader import load_model
 from service.cli.main import main
 from service.cli.models import DEMO_MODEL
 from service.cli.parser import make_parser
@@ -17,9 +15,8 @@ from service.config.settings import SERVE, Settings
 from service.config.sources import read_settings
 from service.engine.build import build_engine, num_swap_blocks
 from service.engine.kv import memory_profile as engine_memory
-from service.engine.kv.memory_profile import host_memory_bytes, plan_memory, warm_up_sizes
+from service.engine.kv.memory_profile import host_memory_bytes, plan_memory
 from service.errors import StartupError
-from tests.support.demo_engine import DEMO
 
 CONFIG = PRESETS["llama-3.2-1b"]
 GIB = 1 << 30
@@ -118,31 +115,3 @@ def test_swap_space_is_what_was_asked_for_or_a_part_of_the_hosts_memory(tmp_path
     assert num_swap_blocks(Settings(), SizedOps("numpy", GIB), memory) == 0
     small = plan(ops, num_gpu_blocks=10)
     assert num_swap_blocks(Settings(swap_space=2.0), ops, small) == 80
-
-
-class MeetingOps(NumpyOps):
-    """One that says which products there are to meet, and sees which are run."""
-
-    def __init__(self):
-        super().__init__(np.dtype(np.float32))
-        self.met = []
-
-    def linear_sizes(self, most):
-        return [size for size in (2, 4, 576, 640, 1024) if size // 2 < most]
-
-    def temporary(self, shape, dtype):
-        return np.full(shape, np.inf, dtype)  # whoever computes with what nobody has written is warned
-
-    def linear(self, x, weight, bias=None, **how):
-        self.met.append((len(x), weight.shape[0]))
-        return super().linear(x, weight, bias, **how)
-
-
-def test_products_of_every_size_that_is_not_captured_are_met_before_an_engine_serves():
-    ops = MeetingOps()
-    model = load_model(DEMO, ModelConfig.read(DEMO), ops, 128)
-    warm_up_sizes(model, 16, 700, 3, 128)
-    width, vocab = model.weights.layers[0].down.shape[0], model.config.vocab_size
-    in_layers = [rows for rows, num_outputs in ops.met if num_outputs == width]
-    assert in_layers == [576] * 2 + [640] * 2 + [700] * 2  # once in one layer, which has two products so wide
-    assert [rows for rows, num_outputs in ops.met if num_outputs == vocab and rows < 5][-2:] == [2, 4]

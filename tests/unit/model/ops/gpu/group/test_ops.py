@@ -62,7 +62,7 @@ def test_a_capture_that_fails_ends_on_all_ranks(ops):
 
 
 def test_kernels_are_compiled_once(ops, log):
-    ops.warm_up(lambda: log.append(("work",)))
+    ops.compile_ahead(lambda: log.append(("work",)))
     assert log[-2:] == [("compile", 0, 1), ("work",)]
 
 
