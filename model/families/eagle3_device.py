@@ -56,7 +56,7 @@ class DraftBatch:
 
     plan: DraftPlan
     tables: Array  # int32[S, W], with the drafts' blocks
-    how: SamplingArrays  # at the plan's positions
+    params: SamplingArrays  # at the plan's positions
     hidden: Array  # [S, H], of the last draft
     out: Array  # int32[K, S]
 
@@ -103,8 +103,8 @@ class DeviceEagle3:
             scale, lens = float(self.config.head_dim**-0.5), plan.places[number + 1]
             attended = self._attended(q, AttentionBatch(kv, last, batch.tables, lens, scale, self.config.window))
             logits = ops.spread_logits(self._finish(batch.hidden, attended), self.weights.columns)
-            how = replace(batch.how, position=plan.places[number + 2].view(np.uint32))
-            ops.sample(logits, how, out=batch.out[number])
+            params = replace(batch.params, position=plan.places[number + 2].view(np.uint32))
+            ops.sample(logits, params, out=batch.out[number])
 
     def _normed_states(self, states: Array) -> Array:
         """states [T, k H] -> [T, k H]."""

@@ -449,7 +449,7 @@ class Ops(Device, Protocol):
         """logits float32[R, V], token_ids int32[R] -> log-probabilities float32[R], the K = num_best <= V best ids
         int32[R, K], theirs float32[R, K]; ties by lower id."""
 
-    def sample(self, logits: Array, how: SamplingArrays, out: Array | None = None) -> Sampled:
+    def sample(self, logits: Array, params: SamplingArrays, out: Array | None = None) -> Sampled:
         """Sample one token per row of logits float32[R, V], which do not change; ids go to `out` int32[R] if given.
 
         Order: bias, penalties, mask, temperature, top-k, top-p (of what top-k left), min-p; ties with a threshold stay.
@@ -528,7 +528,7 @@ class PartOps(Ops, Protocol):
     def use(self) -> None:
         """Make its device the thread's current one, as other methods need."""
 
-    def sample_part(self, logits: Array, how: SamplingArrays, first_token: int) -> TokenCandidates:
+    def sample_part(self, logits: Array, params: SamplingArrays, first_token: int) -> TokenCandidates:
         """Return each row's best token. logits [R, n] begin at token `first_token`.
 
         As `sample`, without mask, thresholds or log-probabilities.

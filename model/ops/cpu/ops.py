@@ -283,11 +283,11 @@ class NumpyOps(NumpyDevice):
         known = (sources >= 0) & (sources < len(kv)) & (targets >= 0) & (targets < len(kv))
         kv[targets[known]] = kv[sources[known]]
 
-    def sample(self, logits: Array, how: SamplingArrays, out: Array | None = None) -> Sampled:
-        return numpy_sampling.sample(logits, how, out)
+    def sample(self, logits: Array, params: SamplingArrays, out: Array | None = None) -> Sampled:
+        return numpy_sampling.sample(logits, params, out)
 
-    def sample_part(self, logits: Array, how: SamplingArrays, first_token: int) -> TokenCandidates:
-        return numpy_sampling.sample_part(logits, how, first_token)
+    def sample_part(self, logits: Array, params: SamplingArrays, first_token: int) -> TokenCandidates:
+        return numpy_sampling.sample_part(logits, params, first_token)
 
     def top_logprobs(self, logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
         return numpy_sampling.top_logprobs(logits, token_ids, num_best)

@@ -13,48 +13,50 @@ NOISE_SPAN = np.float32(19.5)
 """More than two tokens' Gumbel noise can differ by: -log(-log(u)) of u in [2**-24, 1 - 2**-24]."""
 
 
-def sample(logits: Array, how: SamplingArrays, out: Array | None) -> Sampled:
+def sample(logits: Array, params: SamplingArrays, out: Array | None) -> Sampled:
     """`Ops.sample`."""
-    adjusted = log_softmax(logits) if how.adjusts_logprobs else np.array(logits)
-    if how.bias is not None:
-        add_bias(adjusted, how.bias)
-    if how.penalties is not None:
-        penalise(adjusted, how.penalties)
-    if how.mask is not None:
-        forbid(adjusted, how.mask)
+    adjusted = log_softmax(logits) if params.adjusts_logprobs else np.array(logits)
+    if params.bias is not None:
+        add_bias(adjusted, params.bias)
+    if params.penalties is not None:
+        penalise(adjusted, params.penalties)
+    if params.mask is not None:
+        forbid(adjusted, params.mask)
     best = adjusted.max(axis=1)
     is_nan = ~np.isfinite(best)
-    scores = adjusted.copy() if how.adjusts_logprobs else None
+    scores = adjusted.copy() if params.adjusts_logprobs else None
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         # A quotient that overflows leaves only the best token.
-        drawn = np.flatnonzero(np.isfinite(best / how.temperature))
+        drawn = np.flatnonzero(np.isfinite(best / params.temperature))
     if drawn.size:
-        adjusted[drawn] = perturbed(adjusted[drawn], how, drawn)
+        adjusted[drawn] = perturbed(adjusted[drawn], params, drawn)
     token_ids = np.where(is_nan, 0, np.argmax(adjusted, axis=1)).astype(np.int32)
     if out is not None:
         out[...] = token_ids
-    if not how.with_logprobs:
+    if not params.with_logprobs:
         return Sampled(token_ids, is_nan, None, None, None)
     logprobs = log_softmax(logits) if scores is None else scores
-    return Sampled(token_ids, is_nan, *_best_of(logprobs, token_ids, how.num_logprobs))
+    return Sampled(token_ids, is_nan, *_best_of(logprobs, token_ids, params.num_logprobs))
 
 
-def sample_part(logits: Array, how: SamplingArrays, first_token: int) -> TokenCandidates:
+def sample_part(logits: Array, params: SamplingArrays, first_token: int) -> TokenCandidates:
     """`PartOps.sample_part`."""
     adjusted = np.array(logits)
-    if how.bias is not None:
-        add_bias(adjusted, replace(how.bias, token_ids=how.bias.token_ids - first_token))
-    if how.penalties is not None:
-        penalise(adjusted, replace(how.penalties, token_ids=how.penalties.token_ids - first_token))
+    if params.bias is not None:
+        add_bias(adjusted, replace(params.bias, token_ids=params.bias.token_ids - first_token))
+    if params.penalties is not None:
+        penalise(adjusted, replace(params.penalties, token_ids=params.penalties.token_ids - first_token))
     best = adjusted.max(axis=1)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        scaled = best / how.temperature
+        scaled = best / params.temperature
     is_drawn = np.isfinite(scaled)
     drawn = np.flatnonzero(is_drawn)
     if drawn.size:
-        adjusted[drawn] = perturbed(adjusted[drawn], how, drawn, np.arange(first_token, first_token + logits.shape[1]))
+        adjusted[drawn] = perturbed(
+            adjusted[drawn], params, drawn, np.arange(first_token, first_token + logits.shape[1])
+        )
     token_ids = np.argmax(adjusted, axis=1)
-    score = np.where(how.temperature == 0, np.float32(0), scaled)
+    score = np.where(params.temperature == 0, np.float32(0), scaled)
     score[drawn] = adjusted[drawn, token_ids[drawn]]
     score[best == -np.inf] = -np.inf
     score[np.isnan(best) | (best == np.inf)] = np.nan
@@ -131,21 +133,21 @@ def forbid(logits: np.ndarray, mask: TokenMask) -> None:
 
 
 def perturbed(
-    logits: np.ndarray, how: SamplingArrays, rows: np.ndarray, vocabulary: np.ndarray | None = None
+    logits: np.ndarray, params: SamplingArrays, rows: np.ndarray, vocabulary: np.ndarray | None = None
 ) -> np.ndarray:
-    """logits [N, V] of `rows` of `how` -> logits / temperature + noise; -inf: left out. Tokens that cannot be the best
-    get no noise. `vocabulary` int[V]: their ids, unless they are 0..V-1."""
+    """logits [N, V] of `rows` of `params` -> logits / temperature + noise; -inf: left out. Tokens that cannot be
+    the best get no noise. `vocabulary` int[V]: their ids, unless they are 0..V-1."""
     with np.errstate(over="ignore"):
-        scaled: np.ndarray = logits / how.temperature[rows, None]
-    cut = (how.top_k[rows] < logits.shape[1]) | (how.top_p[rows] < 1) | (how.min_p[rows] > 0)
+        scaled: np.ndarray = logits / params.temperature[rows, None]
+    cut = (params.top_k[rows] < logits.shape[1]) | (params.top_p[rows] < 1) | (params.min_p[rows] > 0)
     if cut.any():
-        thresholds = _thresholds(scaled[cut], how.top_k[rows[cut]], how.top_p[rows[cut]], how.min_p[rows[cut]])
+        thresholds = _thresholds(scaled[cut], params.top_k[rows[cut]], params.top_p[rows[cut]], params.min_p[rows[cut]])
         scaled[cut] = np.where(scaled[cut] >= thresholds[:, None], scaled[cut], -np.inf)
     best = scaled.max(axis=1, keepdims=True)
     kept, columns = np.nonzero(scaled > best - NOISE_SPAN - 4 * np.spacing(np.abs(best)))
     token_ids = columns if vocabulary is None else vocabulary[columns]
     at = rows[kept]
-    scaled[kept, columns] += gumbel_noise(token_ids, how.seed[at], how.position[at], how.branch[at])
+    scaled[kept, columns] += gumbel_noise(token_ids, params.seed[at], params.position[at], params.branch[at])
     return scaled
 
 

@@ -401,11 +401,11 @@ class CudaOps(CudaDevice):
         sizes = map(np.int32, (len(kv), vecs, num_chunks))
         self.launch("copy_blocks", (len(sources) * num_chunks,), (kv, sources, targets, *sizes))
 
-    def sample(self, logits: Array, how: SamplingArrays, out: Array | None = None) -> Sampled:
-        expect("logits", logits, _FLOAT32, len(how.temperature), None)
+    def sample(self, logits: Array, params: SamplingArrays, out: Array | None = None) -> Sampled:
+        expect("logits", logits, _FLOAT32, len(params.temperature), None)
         if out is not None:
             expect("out", out, _INT32, len(logits))
-        return sample(self, logits, how, out)
+        return sample(self, logits, params, out)
 
     def top_logprobs(self, logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
         expect("logits", logits, _FLOAT32, None, None)

@@ -19,24 +19,32 @@ _FP32 = 0
 """QUIRE_DTYPE: logits are float32."""
 
 
-def sample(device: KernelLauncher, logits: Array, how: SamplingArrays, out: Array | None) -> Sampled:
+def sample(device: KernelLauncher, logits: Array, params: SamplingArrays, out: Array | None) -> Sampled:
     """`Ops.sample`."""
     rows, vocab = logits.shape
     if not 0 < vocab <= _MAX_VOCAB:
         raise ValueError(f"sample: a vocabulary of {vocab} is not supported (1 to {_MAX_VOCAB})")
     token_ids = device.temporary((rows,), np.int32) if out is None else out
     is_nan = device.temporary((rows,), np.bool_)
-    columns = (how.temperature, how.top_k, how.top_p, how.min_p, how.seed, how.position, how.branch)
-    if how.adjusts_logprobs:
+    columns = (
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        params.seed,
+        params.position,
+        params.branch,
+    )
+    if params.adjusts_logprobs:
         logits = _log_softmax(device, logits)
-    adjusted = _masked(device, logits, _adjusted(device, logits, how), how)
+    adjusted = _masked(device, logits, _adjusted(device, logits, params), params)
     args = (adjusted, *columns, token_ids, is_nan, np.int32(vocab))
     device.launch("sample_tokens", (rows,), args, threads=_THREADS, QUIRE_DTYPE=_FP32)
-    if not how.with_logprobs:
+    if not params.with_logprobs:
         return Sampled(token_ids, is_nan, None, None, None)
 
-    scores = adjusted if how.adjusts_logprobs else logits
-    logprobs = top_logprobs(device, scores, token_ids, how.num_logprobs, are_logprobs=how.adjusts_logprobs)
+    scores = adjusted if params.adjusts_logprobs else logits
+    logprobs = top_logprobs(device, scores, token_ids, params.num_logprobs, are_logprobs=params.adjusts_logprobs)
     return Sampled(token_ids, is_nan, *logprobs)
 
 
@@ -60,9 +68,9 @@ def _log_softmax(device: KernelLauncher, logits: Array) -> Array:
     return logprobs
 
 
-def _adjusted(device: KernelLauncher, logits: Array, how: SamplingArrays) -> Array:
+def _adjusted(device: KernelLauncher, logits: Array, params: SamplingArrays) -> Array:
     """Return logits with bias and penalties; without either, the same array."""
-    bias, seen = how.bias, how.penalties
+    bias, seen = params.bias, params.penalties
     if bias is None and seen is None:
         return logits
     adjusted = device.temporary(logits.shape, np.float32)
@@ -78,8 +86,8 @@ def _adjusted(device: KernelLauncher, logits: Array, how: SamplingArrays) -> Arr
     return adjusted
 
 
-def _masked(device: KernelLauncher, logits: Array, adjusted: Array, how: SamplingArrays) -> Array:
-    mask = how.mask
+def _masked(device: KernelLauncher, logits: Array, adjusted: Array, params: SamplingArrays) -> Array:
+    mask = params.mask
     if mask is None:
         return adjusted
     rows, vocab = logits.shape

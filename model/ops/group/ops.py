@@ -225,21 +225,21 @@ class GroupOps(GroupDevice):
         best: tuple[Array, Array, Array] = self._each(lambda ops, *own: ops.top_logprobs(*own, num_best), *arrays)
         return best
 
-    def sample(self, logits: Array, how: SamplingArrays, out: Array | None = None) -> Sampled:
+    def sample(self, logits: Array, params: SamplingArrays, out: Array | None = None) -> Sampled:
         """Sample from each rank's part and compare the best tokens; gather the logits if that is not enough."""
-        needs_all = how.has_thresholds or how.with_logprobs or how.adjusts_logprobs or how.mask is not None
+        needs_all = params.has_thresholds or params.with_logprobs or params.adjusts_logprobs or params.mask is not None
         if isinstance(logits, SplitArray) and not needs_all:
-            return self._best_of_parts(logits, how, out)
-        arrays = self._gathered(logits), how, out
+            return self._best_of_parts(logits, params, out)
+        arrays = self._gathered(logits), params, out
         sampled: Sampled = self._each(lambda ops, *arrays: ops.sample(*arrays), *arrays)
         return sampled
 
-    def _best_of_parts(self, logits: SplitArray, how: SamplingArrays, out: Array | None) -> Sampled:
+    def _best_of_parts(self, logits: SplitArray, params: SamplingArrays, out: Array | None) -> Sampled:
         candidates = []
         for rank, ops in self._turns():
             [(_, first, stop)] = logits.split.ranges(rank, self.num_ranks)
             part = logits.parts[rank][:, : stop - first]
-            candidates.append(ops.sample_part(part, on_rank(how, rank), first))
+            candidates.append(ops.sample_part(part, on_rank(params, rank), first))
         outs = [on_rank(out, rank) for rank in range(self.num_ranks)]
         sampled: Sampled = joined(self._collectives.best(candidates, outs))
         return sampled

@@ -336,7 +336,7 @@ class KernelCases:
         self, rows: int, temperature: float = 1.0, top_p: float = 1.0, best: int = 0
     ) -> Callable[[int], Launch]:
         upload, vocab = self._ops.upload, self._config.vocab_size
-        how = SamplingArrays(
+        params = SamplingArrays(
             temperature=upload(np.full(rows, temperature, np.float32)),
             top_k=upload(np.full(rows, vocab, np.int32)),
             top_p=upload(np.full(rows, top_p, np.float32)),
@@ -352,7 +352,7 @@ class KernelCases:
 
         def make(i: int) -> Launch:
             logits = self._keep(("logits", rows, i), (rows, vocab), 2.5, np.dtype(np.float32))
-            return lambda: self._ops.sample(logits, how)
+            return lambda: self._ops.sample(logits, params)
 
         return make
 

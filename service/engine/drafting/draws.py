@@ -27,12 +27,12 @@ def drawn(
     records = np.frombuffer(b"".join(one.sampling_record for one in sequences), RECORD)
     rows = np.flatnonzero(records["temperature"])
     if rows.size:
-        own, how = logits[rows], _arrays(records[rows], np.array(positions, np.uint32)[rows])
-        least = own.max(axis=1) - np.float32(SPAN) * how.temperature
+        own, params = logits[rows], _arrays(records[rows], np.array(positions, np.uint32)[rows])
+        least = own.max(axis=1) - np.float32(SPAN) * params.temperature
         columns = np.flatnonzero((own >= least[:, None]).any(axis=0))
         if len(columns) > 1:
             ids = columns if vocabulary is None else vocabulary[columns]
-            chosen[rows] = columns[perturbed(own[:, columns], how, np.arange(rows.size), ids).argmax(axis=1)]
+            chosen[rows] = columns[perturbed(own[:, columns], params, np.arange(rows.size), ids).argmax(axis=1)]
     return chosen if vocabulary is None else vocabulary[chosen]
 
 
@@ -41,10 +41,10 @@ def drawn_on(ops: Ops, logits: Array, sequences: Seq[Sequence], positions: Seq[i
     if ops.name == "numpy":
         return list(map(int, drawn(logits, sequences, positions)))
     records = np.frombuffer(b"".join(one.sampling_record for one in sequences), RECORD)
-    how = _arrays(records, np.array(positions, np.uint32))
-    sent = ops.upload_all([np.ascontiguousarray(getattr(how, name)) for name in _COLUMNS])
-    how = replace(how, **dict(zip(_COLUMNS, sent, strict=True)))
-    return list(map(int, ops.download(ops.sample(logits, how).token_ids)))
+    params = _arrays(records, np.array(positions, np.uint32))
+    sent = ops.upload_all([np.ascontiguousarray(getattr(params, name)) for name in _COLUMNS])
+    params = replace(params, **dict(zip(_COLUMNS, sent, strict=True)))
+    return list(map(int, ops.download(ops.sample(logits, params).token_ids)))
 
 
 def _arrays(records: np.ndarray, positions: np.ndarray) -> SamplingArrays:

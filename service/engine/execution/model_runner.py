@@ -208,14 +208,14 @@ class ModelRunner:
         logits = step.logits
         if call.rows is not None:
             logits = self._ops.gather_rows(logits, self._ops.upload(call.rows))
-        how = self._kept_params if call.params is None else self._upload(call.params)
-        if how is None:
+        params = self._kept_params if call.params is None else self._upload(call.params)
+        if params is None:
             raise ValueError("sample: no call has kept its parameters (send them)")
         if call.keeps_params and step.context_lens is not None:
-            self._kept_params = replace(how, position=step.context_lens.view(np.uint32))
-        is_kept = call.num_rows <= self._max_rows and not how.adjusts_logprobs
+            self._kept_params = replace(params, position=step.context_lens.view(np.uint32))
+        is_kept = call.num_rows <= self._max_rows and not params.adjusts_logprobs
         out = self.sampled[: call.num_rows] if is_kept else None  # more rows have drafts: the next step knows its ids
-        sampled = self._ops.sample(logits, how, out=out)
+        sampled = self._ops.sample(logits, params, out=out)
         arrays = [sampled.token_ids, sampled.is_nan]
         if sampled.logprobs is not None:
             arrays += [sampled.logprobs, sampled.top_ids, sampled.top_logprobs]

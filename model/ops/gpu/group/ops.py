@@ -139,8 +139,8 @@ class CudaGroupOps(GroupOps):
         sizes = q_size, (qkv.shape[1] - q_size) // 2
         self.sums.normalise_qk(qkv.parts, q_norm.parts, k_norm.parts, sizes, eps)
 
-    def sample(self, logits: Array, how: SamplingArrays, out: Array | None = None) -> Sampled:
+    def sample(self, logits: Array, params: SamplingArrays, out: Array | None = None) -> Sampled:
         """Gather logits of a padded vocabulary: the kernels read whole parts."""
         if isinstance(logits, SplitArray) and logits.split.size != logits.shape[1] * self.num_ranks:
             logits = self._gathered(logits)
-        return super().sample(logits, how, out)
+        return super().sample(logits, params, out)

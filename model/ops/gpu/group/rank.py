@@ -73,5 +73,5 @@ class CudaRank(CudaOps):
         """Multiply by the algorithms that `other` measured: equal products on two ranks then have equal bits."""
         self._linear.share_tuning(other._linear)
 
-    def sample_part(self, logits: Array, how: SamplingArrays, first_token: int) -> TokenCandidates:
-        return sample_part(self, logits, how, first_token)
+    def sample_part(self, logits: Array, params: SamplingArrays, first_token: int) -> TokenCandidates:
+        return sample_part(self, logits, params, first_token)

@@ -12,21 +12,21 @@ _FP32 = 0
 """QUIRE_DTYPE: logits are float32."""
 
 
-def sample_part(device: KernelLauncher, logits: Array, how: SamplingArrays, first_token: int) -> TokenCandidates:
+def sample_part(device: KernelLauncher, logits: Array, params: SamplingArrays, first_token: int) -> TokenCandidates:
     """`PartOps.sample_part`; logits are contiguous."""
     rows, width = logits.shape
     token_ids = device.temporary((rows,), np.int32)
     score, tie = (device.temporary((rows,), np.float32) for _ in range(2))
-    columns = how.temperature, how.seed, how.position, how.branch
+    columns = params.temperature, params.seed, params.position, params.branch
     sizes = np.int32(width), np.int32(first_token)
-    args = (_adjusted(device, logits, how, first_token), *columns, token_ids, score, tie, *sizes)
+    args = (_adjusted(device, logits, params, first_token), *columns, token_ids, score, tie, *sizes)
     device.launch("sample_part", (rows,), args, threads=_THREADS, QUIRE_DTYPE=_FP32)
     return TokenCandidates(token_ids, score, tie)
 
 
-def _adjusted(device: KernelLauncher, logits: Array, how: SamplingArrays, first_token: int) -> Array:
+def _adjusted(device: KernelLauncher, logits: Array, params: SamplingArrays, first_token: int) -> Array:
     """Return logits with bias and penalties of the part's tokens; without either, the same array."""
-    bias, seen = how.bias, how.penalties
+    bias, seen = params.bias, params.penalties
     if bias is None and seen is None:
         return logits
     adjusted = device.temporary(logits.shape, np.float32)
