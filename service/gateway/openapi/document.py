@@ -60,19 +60,19 @@ IDLE: Mapping[str, Idle] = {
 REFUSALS = {
     "400": "A field is wrong or not supported; `param` names it.",
     "401": "A valid API key is required.",
-    "404": "There is no such model or route.",
+    "404": "No such model, object or route.",
     "408": "The body did not arrive in time.",
-    "409": "The Idempotency-Key stands for another request.",
+    "409": "The Idempotency-Key was used for another request.",
     "413": "The body is too large.",
     "415": "The body is not JSON.",
-    "429": "Too many requests of this client.",
-    "500": "A fault of the server, with an incident number.",
-    "503": "Overloaded, draining, or without its queue; Retry-After says when to come again.",
-    "504": "The request ran past its deadline.",
+    "429": "Too many requests of this client; Retry-After says when to retry.",
+    "500": "Internal error, with an incident number.",
+    "503": "Overloaded, draining, or without its queue; Retry-After says when to retry.",
+    "504": "The request exceeded its deadline.",
 }
 
 
-TIGHTER: Mapping[str, Mapping[str, Json]] = {
+BOUNDS: Mapping[str, Mapping[str, Json]] = {
     "CompletionBody": {"prompt": {"minLength": 1, "minItems": 1}, "max_tokens": {"minimum": 0}},  # 0: with `echo`
     "EmbeddingBody": {"input": {"minLength": 1, "minItems": 1}, "encoding_format": {"enum": ["float", "base64"]}},
     "PoolingBody": {"input": {"minLength": 1, "minItems": 1}, "encoding_format": {"enum": ["float", "base64"]}},
@@ -91,14 +91,14 @@ TIGHTER: Mapping[str, Mapping[str, Json]] = {
 HEADERS = frozenset({"Last-Event-ID"})
 PAGE = ("limit", "after")
 NUMBER: Json = {"type": "integer", "minimum": 0, "maximum": 999_999_999}
-ASKED: Mapping[str, tuple[str, Json]] = {
-    "limit": ("So many at most.", {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}),
-    "after": ("Those behind the one of this id.", {"type": "string"}),
-    "order": ("By age: desc is the newest first.", {"enum": ["asc", "desc"], "default": "desc"}),
-    "purpose": ("Files of this purpose alone.", {"type": "string"}),
-    "stream": ("true: as events.", {"enum": ["true", "false"]}),
-    "starting_after": ("The sequence number of the last event that is known.", NUMBER),
-    "Last-Event-ID": ("The id of the last event that is known.", NUMBER),
+OPTIONAL_PARAMETERS: Mapping[str, tuple[str, Json]] = {
+    "limit": ("Maximum number of items.", {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}),
+    "after": ("Only items after the one with this id.", {"type": "string"}),
+    "order": ("Order by age; desc: newest first.", {"enum": ["asc", "desc"], "default": "desc"}),
+    "purpose": ("Only files of this purpose.", {"type": "string"}),
+    "stream": ("true: answer with server-sent events.", {"enum": ["true", "false"]}),
+    "starting_after": ("Sequence number of the last event that the client has.", NUMBER),
+    "Last-Event-ID": ("Id of the last event that the client has.", NUMBER),
 }
 """Optional parameters besides path and body."""
 
@@ -141,7 +141,7 @@ def _widen(name: str, schema: Json) -> None:
             _bound(what, *RANGES[field])
     if name in IDLE or name in ("TokenizeBody", "DetokenizeBody"):
         schema["additionalProperties"] = {"type": "null"}  # counts as absent
-    for field, more in TIGHTER.get(name, {}).items():
+    for field, more in BOUNDS.get(name, {}).items():
         for form in properties[field].get("anyOf", [properties[field]]):
             form |= {word: bound for word, bound in more.items() if _fits(word, form["type"])}
             if "enum" in form:
@@ -150,7 +150,7 @@ def _widen(name: str, schema: Json) -> None:
     for field, accepted in IDLE.get(name, {}).items():
         properties[field] = {
             "enum": [*accepted],
-            "description": "Accepted with a value that changes nothing, refused by name with any other.",
+            "description": "Accepted with values that change nothing; any other is refused by name.",
         }
     for field, what in properties.items():
         if field not in required:
@@ -175,59 +175,97 @@ def _or_null(schema: Json) -> Json:
 
 
 def _paths() -> Json:
-    generation = {
-        "Idempotency-Key": "The same key and body find the first request's answer instead of making a second one.",
+    return {**_generation_paths(), **_embedding_paths(), **_batch_paths(), **_model_paths(), **_probe_paths()}
+
+
+def _generation_paths() -> Json:
+    headers = {
+        "Idempotency-Key": "A repeated key with the same body returns the first request's answer.",
         "X-Request-Id": "The client's id of the request, at most 128 visible ASCII characters.",
     }
     return {
-        COMPLETIONS: {"post": _post("CompletionBody", "Completion", "Go on with a text.", generation, streams=True)},
-        CHAT: {"post": _post("ChatBody", "ChatCompletion", "Answer a conversation.", generation, streams=True)},
-        **_response_paths(generation),
-        **_message_paths(generation),
-        EMBEDDINGS: {"post": _post("EmbeddingBody", "EmbeddingList", "Texts as vectors, where that is enabled.")},
-        POOLING: {"post": _post("PoolingBody", "PoolingList", "The same, in vLLM's shape.")},
-        **{path: {"post": _post("ScoreBody", "ScoreList", "The likeness of texts.")} for path in SCORE_PATHS},
-        **{
-            path: {"post": _post("RerankBody", "Ranking", "Documents by likeness to a query.")} for path in RERANK_PATHS
+        COMPLETIONS: {
+            "post": _operation_with_body("CompletionBody", "Completion", "Complete a text.", headers, streams=True)
         },
-        INVOCATIONS: {"post": _invocation(generation)},
+        CHAT: {
+            "post": _operation_with_body("ChatBody", "ChatCompletion", "Answer a conversation.", headers, streams=True)
+        },
+        **_response_paths(headers),
+        **_message_paths(headers),
+        INVOCATIONS: {"post": _invocation(headers)},
+        "/v1/requests/{id}": {
+            "get": _with_stream(
+                _operation("RequestState", "Get a request's state, or its events if Accept asks for them.", of="id"),
+                "Last-Event-ID",
+            ),
+            "delete": _operation("RequestState", "Cancel a request.", of="id"),
+        },
+    }
+
+
+def _embedding_paths() -> Json:
+    return {
+        EMBEDDINGS: {
+            "post": _operation_with_body("EmbeddingBody", "EmbeddingList", "Embed texts (--enable-embeddings).")
+        },
+        POOLING: {"post": _operation_with_body("PoolingBody", "PoolingList", "Embed texts, in vLLM's form.")},
+        **{
+            path: {"post": _operation_with_body("ScoreBody", "ScoreList", "Compare pairs of texts.")}
+            for path in SCORE_PATHS
+        },
+        **{
+            path: {"post": _operation_with_body("RerankBody", "Ranking", "Rank documents by similarity to a query.")}
+            for path in RERANK_PATHS
+        },
+    }
+
+
+def _batch_paths() -> Json:
+    return {
         "/v1/files": {
-            "get": _asking(_get("FileList", "Your files, the newest first."), *PAGE, "order", "purpose"),
+            "get": _with_parameters(_operation("FileList", "List files."), *PAGE, "order", "purpose"),
             "post": _upload(),
         },
         "/v1/files/{file_id}": {
-            "get": _get("File", "What a file is.", of="file_id"),
-            "delete": _get("FileDeleted", "Forget a file.", of="file_id"),
+            "get": _operation("File", "Get a file's metadata.", of="file_id"),
+            "delete": _operation("FileDeleted", "Delete a file.", of="file_id"),
         },
-        "/v1/batches": {
-            "get": _asking(_get("BatchList", "Your batches, the newest first."), *PAGE),
-            "post": _post("BatchBody", "Batch", "Work on a file of requests when nothing else waits."),
-        },
-        "/v1/batches/{batch_id}": {"get": _get("Batch", "How far a batch is.", of="batch_id")},
-        "/v1/batches/{batch_id}/cancel": {"post": _get("Batch", "End a batch; answers so far stay.", of="batch_id")},
         "/v1/files/{file_id}/content": {"get": _content()},
-        "/v1/requests/{id}": {
-            "get": _streaming(
-                _get("RequestState", "How far a request is; its stream again, where Accept asks for one.", of="id"),
-                "Last-Event-ID",
-            ),
-            "delete": _get("RequestState", "End a request.", of="id"),
+        "/v1/batches": {
+            "get": _with_parameters(_operation("BatchList", "List batches, newest first."), *PAGE),
+            "post": _operation_with_body("BatchBody", "Batch", "Run a file of requests while no other request waits."),
         },
-        LOAD: {"post": _sentence("LoadAdapterBody", "Serve a LoRA adapter, where that is enabled.")},
-        UNLOAD: {"post": _sentence("UnloadAdapterBody", "Serve it no longer.")},
-        "/v1/models": {"get": _get("ModelList", "The model that is served, and its adapters.")},
-        "/v1/models/{model}": {"get": _get("Model", "The same by its name.", of="model")},
-        "/tokenize": {"post": _post("TokenizeBody", "Tokens", "A text or a conversation as token ids.")},
-        "/detokenize": {"post": _post("DetokenizeBody", "Detokenized", "Token ids as text.")},
-        "/version": {"get": _get("Version", "The version of the software.")},
-        "/server_info": {"get": _get("ServerInfo", "The model, its parsers and the limits of a request.")},
-        "/livez": {"get": _get("Status", "Whether the process lives.", open_to_all=True)},
+        "/v1/batches/{batch_id}": {"get": _operation("Batch", "Get a batch's state.", of="batch_id")},
+        "/v1/batches/{batch_id}/cancel": {
+            "post": _operation("Batch", "Cancel a batch; finished answers are kept.", of="batch_id")
+        },
+    }
+
+
+def _model_paths() -> Json:
+    return {
+        LOAD: {"post": _plain_text("LoadAdapterBody", "Load a LoRA adapter (--enable-lora --lora-dir).")},
+        UNLOAD: {"post": _plain_text("UnloadAdapterBody", "Unload a LoRA adapter.")},
+        "/v1/models": {"get": _operation("ModelList", "List the served model and its adapters.")},
+        "/v1/models/{model}": {"get": _operation("Model", "Get the served model or an adapter by name.", of="model")},
+        "/tokenize": {
+            "post": _operation_with_body("TokenizeBody", "Tokens", "Convert a text or a conversation to token ids.")
+        },
+        "/detokenize": {"post": _operation_with_body("DetokenizeBody", "Detokenized", "Convert token ids to text.")},
+        "/version": {"get": _operation("Version", "Get the version of Quire.")},
+        "/server_info": {"get": _operation("ServerInfo", "Get the model, its parsers and the limits of a request.")},
+    }
+
+
+def _probe_paths() -> Json:
+    return {
+        "/livez": {"get": _operation("Status", "Liveness: the process runs.", open_to_all=True)},
         "/readyz": {
-            "get": _get("Readiness", "Whether a request would be worked on now.", open_to_all=True, or_503=True)
+            "get": _operation("Readiness", "Readiness: a request would run now.", open_to_all=True, or_503=True)
         },
-        "/health": {"get": _get("Readiness", "The same, by vLLM's name.", open_to_all=True, or_503=True)},
+        "/health": {"get": _operation("Readiness", "Readiness, under vLLM's name.", open_to_all=True, or_503=True)},
         "/ping": {
-            method: _get("Readiness", "The same, by SageMaker's name.", open_to_all=True, or_503=True)
+            method: _operation("Readiness", "Readiness, under SageMaker's name.", open_to_all=True, or_503=True)
             for method in ("get", "post")
         },
     }
@@ -237,31 +275,37 @@ def _response_paths(headers: Mapping[str, str]) -> Json:
     one, of = f"{RESPONSES}/{{response_id}}", "response_id"
     return {
         RESPONSES: {
-            "post": _post("ResponseBody", "Response", "Answer, and keep the conversation.", headers, streams=True)
+            "post": _operation_with_body(
+                "ResponseBody", "Response", "Answer a conversation and store it.", headers, streams=True
+            )
         },
         one: {
-            "get": _streaming(_get("Response", "How far a response is.", of=of), "starting_after", "Last-Event-ID"),
-            "delete": _get("ResponseDeleted", "Forget a response.", of=of),
+            "get": _with_stream(
+                _operation("Response", "Get a response, finished or not.", of=of), "starting_after", "Last-Event-ID"
+            ),
+            "delete": _operation("ResponseDeleted", "Delete a response.", of=of),
         },
-        f"{one}/cancel": {"post": _get("Response", "End one that runs in the background.", of=of)},
+        f"{one}/cancel": {"post": _operation("Response", "Cancel a background response.", of=of)},
         f"{one}/input_items": {
-            "get": _asking(_get("ResponseItems", "What it was made from, the newest first.", of=of), *PAGE, "order")
+            "get": _with_parameters(
+                _operation("ResponseItems", "List the input items of a response.", of=of), *PAGE, "order"
+            )
         },
     }
 
 
 def _message_paths(headers: Mapping[str, str]) -> Json:
-    made = _post(
+    made = _operation_with_body(
         "MessagesBody", "AnthropicMessage", "Answer a conversation, in Anthropic's form.", headers, streams=True
     )
-    counted = _post("CountBody", "TokenCount", "The number of tokens in a conversation.")
+    counted = _operation_with_body("CountBody", "TokenCount", "Count the tokens of a conversation.")
     for path in (made, counted):
         for status in REFUSALS:
             path["responses"][status]["content"]["application/json"]["schema"] = _ref("AnthropicRefusal")
     return {MESSAGES: {"post": made}, f"{MESSAGES}/count_tokens": {"post": counted}}
 
 
-def _post(
+def _operation_with_body(
     body: str, answer: str, summary: str, headers: Mapping[str, str] | None = None, *, streams: bool = False
 ) -> Json:
     content: Json = {"application/json": {"schema": _ref(answer)}}
@@ -270,7 +314,7 @@ def _post(
     responses = {"200": {"description": summary, "content": content}, **_refusals(REFUSALS)}
     if streams:
         accepted = {"application/json": {"schema": {"type": "object"}}}
-        responses["202"] = {"description": "Runs in the background: look under its id.", "content": accepted}
+        responses["202"] = {"description": "Runs in the background; its state is under its id.", "content": accepted}
     parameters = [
         {"name": name, "in": "header", "description": text, "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"}}
         for name, text in (headers or {}).items()
@@ -284,17 +328,23 @@ def _post(
 
 
 def _invocation(headers: Mapping[str, str]) -> Json:
-    told = _post("ChatBody", "ChatCompletion", "A chat, a completion or embeddings.", headers, streams=True)
+    operation = _operation_with_body(
+        "ChatBody",
+        "ChatCompletion",
+        "Run a chat, a completion or embeddings, by the body's fields.",
+        headers,
+        streams=True,
+    )
     for content, names in (
-        (told["requestBody"]["content"], ("ChatBody", "CompletionBody", "EmbeddingBody")),
-        (told["responses"]["200"]["content"], ("ChatCompletion", "Completion", "EmbeddingList")),
+        (operation["requestBody"]["content"], ("ChatBody", "CompletionBody", "EmbeddingBody")),
+        (operation["responses"]["200"]["content"], ("ChatCompletion", "Completion", "EmbeddingList")),
     ):
         content["application/json"] = {"schema": {"anyOf": [_ref(name) for name in names]}}
-    return told
+    return operation
 
 
-def _sentence(body: str, summary: str) -> Json:
-    path = _post(body, "Status", summary)
+def _plain_text(body: str, summary: str) -> Json:
+    path = _operation_with_body(body, "Status", summary)
     path["responses"]["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
     return path
 
@@ -307,24 +357,26 @@ def _upload() -> Json:
         "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}},
     }
     return {
-        **_get("File", "Keep a file of requests, one JSON object a line."),
+        **_operation("File", "Upload a file of requests, one JSON object per line."),
         "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form}}},
     }
 
 
 def _content() -> Json:
-    told = _get("File", "The bytes of a file.", of="file_id")
-    told["responses"]["200"]["content"] = {
+    operation = _operation("File", "Download a file.", of="file_id")
+    operation["responses"]["200"]["content"] = {
         "application/octet-stream": {"schema": {"type": "string", "format": "binary"}}
     }
-    return told
+    return operation
 
 
-def _get(answer: str, summary: str, *, open_to_all: bool = False, or_503: bool = False, of: str | None = None) -> Json:
+def _operation(
+    answer: str, summary: str, *, open_to_all: bool = False, or_503: bool = False, of: str | None = None
+) -> Json:
     content = {"application/json": {"schema": _ref(answer)}}
     responses = {"200": {"description": summary, "content": content}, **_refusals(REFUSALS)}
     if or_503:
-        responses["503"] = {"description": "Not ready, and what is missing.", "content": content}
+        responses["503"] = {"description": "Not ready; the body says what is missing.", "content": content}
     path = [] if of is None else [{"name": of, "in": "path", "required": True, "schema": {"type": "string"}}]
     return {
         "summary": summary,
@@ -334,18 +386,18 @@ def _get(answer: str, summary: str, *, open_to_all: bool = False, or_503: bool =
     }
 
 
-def _asking(told: Json, *names: str) -> Json:
+def _with_parameters(operation: Json, *names: str) -> Json:
     more = [
         {"name": name, "in": "header" if name in HEADERS else "query", "description": text, "schema": schema}
-        for name, (text, schema) in ASKED.items()
+        for name, (text, schema) in OPTIONAL_PARAMETERS.items()
         if name in names
     ]
-    return {**told, "parameters": [*told["parameters"], *more]}
+    return {**operation, "parameters": [*operation["parameters"], *more]}
 
 
-def _streaming(told: Json, *names: str) -> Json:
-    told["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-    return _asking(told, "stream", *names)
+def _with_stream(operation: Json, *names: str) -> Json:
+    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    return _with_parameters(operation, "stream", *names)
 
 
 def _refusals(statuses: Any) -> Json:
