@@ -271,7 +271,7 @@ class JobLoop:
         if job is not None and last is not None and last.end is not None:
             self._counts.observe_end(job.times)
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("let go of %s", fields(job=job_id, end="elsewhere" if last is None else last.end))
+            log.debug("closed %s", fields(job=job_id, end="elsewhere" if last is None else last.end))
 
     def _drop(self, job_ids: Collection[str]) -> None:
         for job_id in job_ids:

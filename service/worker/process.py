@@ -139,7 +139,7 @@ async def _flush(job_loop: JobLoop, engine: EngineThread, death: BaseException |
             else:
                 await job_loop.wait_idle()
     except TimeoutError:  # others take over
-        log.error("jobs not given back %s", fields(num_open=job_loop.num_open))
+        log.error("jobs not handed back %s", fields(num_open=job_loop.num_open))
 
 
 def _card(worker_id: str, settings: Settings, built: BuiltEngine, engine: EngineThread, ready: bool) -> WorkerCard:

@@ -112,4 +112,4 @@ def _release(pinned: list[int], memory: mmap.mmap, *streams: cupy.cuda.Stream) -
 
 def _check(result: tuple[cudart.cudaError_t]) -> None:
     if result[0] != cudart.cudaError_t.cudaSuccess:
-        raise RuntimeError(f"host memory cannot be pinned or let go: {result[0].name}")
+        raise RuntimeError(f"host memory cannot be pinned or released: {result[0].name}")

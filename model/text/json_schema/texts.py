@@ -20,8 +20,8 @@ UNSATISFIABLE = "Unsatisfiable schema"
 
 def must_be_asked(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return whether both constrain text, at least one by `pattern` or `format`."""
-    is_said = all(any(key in core for key in KEYWORDS) for core in (one, other))
-    return is_said and any(key in core for core in (one, other) for key in ("pattern", "format"))
+    both_bound = all(any(key in core for key in KEYWORDS) for core in (one, other))
+    return both_bound and any(key in core for core in (one, other) for key in ("pattern", "format"))
 
 
 def no_text_fits(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -96,7 +96,7 @@ def _read(body: CountBody, chat: Json) -> GenerationRequest:
     try:
         return request_reader.read_request(CHAT, fields)
     except RequestError as error:
-        raise _in_own_words(error, messages) from None
+        raise _with_own_field_names(error, messages) from None
 
 
 # Messages
@@ -242,7 +242,7 @@ _OWN_NAMES = (
 )
 
 
-def _in_own_words(error: RequestError, messages: _Messages) -> RequestError:
+def _with_own_field_names(error: RequestError, messages: _Messages) -> RequestError:
     """Rename the fields of the chat that a body was read as."""
     if error.param is None:
         return error

@@ -17,7 +17,7 @@ from service.gateway.endpoints import builder_of
 from service.gateway.openai.json_objects import Json
 from service.gateway.openai.request_reader import parse_body
 from service.gateway.openai.response_builder import build_whole
-from service.gateway.openai.responses.request_reader import check_answered_calls, in_own_words, items_of
+from service.gateway.openai.responses.request_reader import check_answered_calls, items_of, with_own_field_names
 from service.gateway.openai.strict_json import decode_object
 from service.gateway.routes.embeddings import embedding_answer, require_enabled
 from service.gateway.routes.response_store import ResponseStore, check_size
@@ -49,7 +49,7 @@ class BatchRequests:
         try:
             accepted = await service.accept(replace(request, background=True, is_batch=True), tenant, key)
         except RequestError as error:
-            raise in_own_words(error) if endpoint in (RESPONSES, EMBEDDINGS) else error from None
+            raise with_own_field_names(error) if endpoint in (RESPONSES, EMBEDDINGS) else error from None
         stream = None
         try:
             if accepted.jobs:

@@ -64,7 +64,7 @@ class BatchRunner:
                 try:
                     await self._start_batches()
                 except QueueUnavailable as error:
-                    log.warning("no batches to be had: %s", error)
+                    log.warning("no batches fetched: %s", error)
                 except Exception as error:
                     incident(error, "batch")
                 with suppress(TimeoutError):

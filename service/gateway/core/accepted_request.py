@@ -36,7 +36,7 @@ class AcceptedRequest:
     record: RequestRecord | None = None  # to write with the first job
     client_id: str | None = None  # the client's name for the request, unique among the tenant's
     idempotency: str | None = None  # digest of the client's key or name
-    came_before: bool = False  # under its key: the client may have its events
+    is_repeat: bool = False  # under its key: the client may have its events
 
     def with_timeout(self, timeout_s: float) -> AcceptedRequest:
         return replace(self, timeout_s=timeout_s)
@@ -66,7 +66,7 @@ def record_of(accepted: AcceptedRequest) -> RequestRecord:
         prompt_texts=accepted.prompt_texts,
         first_ids=pack_ids(accepted.first_ids),
         prompt_ids=pack_ids([token for prompt in accepted.prompt_ids for token in prompt]),
-        stays=accepted.request.stays,
+        stays=accepted.request.outlives_client,
         reasoning=accepted.reasoning.value,
         client_id=accepted.client_id,
     )

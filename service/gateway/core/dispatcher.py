@@ -116,7 +116,7 @@ class RequestDispatcher:
             if not submitted.done():
                 submitted.set_exception(error)
         except Exception:
-            log.exception("a request is no longer kept %s", fields(request=accepted.request_id))
+            log.exception("a request without a client failed %s", fields(request=accepted.request_id))
         finally:
             if patience is not None:
                 patience.cancel()
@@ -252,7 +252,7 @@ class RequestDispatcher:
 
     def _cancel(self, cancel: Cancel) -> None:
         # In a task of its own: the request's task may itself be cancelled.
-        self.background.repeat(lambda: self._queue.cancel(cancel), "cancel not said", job=cancel.job_id)
+        self.background.repeat(lambda: self._queue.cancel(cancel), "cancel not sent", job=cancel.job_id)
 
 
 @dataclass(eq=False)

@@ -135,8 +135,7 @@ class GenerationRequest:
     source: Source = NO_SOURCE
 
     @property
-    def stays(self) -> bool:
-        """True if it outlives its client."""
+    def outlives_client(self) -> bool:
         return self.resumable or self.background
 
     @property

@@ -80,7 +80,7 @@ class RequestStore:
             events = await self._queue.last_events(earlier.job_ids)
         except QueueUnavailable:
             raise unavailable() from None
-        earlier = replace(earlier, came_before=True)
+        earlier = replace(earlier, is_repeat=True)
         if all(events):
             return earlier
         # Its gateway may have died before all jobs were queued. The queue accepts no job twice, and a missing one
@@ -95,7 +95,7 @@ class RequestStore:
             return accepted
         named = replace(accepted, client_id=accepted.request.client_id)
         limits = self._limits
-        if not accepted.request.stays:
+        if not accepted.request.outlives_client:
             limits = replace(limits, max_bytes_per_tenant=limits.max_record_bytes)  # half: max_plain_record_bytes
         digest = _name_digest(accepted.tenant, accepted.request.client_id)
         try:

@@ -285,7 +285,7 @@ class ServedModel:
 
     def _format_of_calls(self) -> tuple[CallFormat, ChatTemplate]:
         if self.call_format is None or self.template is None:
-            raise refusal("tools", "cannot be had: this model's chat template knows none")
+            raise refusal("tools", "are not supported: this model's chat template has none")
         return self.call_format, self.template
 
     def _encode_conversation(self, conversation: Conversation) -> list[int]:

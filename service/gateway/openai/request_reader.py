@@ -53,7 +53,7 @@ from service.gateway.openai.request_bodies import (
     convert,
     without_idle_fields,
 )
-from service.gateway.openai.responses.request_reader import in_own_words, read_response
+from service.gateway.openai.responses.request_reader import read_response, with_own_field_names
 from service.gateway.openai.strict_json import decode_object
 
 MAX_STOP_STRINGS = 16
@@ -111,7 +111,7 @@ def _read_completion(fields: Mapping[str, Any]) -> GenerationRequest:
     request = _request(COMPLETIONS, body, _prompts(body.prompt), params)
     if body.echo and body.logprobs is not None:
         if body.prompt_logprobs is not None:
-            raise refusal("prompt_logprobs", "cannot go with both 'echo' and 'logprobs', which tell them too")
+            raise refusal("prompt_logprobs", "cannot go with both 'echo' and 'logprobs', which return them too")
         request = replace(request, sampling=replace(request.sampling, prompt_logprobs=body.logprobs))
     return replace(request, echo=body.echo, only_echoes=only_echoes, add_special_tokens=body.add_special_tokens)
 
@@ -174,7 +174,7 @@ def _read_pooled(body: EmbeddingBody) -> GenerationRequest:
     try:
         request = _read_completion({**same, "prompt": body.input, **_ONE_TOKEN})
     except RequestError as error:
-        raise in_own_words(error) from None
+        raise with_own_field_names(error) from None
     return replace(request, endpoint=EMBEDDINGS, sampling=replace(request.sampling, embeds=True))
 
 

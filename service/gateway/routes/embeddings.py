@@ -17,7 +17,7 @@ from service.gateway.core.service import InferenceService
 from service.gateway.http.middleware import ACCEPTED, TENANT, client_id, json_response, read_body
 from service.gateway.openai.json_objects import Json
 from service.gateway.openai.request_reader import parse_body
-from service.gateway.openai.responses.request_reader import in_own_words
+from service.gateway.openai.responses.request_reader import with_own_field_names
 from service.gateway.routes.generation import refuse_idempotency_key
 from service.queue.codec import unpack_floats
 
@@ -52,7 +52,7 @@ class Embeddings:
         try:
             accepted = await self._service.admit(request, http[TENANT])
         except RequestError as error:
-            raise in_own_words(error) from None
+            raise with_own_field_names(error) from None
         http[ACCEPTED] = client_id(http) or accepted.request_id
         async with self._service.open(accepted) as stream:
             await read_to_end(stream)

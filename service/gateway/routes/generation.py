@@ -67,7 +67,7 @@ async def accept(
 async def answer_new(http: web.Request, generation: Generation, after: int) -> web.StreamResponse:
     """Answer a request from `accept`. `after`: number of the client's last event."""
     service, accepted = generation.service, generation.accepted
-    if not accepted.request.stays:
+    if not accepted.request.outlives_client:
         return await answer(http, generation, service.open(accepted), 0)
     if accepted.jobs:
         await generation.keep()
@@ -75,7 +75,7 @@ async def answer_new(http: web.Request, generation: Generation, after: int) -> w
         response = await generation.background_answer()
         if response is not None:
             return response
-    return await answer(http, generation, service.view(accepted), after if accepted.came_before else 0)
+    return await answer(http, generation, service.view(accepted), after if accepted.is_repeat else 0)
 
 
 async def answer(http: web.Request, generation: Generation, opened: OpenStream, after: int) -> web.StreamResponse:

