@@ -19,6 +19,7 @@ from service.engine.request import EngineRequest
 from service.engine.scheduling.fair_share import FairShare
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import AUTO, MODES, Preemption
+from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.swap_cost import SwapCostModel
 from service.engine.step import FinishedTransfer, StepPlan
 from service.errors import StartupError
@@ -62,7 +63,7 @@ def num_blocks_needed(requests: Sequence[TracedRequest], limits: Limits, block_s
     plenty = sum(-(-(each.num_prompt_tokens + each.num_output_tokens) // block_size) for each in requests)
     kv = KVManager(plenty, block_size)
     executor = SimulatedExecutor(SimulatedClock(), MACHINES["llama-3.1-8b-h200"].costs)
-    engine, most = Engine(executor, kv, limits, frozenset()), 0
+    engine, most = Engine(executor, Scheduler(kv, limits), frozenset()), 0
     for number, request in enumerate(requests):
         params = SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True)
         engine.add_request(
@@ -104,7 +105,7 @@ def measure_modes(
             costs = SwapCostModel(replace(rates), memory.block_size)  # a copy: the run corrects it
             preemption = Preemption(kv, FairShare(kv, limits.max_num_seqs), costs, mode)
             eos_token_ids = frozenset(built.config.eos_token_ids)
-            engine = Engine(executor, kv, limits, eos_token_ids, preemption=preemption)
+            engine = Engine(executor, Scheduler(kv, limits, preemption=preemption), eos_token_ids)
             run, _ = measure_trace(replace(built, engine=engine), requests, engine_start_s=0.0)
             runs[mode].append(run)
             print(f"{mode}: {run.total_s:.1f} s, {run.output_tokens_per_s:.0f} tokens/s", flush=True)

@@ -42,6 +42,7 @@ from service.engine.request import EngineRequest
 from service.engine.scheduling.fair_share import FairShare
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import Preemption
+from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.swap_cost import SwapCostModel, measure_rates
 from service.errors import EndReason, StartupError
 from service.observability.logs import fields
@@ -131,7 +132,8 @@ def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     )
     speculation = build_speculation(settings, executor, kv, memory.max_model_len, drafter, draft)
     adapters = None if sized.slots is None else build_adapters(settings, config, ops, executor.write_adapter)
-    engine = Engine(executor, kv, limits, frozenset(config.eos_token_ids), grammars, preemption, speculation, adapters)
+    scheduler = Scheduler(kv, limits, preemption, speculation, None if adapters is None else adapters.slots)
+    engine = Engine(executor, scheduler, frozenset(config.eos_token_ids), grammars, adapters)
     _check_generation(engine, limits)
     _log_ready(sized, ops)
     return BuiltEngine(engine, executor, config, ops, memory, limits, sized.weight_format, sized.kv_format)

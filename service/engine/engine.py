@@ -1,3 +1,5 @@
+"""The engine loop: plan a step, launch it, and process the previous one meanwhile."""
+
 from __future__ import annotations
 
 import logging
@@ -10,14 +12,10 @@ from service.engine.adapters import Adapters
 from service.engine.beam_search import BeamGroup
 from service.engine.grammars import Grammars
 from service.engine.kv.block_pool import BlockPool, render_blocks
-from service.engine.kv.kv_manager import KVManager
 from service.engine.kv.table_view import TableView, view_tables
 from service.engine.output_processor import EngineOutput, OutputProcessor, RequestOutput, iter_request_outputs
 from service.engine.request import EngineRequest
-from service.engine.scheduling.limits import Limits
-from service.engine.scheduling.preemption import Preemption
 from service.engine.scheduling.scheduler import Scheduler
-from service.engine.scheduling.speculation import Speculation
 from service.engine.sequence import Sequence, SequenceGroup
 from service.engine.stats import EngineStats, collect_stats
 from service.engine.step import FinishedTransfer, StepPlan, StepResult
@@ -77,12 +75,9 @@ class Engine:
     def __init__(
         self,
         executor: Executor,
-        kv: KVManager,
-        limits: Limits,
+        scheduler: Scheduler,
         eos_token_ids: frozenset[int],
         grammars: Grammars | None = None,
-        preemption: Preemption | None = None,
-        speculation: Speculation | None = None,
         adapters: Adapters | None = None,
     ):
         """Without `grammars`, requests with a grammar end with GRAMMAR; without `adapters`, those with an adapter end
@@ -90,12 +85,12 @@ class Engine:
         self._adapters = adapters
         self._grammars = grammars
         self._executor = executor
-        self._kv = kv
-        self._limits = limits
+        self._scheduler = scheduler
+        self._kv = scheduler.kv
+        self._limits = scheduler.limits
         self._eos_token_ids = eos_token_ids
-        self._scheduler = Scheduler(kv, limits, preemption, speculation, None if adapters is None else adapters.slots)
-        self.speculation = speculation
-        self._output_processor = OutputProcessor(self._scheduler, kv)
+        self.speculation = scheduler.speculation
+        self._output_processor = OutputProcessor(scheduler, scheduler.kv)
         self._in_flight: deque[InFlightStep] = deque()
         self._num_steps = 0
         self._iteration_tokens = Buckets(STEP_TOKEN_BUCKETS)
@@ -132,18 +127,9 @@ class Engine:
             raise ValueError(f"request {request.request_id} is already here")
         kind = SequenceGroup if request.sampling.beam is None else BeamGroup
         group = kind(request, self._eos_token_ids)
-        if not self._can_hold(group):
-            outputs.emit(group, (), EndReason.TOO_LARGE)
-            return
-        if not self._limits.generates and request.sampling.pooling is None:
-            outputs.emit(group, (), EndReason.INVALID)
-            return
-        if request.sampling.is_masked and self._grammars is None:
-            outputs.emit(group, (), EndReason.GRAMMAR)
-            return
-        if request.adapter is not None and self._adapters is None:
-            log.error("adapter not loaded %s", fields(name=request.adapter.name, error="no --enable-lora"))
-            outputs.emit(group, (), EndReason.ADAPTER)
+        refusal = self._refusal(group)
+        if refusal is not None:
+            outputs.emit(group, (), refusal)
             return
         outputs.open_groups[request.request_id] = group
         self._scheduler.add_group(group)
@@ -158,6 +144,19 @@ class Engine:
             self._grammars.start_compiling(group)
         if request.adapter is not None and self._adapters is not None and group.live:
             self._adapters.start_loading(group, request.adapter)
+
+    def _refusal(self, group: SequenceGroup) -> EndReason | None:
+        request = group.request
+        if not self._can_hold(group):
+            return EndReason.TOO_LARGE
+        if not self._limits.generates and request.sampling.pooling is None:
+            return EndReason.INVALID
+        if request.sampling.is_masked and self._grammars is None:
+            return EndReason.GRAMMAR
+        if request.adapter is not None and self._adapters is None:
+            log.error("adapter not loaded %s", fields(name=request.adapter.name, error="no --enable-lora"))
+            return EndReason.ADAPTER
+        return None
 
     def cancel(self, request_id: str, reason: EndReason, branch: int | None = None) -> None:
         """End a request or branch. Unknown requests and single beams are ignored."""
@@ -197,18 +196,7 @@ class Engine:
             launch_s = time.perf_counter()
             launched = self._executor.launch(plan)
             launched_s = time.perf_counter()
-            for sampler in plan.samplers:
-                sampler.num_pending_tokens += 1
-            num_recomputed_tokens = 0
-            for sequence, start, length, _, drafts in plan.chunks:
-                end = start + length
-                if drafts:  # count once accepted
-                    end -= len(drafts)
-                sequence.num_computed_tokens = end
-                if start < sequence.num_tokens_before_preemption:
-                    num_recomputed_tokens += min(end, sequence.num_tokens_before_preemption) - start
-                if sequence.prefix_followers:
-                    self._scheduler.fork_followers(sequence)
+            num_recomputed_tokens = self._mark_computed(plan)
             self._in_flight.append(InFlightStep(plan, launched, start_s, num_recomputed_tokens))
             self._num_steps += 1
             self._collect_steps(1)
@@ -223,6 +211,22 @@ class Engine:
         self._last_step_s = time.perf_counter() - start_s
         if self._last_step_s > SLOW_STEP_S and plan.chunks and log.isEnabledFor(logging.DEBUG):
             self._log_slow_step(plan, launch_s - start_s, launched_s - launch_s)
+
+    def _mark_computed(self, plan: StepPlan) -> int:
+        """Advance the launched sequences; return the number of recomputed tokens."""
+        for sampler in plan.samplers:
+            sampler.num_pending_tokens += 1
+        num_recomputed_tokens = 0
+        for sequence, start, length, _, drafts in plan.chunks:
+            end = start + length
+            if drafts:  # count once accepted
+                end -= len(drafts)
+            sequence.num_computed_tokens = end
+            if start < sequence.num_tokens_before_preemption:
+                num_recomputed_tokens += min(end, sequence.num_tokens_before_preemption) - start
+            if sequence.prefix_followers:
+                self._scheduler.fork_followers(sequence)
+        return num_recomputed_tokens
 
     def _log_slow_step(self, plan: StepPlan, schedule_s: float, launch_s: float) -> None:
         log.debug(

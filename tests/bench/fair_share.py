@@ -28,6 +28,7 @@ from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
 from service.engine.output_processor import EngineOutput, iter_request_outputs
 from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.scheduler import Scheduler
 from service.errors import EndReason
 from service.queue.interface import Claim, ClaimBudget
 from service.worker.engine_thread import EngineThread, Stop
@@ -83,7 +84,7 @@ class IdleWorker:
             max_prefill_chunk=MAX_PREFILL_CHUNK,
             max_model_len=MAX_MODEL_LEN,
         )
-        self.engine = Engine(executor, kv, limits, frozenset())
+        self.engine = Engine(executor, Scheduler(kv, limits), frozenset())
         card = {"model": MODEL, "max_model_len": MAX_MODEL_LEN}
         self._deaths: list[BaseException] = []
         self._inbox = OutputInbox()

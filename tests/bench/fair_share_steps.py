@@ -14,6 +14,7 @@ from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
 from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.scheduler import Scheduler
 from service.queue.interface import UNBOUNDED
 from service.queue.messages import Event, Usage
 from service.worker.capacity import SlotCapacity
@@ -45,7 +46,7 @@ class VirtualWorker:
             max_prefill_chunk=MAX_PREFILL_CHUNK,
             max_model_len=MAX_MODEL_LEN,
         )
-        self.engine = Engine(IdleExecutor(), kv, limits, frozenset())
+        self.engine = Engine(IdleExecutor(), Scheduler(kv, limits), frozenset())
         self._slots = SlotCapacity(args.slots, args.blocks * BLOCK_SIZE)
         self.num_waiting = {"flooder": 0}
 

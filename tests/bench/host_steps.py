@@ -35,6 +35,7 @@ from service.engine.kv.kv_manager import KVManager
 from service.engine.output_processor import iter_request_outputs
 from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.speculation import Speculation
 from service.garbage import freeze_heap
 from service.queue.codec import encode
@@ -196,7 +197,7 @@ def make_engine(batch: int, longest: int, *, prefix_caching: bool, num_drafts: i
         max_decode_rows=executor.max_rows,
     )
     speculation = Speculation(kv, VOCAB_SIZE, SometimesRight(), num_drafts) if num_drafts else None
-    return Engine(executor, kv, limits, frozenset(), speculation=speculation), executor
+    return Engine(executor, Scheduler(kv, limits, speculation=speculation), frozenset()), executor
 
 
 def _forward(batch, kv: Array, out: Array | None = None) -> Array:

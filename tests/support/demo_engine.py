@@ -34,6 +34,7 @@ from service.engine.kv.kv_manager import KVManager
 from service.engine.request import AdapterSource, EngineRequest
 from service.engine.scheduling.adapter_slots import AdapterSlotPool
 from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.speculation import Speculation
 from service.engine.step import TokenLogprob
 from tests.fakes.poisoning_executor import PoisoningExecutor
@@ -137,7 +138,9 @@ class DemoEngines:
         )
         adapters = self._adapters(executor, num_adapter_slots) if num_adapter_slots else None
         grammars = Grammars(grammar_compiler)
-        return Engine(executor, kv, limits, self.eos_token_ids, grammars, speculation=speculation, adapters=adapters)
+        slots = None if adapters is None else adapters.slots
+        scheduler = Scheduler(kv, limits, speculation=speculation, adapter_slots=slots)
+        return Engine(executor, scheduler, self.eos_token_ids, grammars, adapters)
 
     def _adapters(self, executor: ModelExecutor, num_slots: int) -> Adapters:
         """Keep one more than fits the slots."""

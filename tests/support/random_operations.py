@@ -20,6 +20,7 @@ from service.engine.request import BranchHistory, EngineRequest
 from service.engine.scheduling.fair_share import FairShare
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import AUTO, MODES, Preemption
+from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.speculation import Speculation
 from service.engine.scheduling.swap_cost import Rates, SwapCostModel
 from service.errors import EndReason
@@ -74,7 +75,9 @@ class World:
         rates = Rates(token_s=3e-5, pair_s=1e-8, block_out_s=4e-5, block_in_s=4e-5, transfer_s=2e-4)
         preemption = Preemption(kv, FairShare(kv, MAX_SEQS), SwapCostModel(rates, BLOCK_SIZE), self.mode)
         speculation = Speculation(kv, VOCAB_SIZE, ScriptedDrafter(self.num_drafts)) if self.num_drafts else None
-        engine = Engine(executor, kv, limits, frozenset({EOS}), preemption=preemption, speculation=speculation)
+        engine = Engine(
+            executor, Scheduler(kv, limits, preemption=preemption, speculation=speculation), frozenset({EOS})
+        )
         return engine, preemption
 
 

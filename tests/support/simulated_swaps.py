@@ -14,6 +14,7 @@ from service.engine.request import EngineRequest
 from service.engine.scheduling.fair_share import FairShare
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import Preemption
+from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.swap_cost import Rates, SwapCostModel
 from service.engine.step import FinishedTransfer, StepPlan, StepResult
 
@@ -114,7 +115,7 @@ def replay(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=8192, max_prefill_chunk=512, max_model_len=max_len
     )
     preemption = Preemption(kv, FairShare(kv, limits.max_num_seqs), SimulatedCosts(rates, 16, executor), mode)
-    engine = Engine(executor, kv, limits, frozenset(), preemption=preemption)
+    engine = Engine(executor, Scheduler(kv, limits, preemption=preemption), frozenset())
     for number, (num_prompt, num_output) in enumerate(lengths):
         params = SamplingParams(max_tokens=num_output, ignore_eos=True)
         engine.add_request(

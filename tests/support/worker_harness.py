@@ -10,6 +10,7 @@ from model.sampling_params import SamplingParams
 from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
 from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.scheduler import Scheduler
 from service.errors import EndReason
 from service.observability.tracing import NO_TRACING
 from service.queue.codec import pack_ids, unpack_ids
@@ -33,7 +34,7 @@ class WorkerHarness:
         executor = executor or ScriptedExecutor(1024, 4, step_s=step_s)
         self.dead = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
-        engine = Engine(executor, KVManager(1024, 4), limits, frozenset())
+        engine = Engine(executor, Scheduler(KVManager(1024, 4), limits), frozenset())
         inbox = OutputInbox()
         self.engine = EngineThread(
             engine, inbox.on_outputs, lambda error: loop.call_soon_threadsafe(self.dead.set_result, error)

@@ -25,6 +25,7 @@ from service.engine.build import BuiltEngine, build_engine
 from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
 from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.scheduler import Scheduler
 from service.errors import StartupError
 from service.queue.embedded.die_with_parent import die_with_parent
 
@@ -129,12 +130,12 @@ class _Simulation:
     def _engine(self, kv: ComparedKV, on_launch: Watch) -> tuple[Engine, Clock]:
         clock = SimulatedClock()
         executor = WatchedExecutor(SimulatedExecutor(clock, MACHINES[self.machine].costs), on_launch)
-        return Engine(executor, kv, self.limits, frozenset()), clock
+        return Engine(executor, Scheduler(kv, self.limits), frozenset()), clock
 
     def share(self, requests: Sequence[TracedRequest], method: str, width: int) -> SharingFigures:
         executor = SimulatedSampler(SimulatedClock(), MACHINES[self.machine].costs, SIMULATED_VOCAB)
         kv = KVManager(self.pool.num_blocks, self.pool.block_size, prefix_caching=self.prefix_caching)
-        engine = Engine(executor, kv, self.limits, frozenset())
+        engine = Engine(executor, Scheduler(kv, self.limits), frozenset())
         return measure_sharing(engine, random_prompts(requests, SIMULATED_VOCAB), requests, method, width)
 
 
@@ -191,7 +192,7 @@ def _sigint_deferred() -> Iterator[None]:
 
 def _real_engine(built: BuiltEngine, kv: ComparedKV, on_launch: Watch) -> tuple[Engine, Clock]:
     executor = WatchedExecutor(built.executor, on_launch)
-    return Engine(executor, kv, built.limits, frozenset(built.config.eos_token_ids)), WallClock()
+    return Engine(executor, Scheduler(kv, built.limits), frozenset(built.config.eos_token_ids)), WallClock()
 
 
 def _replay_in_turn(bench: Bench, requests: Sequence[TracedRequest], runs: Runs) -> list[ReplayFigures]:
@@ -212,7 +213,7 @@ def _share_in_turn(
 
     def idle_engine() -> Engine:
         kv = KVManager(memory.num_blocks, memory.block_size, prefix_caching=prefix_caching)
-        return Engine(built.executor, kv, built.limits, frozenset(config.eos_token_ids))
+        return Engine(built.executor, Scheduler(kv, built.limits), frozenset(config.eos_token_ids))
 
     if is_dummy:
         prompts = random_prompts(requests, config.vocab_size)

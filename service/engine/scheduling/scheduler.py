@@ -40,11 +40,11 @@ class Scheduler:
         limits: Limits,
         preemption: Preemption | None = None,
         speculation: Speculation | None = None,
-        adapters: AdapterSlotPool | None = None,
+        adapter_slots: AdapterSlotPool | None = None,
     ):
-        self._kv = kv
-        self.adapters = adapters
-        self._limits = limits
+        self.kv = kv
+        self.adapter_slots = adapter_slots
+        self.limits = limits
         self.speculation = speculation
         self.preemption = preemption or Preemption(kv, FairShare(kv, limits.max_num_seqs))
         self._fair_share = self.preemption.fair_share
@@ -59,8 +59,8 @@ class Scheduler:
         group.arrival = self._num_arrivals
         self._fair_share.add_group(group)
         self.waiting.append(group)
-        if self.adapters is not None:
-            self.adapters.add_group(group)
+        if self.adapter_slots is not None:
+            self.adapter_slots.add_group(group)
         self._prompt_outputs.add_group(group)
 
     def remove_sequence(self, sequence: Sequence) -> None:
@@ -74,16 +74,16 @@ class Scheduler:
                 self._promote_follower(sequence)
             elif sequence.is_waiting_for_leader:
                 self._remove_follower(sequence)
-            self._kv.release(sequence)
+            self.kv.release(sequence)
         else:
-            self._kv.unpin_host(sequence)
+            self.kv.unpin_host(sequence)
             if not group.live:
                 self.waiting.remove(group)
         if not group.live:
             self._fair_share.remove_group(group)
-            self._kv.drop_request(sequence)
-            if self.adapters is not None:
-                self.adapters.remove_group(group)
+            self.kv.drop_request(sequence)
+            if self.adapter_slots is not None:
+                self.adapter_slots.remove_group(group)
 
     def fork_followers(self, leader: Sequence) -> None:
         """Fork followers that diverge within the leader's computed tokens."""
@@ -91,36 +91,36 @@ class Scheduler:
         for follower in forking:
             match = self._match_follower(follower) if follower.num_output_tokens else NO_MATCH
             follower.is_waiting_for_leader = False
-            if match.num_tokens > follower.num_inherited_tokens and self._kv.can_attach(match):
-                self._kv.attach(follower, match)
+            if match.num_tokens > follower.num_inherited_tokens and self.kv.can_attach(match):
+                self.kv.attach(follower, match)
             else:
-                self._kv.fork(leader, follower, follower.num_inherited_tokens)
+                self.kv.fork(leader, follower, follower.num_inherited_tokens)
         leader.share_prefix_with([one for one in leader.prefix_followers if one.is_waiting_for_leader])
 
     def schedule(self) -> StepPlan:
         """Return the next step, whose chunks have their blocks; empty while all wait for tokens."""
-        self._kv.start_step()
+        self.kv.start_step()
         self.preemption.start_step(len(self.running))
         self._fair_share.start_step()
         self._extended.clear()
-        if self._has_adapters and self.adapters is not None:
-            self.adapters.start_step(self.running)
+        if self.adapter_slots is not None and self.adapter_slots.num_open:
+            self.adapter_slots.start_step(self.running)
         if self.waiting and self._fair_share.has_several_tenants:
             self._reclaim_over_share()
-        num_preemptions, arriving = self.preemption.num_preemptions, self._kv.swapping_in()
+        num_preemptions, arriving = self.preemption.num_preemptions, self.kv.swapping_in()
         decodes, prefills = self._runnable(arriving)
-        chunks = self._plan_decodes(decodes[: self._limits.max_num_batched_tokens], bool(prefills or self.waiting))
-        budget = self._limits.max_num_batched_tokens - len(chunks)
+        chunks = self._plan_decodes(decodes[: self.limits.max_num_batched_tokens], bool(prefills or self.waiting))
+        budget = self.limits.max_num_batched_tokens - len(chunks)
         if self.speculation is not None:
             budget -= sum(len(chunk.drafts) for chunk in chunks)
         if chunks:
             num_prompts = len(prefills) + len(self.waiting)
-            budget = min(budget, self._limits.prompt_budget(len(chunks), num_prompts, self._prompt_lengths(prefills)))
+            budget = min(budget, self.limits.prompt_budget(len(chunks), num_prompts, self._prompt_lengths(prefills)))
         if prefills:
             chunks, budget = self._plan_prefills(chunks, prefills, budget)
             for chunk in chunks:
                 if chunk.length > 1:
-                    self._kv.cache_blocks(chunk.sequence, chunk.end)
+                    self.kv.cache_blocks(chunk.sequence, chunk.end)
         num_running = len(self.running)
         if self.waiting and budget > 0 and self.preemption.num_preemptions == num_preemptions:
             chunks += self._plan_admissions(budget)
@@ -129,16 +129,12 @@ class Scheduler:
         self.preemption.save_ahead(self.running)
         scores, pools = self._prompt_outputs.plan(chunks)
         changed = tuple(chunk for chunk in chunks if chunk.sequence in self._extended and chunk.length == 1)
-        return StepPlan(tuple(chunks), self._kv.drain_copies(), *self._kv.drain_swaps(), scores, pools, changed)
-
-    @property
-    def _has_adapters(self) -> bool:
-        return self.adapters is not None and self.adapters.num_open > 0
+        return StepPlan(tuple(chunks), self.kv.drain_copies(), *self.kv.drain_swaps(), scores, pools, changed)
 
     def _admissible(self) -> Iterable[SequenceGroup]:
-        return (
-            self.adapters.admissible(self.waiting) if self.adapters is not None and self._has_adapters else self.waiting
-        )
+        if self.adapter_slots is None or not self.adapter_slots.num_open:
+            return self.waiting
+        return self.adapter_slots.admissible(self.waiting)
 
     def _runnable(self, arriving: Set[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
         decodes, prefills = [], []
@@ -158,12 +154,12 @@ class Scheduler:
         return decodes, prefills
 
     def _prompt_lengths(self, prefills: list[Sequence]) -> Iterator[int]:
-        num_slots = max(0, self._limits.max_num_seqs - len(self.running))
+        num_slots = max(0, self.limits.max_num_seqs - len(self.running))
         waiting = (group.live[0] for group in islice(self.waiting, num_slots))
         return (sequence.num_uncomputed_tokens for sequence in chain(prefills, waiting))
 
     def _plan_decodes(self, sequences: list[Sequence], has_prompts: bool) -> list[Chunk]:
-        """Return a chunk per decode. Beside prompts, drafts get half of the budget left, or prompts would starve."""
+        """Return a chunk per decode. Next to prompts, drafts get half of the budget left: else prompts starve."""
         for sequence in [one for one in sequences if one.num_computed_tokens >= one.num_exclusive_tokens]:
             if sequence.status is SequenceStatus.RUNNING:
                 self._allocate(sequence, sequence.num_computed_tokens + 1)
@@ -175,21 +171,21 @@ class Scheduler:
         ]
         if self.speculation is None:
             return chunks
-        max_drafts = self._limits.max_num_batched_tokens - len(chunks)
+        max_drafts = self.limits.max_num_batched_tokens - len(chunks)
         if has_prompts:
             max_drafts //= 2
-        if self._limits.max_decode_rows is not None:
-            max_drafts = min(max_drafts, self._limits.max_decode_rows - len(chunks))
+        if self.limits.max_decode_rows is not None:
+            max_drafts = min(max_drafts, self.limits.max_decode_rows - len(chunks))
         return self.speculation.add_drafts(chunks, max(0, max_drafts), self._extended)
 
     def _allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extend the sequence, preempting others; return whether it has the blocks."""
-        missing = self._kv.num_missing_blocks(sequence, num_tokens)
-        if missing > self._kv.pool.num_available:
+        missing = self.kv.num_missing_blocks(sequence, num_tokens)
+        if missing > self.kv.pool.num_available:
             self._requeue(self.preemption.make_room(missing, sequence, self.running))
-            if sequence.status is not SequenceStatus.RUNNING or missing > self._kv.pool.num_available:
+            if sequence.status is not SequenceStatus.RUNNING or missing > self.kv.pool.num_available:
                 return False
-        self._kv.extend(sequence, num_tokens)
+        self.kv.extend(sequence, num_tokens)
         self._extended.add(sequence)
         return True
 
@@ -216,36 +212,36 @@ class Scheduler:
         Admission follows preemption, so no prefix that this step writes is evicted.
         """
         chunks = []
-        spare = self._kv.pool.num_available - self._num_missing_blocks()
+        spare = self.kv.pool.num_available - self._num_missing_blocks()
         num_running = self._fair_share.num_running(self.running) if self._fair_share.has_several_tenants else Counter()
         while self.waiting and budget > 0:
             group = self._fair_share.next_group(self._admissible(), num_running)
             if group is None or group.has_pending_tokens:
                 break
-            if len(self.running) + len(group.live) > self._limits.max_num_seqs:
+            if len(self.running) + len(group.live) > self.limits.max_num_seqs:
                 break
             group.wait_for_leader()
             leader, *others = group.live
-            num_behind = sum(map(self._kv.num_missing_for_all, others))
+            num_behind = sum(map(self.kv.num_missing_for_all, others))
             room = spare - self._num_reserve_blocks - num_behind
             needs_whole_prompt = group.wants_prompt_logprobs or group.wants_pooling
             match = NO_MATCH if needs_whole_prompt else self._match_within(leader, room)
-            wanted = self._kv.num_blocks_for_match(leader, match)
+            wanted = self.kv.num_blocks_for_match(leader, match)
             if wanted > room:
                 group.stop_sharing()
                 break
             self.waiting.remove(group)
             self._start_running(group)
             num_running[group.tenant] += len(group.live)
-            self._kv.attach(leader, match)
-            if self.adapters is not None:
-                self.adapters.take(group)
+            self.kv.attach(leader, match)
+            if self.adapter_slots is not None:
+                self.adapter_slots.take(group)
             spare -= wanted + num_behind
-            if leader not in self._kv.swapping_in():
+            if leader not in self.kv.swapping_in():
                 chunk = self._chunk(leader, budget)
-                self._kv.extend(leader, chunk.end)
+                self.kv.extend(leader, chunk.end)
                 self._extended.add(leader)
-                self._kv.cache_blocks(leader, chunk.end)
+                self.kv.cache_blocks(leader, chunk.end)
                 chunks.append(chunk)
                 budget -= chunk.length
         return chunks
@@ -260,11 +256,11 @@ class Scheduler:
 
     def _match_follower(self, follower: Sequence) -> Match:
         """Return the prefix from before a preemption, if the others' blocks remain."""
-        others = self._num_missing_blocks() - self._kv.num_missing_for_all(follower)
-        return self._match_within(follower, self._kv.pool.num_available - others)
+        others = self._num_missing_blocks() - self.kv.num_missing_for_all(follower)
+        return self._match_within(follower, self.kv.pool.num_available - others)
 
     def _match_within(self, sequence: Sequence, num_blocks: int) -> Match:
-        return self._kv.match_within_blocks(sequence, num_blocks, self.preemption.should_swap_in)
+        return self.kv.match_within_blocks(sequence, num_blocks, self.preemption.should_swap_in)
 
     def _start_running(self, group: SequenceGroup) -> None:
         position = len(self.running)
@@ -285,15 +281,15 @@ class Scheduler:
     @property
     def _num_reserve_blocks(self) -> int:
         """A reserve, or an admitted group is the next victim."""
-        return self._kv.pool.num_blocks // 100 if self.running else 0
+        return self.kv.pool.num_blocks // 100 if self.running else 0
 
     def _num_missing_blocks(self) -> int:
         growing = [one for one in self.running if one.num_tokens > one.num_exclusive_tokens]
-        return sum(map(self._kv.num_missing_for_all, growing))
+        return sum(map(self.kv.num_missing_for_all, growing))
 
     def _promote_follower(self, leader: Sequence) -> None:
         successor, *others = leader.prefix_followers
-        self._kv.fork(leader, successor, min(leader.num_computed_tokens, successor.num_inherited_tokens))
+        self.kv.fork(leader, successor, min(leader.num_computed_tokens, successor.num_inherited_tokens))
         successor.is_waiting_for_leader = False
         successor.share_prefix_with(others)
 
@@ -328,6 +324,6 @@ class Scheduler:
         for group, held in positions.items():
             if len(held) != len(group.live) or held[-1] - held[0] != len(held) - 1:
                 raise AssertionError(f"{group.request_id} is not contiguous in the running queue")
-        self._kv.check_invariants(self.running)
-        if self.adapters is not None:
-            self.adapters.check_invariants(self.running)
+        self.kv.check_invariants(self.running)
+        if self.adapter_slots is not None:
+            self.adapter_slots.check_invariants(self.running)

@@ -9,6 +9,7 @@ from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
 from service.engine.request import BranchHistory, EngineRequest
 from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.scheduler import Scheduler
 from service.errors import EndReason
 from tests.fakes.scripted_executor import ScriptedExecutor, logprobs_after, next_token
 from tests.support.beam_reference import search
@@ -28,7 +29,7 @@ def make_engine(request):
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_prefill_chunk=budget, max_model_len=max_len
         )
         kv = KVManager(num_blocks, block_size, prefix_caching=caching)
-        return Engine(executor, kv, limits, frozenset({EOS})), executor
+        return Engine(executor, Scheduler(kv, limits), frozenset({EOS})), executor
 
     return make
 

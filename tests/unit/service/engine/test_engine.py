@@ -12,6 +12,7 @@ from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
 from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.scheduler import Scheduler
 from service.errors import EndReason
 from tests.fakes.scripted_executor import ScriptedExecutor, next_token
 
@@ -39,7 +40,7 @@ def engine_of(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_prefill_chunk=budget, max_model_len=max_len
     )
     kv = KVManager(num_blocks, block_size, prefix_caching=caches)
-    return Engine(executor, kv, limits, frozenset({EOS})), executor
+    return Engine(executor, Scheduler(kv, limits), frozenset({EOS})), executor
 
 
 def request(name, prompt, **params):
@@ -251,7 +252,7 @@ test_engine_machine = EngineMachine.TestCase
 def test_prompts_get_a_smaller_share_of_a_step_while_others_decode():
     executor = ScriptedExecutor(64, 4)
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=32, max_prefill_chunk=6, max_model_len=128)
-    engine = Engine(executor, KVManager(64, 4), limits, frozenset({EOS}))
+    engine = Engine(executor, Scheduler(KVManager(64, 4), limits), frozenset({EOS}))
     engine.add_request(request("alone", range(30), max_tokens=30, ignore_eos=True))
     engine.step()
     engine.add_request(request("later", range(20, 50), max_tokens=2, ignore_eos=True))
@@ -271,7 +272,7 @@ def test_prompts_get_a_smaller_share_of_a_step_while_others_decode():
 def test_a_long_queue_gets_more_of_a_step_than_a_short_one():
     executor = ScriptedExecutor(4096, 4)
     limits = Limits(max_num_seqs=512, max_num_batched_tokens=512, max_prefill_chunk=16, max_model_len=128)
-    engine = Engine(executor, KVManager(4096, 4), limits, frozenset({EOS}))
+    engine = Engine(executor, Scheduler(KVManager(4096, 4), limits), frozenset({EOS}))
     engine.add_request(request("first", range(4), max_tokens=124, ignore_eos=True))
     engine.step()
     for number in range(400):
@@ -294,7 +295,7 @@ def test_a_queue_gets_what_the_device_does_best_and_a_few_prompts_all_they_want(
     limits = Limits(
         max_num_seqs=8, max_num_batched_tokens=512, max_prefill_chunk=16, max_model_len=128, fit_prompts=fit
     )
-    engine = Engine(executor, KVManager(4096, 4), limits, frozenset({EOS}))
+    engine = Engine(executor, Scheduler(KVManager(4096, 4), limits), frozenset({EOS}))
     engine.add_request(request("first", range(4), max_tokens=100, ignore_eos=True))
     engine.step()
     for number in range(20):

@@ -10,6 +10,7 @@ from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
 from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.scheduler import Scheduler
 from service.errors import EndReason
 from tests.bench.host_steps import make_engine
 from tests.fakes.scripted_executor import ScriptedExecutor
@@ -32,7 +33,7 @@ def no_collector():
 def scripted():
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_prefill_chunk=64, max_model_len=64)
     executor = ScriptedExecutor(64, 4, None, runs_ahead=True)
-    return Engine(executor, KVManager(64, 4, prefix_caching=True), limits, frozenset()), executor
+    return Engine(executor, Scheduler(KVManager(64, 4, prefix_caching=True), limits), frozenset()), executor
 
 
 def begin(engine, name, params):

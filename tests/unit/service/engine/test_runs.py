@@ -10,6 +10,7 @@ from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
 from service.engine.request import BranchHistory, EngineRequest
 from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.speculation import Speculation
 from service.errors import EndReason
 from tests.fakes.scripted_executor import VOCAB_SIZE, ScriptedDrafter, ScriptedExecutor, next_token
@@ -24,7 +25,7 @@ def engine_of(num_drafts, *, num_blocks=200, runs_ahead=False, wrong_every=5, si
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=40, max_prefill_chunk=40, max_model_len=128)
     kv = KVManager(num_blocks, BLOCK_SIZE, prefix_caching=True)
     speculation = Speculation(kv, VOCAB_SIZE, ScriptedDrafter(num_drafts, wrong_every)) if num_drafts else None
-    return Engine(executor, kv, limits, frozenset(), speculation=speculation), executor
+    return Engine(executor, Scheduler(kv, limits, speculation=speculation), frozenset()), executor
 
 
 def request(name="a", prompt=PROMPT, history=(), **params):

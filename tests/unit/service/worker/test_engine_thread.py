@@ -10,6 +10,7 @@ from service.engine.kv.kv_manager import KVManager
 from service.engine.output_processor import iter_request_outputs
 from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.scheduler import Scheduler
 from service.errors import EndReason
 from service.worker.engine_thread import Add, Cancel, EngineThread, Stop
 from tests.fakes.scripted_executor import ScriptedExecutor, next_token
@@ -23,7 +24,7 @@ class Harness:
     def __init__(self, executor=None):
         self.outputs, self.deaths = queue.Queue(), queue.Queue()
         limits = Limits(max_num_seqs=4, max_num_batched_tokens=16, max_prefill_chunk=16, max_model_len=256)
-        engine = Engine(executor or ScriptedExecutor(64, 4), KVManager(64, 4), limits, frozenset())
+        engine = Engine(executor or ScriptedExecutor(64, 4), Scheduler(KVManager(64, 4), limits), frozenset())
         self.thread = EngineThread(
             engine, lambda outputs: list(map(self.outputs.put, iter_request_outputs(outputs))), self.deaths.put
         )

@@ -15,6 +15,7 @@ from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
 from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.scheduler import Scheduler
 from service.errors import EndReason
 from service.observability.systemd import Supervisor
 from service.worker import engine_thread
@@ -52,7 +53,7 @@ class House:
     def __init__(self, executor, step_timeout_s):
         self.hangs, self.fed = queue.Queue(), Fed()
         limits = Limits(max_num_seqs=4, max_num_batched_tokens=16, max_prefill_chunk=16, max_model_len=256)
-        engine = Engine(executor, KVManager(64, 4), limits, frozenset())
+        engine = Engine(executor, Scheduler(KVManager(64, 4), limits), frozenset())
         self.watchdog = Watchdog(step_timeout_s, self.fed)
         self.thread = EngineThread(engine, lambda outputs: None, self.hangs.put, self.watchdog.on_turn)
         self.thread.start()

@@ -13,6 +13,7 @@ from service.bench.kv_policies.simulation import SimulatedClock, SimulatedExecut
 from service.bench.trace import TracedRequest
 from service.engine.engine import Engine
 from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.scheduler import Scheduler
 from service.errors import StartupError
 
 SECOND_A_STEP = StepCosts(fixed_s=1.0, weights_s=0.0, token_s=0.0, cached_token_s=0.0)
@@ -42,7 +43,7 @@ def replay(name, requests, *, pool=POOL, rate=None, max_num_seqs=16):
     def make_engine(kv, on_launch):
         clock = SimulatedClock()
         executor = WatchedExecutor(SimulatedExecutor(clock, SECOND_A_STEP), on_launch)
-        engines.append(CheckedEngine(executor, kv, limits, frozenset()))
+        engines.append(CheckedEngine(executor, Scheduler(kv, limits), frozenset()))
         return engines[-1], clock
 
     requests = [TracedRequest(*request) for request in requests]

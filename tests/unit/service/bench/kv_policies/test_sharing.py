@@ -13,6 +13,7 @@ from service.cli.main import main
 from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
 from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.scheduler import Scheduler
 from service.errors import StartupError
 
 COSTS = StepCosts(fixed_s=1.0, weights_s=0.0, token_s=0.0, cached_token_s=0.0)
@@ -20,7 +21,9 @@ LIMITS = Limits(max_num_seqs=16, max_num_batched_tokens=512, max_prefill_chunk=5
 
 
 def engine(num_blocks=64, block_size=4):
-    return Engine(SimulatedSampler(SimulatedClock(), COSTS, 97), KVManager(num_blocks, block_size), LIMITS, frozenset())
+    return Engine(
+        SimulatedSampler(SimulatedClock(), COSTS, 97), Scheduler(KVManager(num_blocks, block_size), LIMITS), frozenset()
+    )
 
 
 def share(method, width, *lengths, num_blocks=64):

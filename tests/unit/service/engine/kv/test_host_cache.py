@@ -13,6 +13,7 @@ from service.engine.request import EngineRequest
 from service.engine.scheduling.fair_share import FairShare
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import PROTECTED_STEPS, Preemption
+from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.swap_cost import COPY_SLOWDOWN, EngineLoad, Rates, SwapCostModel
 from tests.fakes.scripted_executor import ScriptedExecutor
 from tests.support.demo_engine import DEMO, TWO_LAYERS, DemoEngines, run_all
@@ -32,7 +33,7 @@ def engine_of(costs=None, mode="auto", num_blocks=24, num_host_blocks=40, transf
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_prefill_chunk=64, max_model_len=max_len)
     kv = KVManager(num_blocks, SIZE, prefix_caching=caching, swapping=num_host_blocks > 0)
     preemption = Preemption(kv, FairShare(kv, 8), None if costs is None else SwapCostModel(costs, SIZE), mode)
-    return Engine(executor, kv, limits, frozenset({7}), preemption=preemption), executor, kv
+    return Engine(executor, Scheduler(kv, limits, preemption=preemption), frozenset({7})), executor, kv
 
 
 def load(engine, count=6, prompt_len=10, max_tokens=30):

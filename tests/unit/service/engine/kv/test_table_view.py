@@ -11,6 +11,7 @@ from service.engine.request import EngineRequest
 from service.engine.scheduling.fair_share import FairShare
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import Preemption
+from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.speculation import Speculation
 from service.engine.sequence import SequenceGroup
 from tests.fakes.scripted_executor import VOCAB_SIZE, ScriptedDrafter, ScriptedExecutor
@@ -68,7 +69,7 @@ def test_the_longest_are_shown_within_bounds(monkeypatch):
 @pytest.mark.parametrize("num_steps", [1, 3])
 def test_an_engine_shows_its_sequences_and_no_tokens(num_steps):
     limits = Limits(max_num_seqs=4, max_num_batched_tokens=16, max_prefill_chunk=16, max_model_len=256)
-    engine = Engine(ScriptedExecutor(64, SIZE), KVManager(64, SIZE), limits, frozenset())
+    engine = Engine(ScriptedExecutor(64, SIZE), Scheduler(KVManager(64, SIZE), limits), frozenset())
     assert engine.view_tables() == ()
     secret = 12345
     engine.add_request(EngineRequest(request_id="r", prompt=(secret,) * 9, sampling=SamplingParams(max_tokens=9)))
@@ -84,7 +85,9 @@ def test_a_swapped_sequence_shows_its_host_blocks():
     executor = ScriptedExecutor(24, SIZE, runs_ahead=True, num_host_blocks=40, transfer_steps=1)
     kv = KVManager(24, SIZE, swapping=True)
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_prefill_chunk=64, max_model_len=64)
-    engine = Engine(executor, kv, limits, frozenset(), preemption=Preemption(kv, FairShare(kv, 8), None, "swap"))
+    engine = Engine(
+        executor, Scheduler(kv, limits, preemption=Preemption(kv, FairShare(kv, 8), None, "swap")), frozenset()
+    )
     for name in "abcdef":
         sampling = SamplingParams(max_tokens=30)
         engine.add_request(EngineRequest(request_id=name, prompt=(ord(name), *range(9)), sampling=sampling))
@@ -106,7 +109,7 @@ def test_drafts_of_the_last_step_are_shown():
     kv = KVManager(200, SIZE)
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=40, max_prefill_chunk=40, max_model_len=128)
     speculation = Speculation(kv, VOCAB_SIZE, ScriptedDrafter(8, 1000), 8)
-    engine = Engine(ScriptedExecutor(200, SIZE), kv, limits, frozenset(), speculation=speculation)
+    engine = Engine(ScriptedExecutor(200, SIZE), Scheduler(kv, limits, speculation=speculation), frozenset())
     engine.add_request(EngineRequest(request_id="a", prompt=(1, 2), sampling=SamplingParams(max_tokens=60)))
     shown = set()
     while engine.has_work:

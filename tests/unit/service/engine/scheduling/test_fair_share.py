@@ -9,6 +9,7 @@ from service.engine.request import EngineRequest
 from service.engine.scheduling.fair_share import FairShare
 from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.preemption import PROTECTED_STEPS, Preemption
+from service.engine.scheduling.scheduler import Scheduler
 from service.errors import EndReason
 from tests.fakes.scripted_executor import ScriptedExecutor
 from tests.support.random_operations import alone
@@ -31,7 +32,7 @@ class EngineLoad:
         )
         kv = KVManager(num_blocks, SIZE, swapping=num_host_blocks > 0)
         preemption = Preemption(kv, FairShare(kv, MAX_SEQS), mode=mode)
-        self.engine = Engine(executor, kv, limits, frozenset({EOS}), preemption=preemption)
+        self.engine = Engine(executor, Scheduler(kv, limits, preemption=preemption), frozenset({EOS}))
         self.asked: dict[str, EngineRequest] = {}
         self.received = {}
 

@@ -9,6 +9,7 @@ from service.engine.engine import Engine
 from service.engine.kv.kv_manager import KVManager
 from service.engine.request import EngineRequest
 from service.engine.scheduling.limits import Limits
+from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.speculation import MAX_SILENT, Speculation
 from tests.fakes.drafters import FakeDrafter
 from tests.fakes.scripted_executor import VOCAB_SIZE, ScriptedDrafter, ScriptedExecutor
@@ -44,7 +45,7 @@ def engine_of(drafter, cost=ROWS):
     speculation = None if drafter is None else Speculation(kv, VOCAB_SIZE, drafter, 8, DraftLengths(cost))
     if speculation is not None:
         speculation.on_step = lambda plan, seconds, has_overlapped: None
-    return Engine(executor, kv, limits, frozenset(), speculation=speculation), executor
+    return Engine(executor, Scheduler(kv, limits, speculation=speculation), frozenset()), executor
 
 
 def run(engine, num_requests=3):
@@ -144,7 +145,9 @@ def test_a_head_that_drafts_nothing_is_asked_a_few_times_and_no_step_waits_for_i
 def test_drafts_leave_room_for_prompts():
     executor, kv = ScriptedExecutor(200, 4, runs_ahead=True), KVManager(200, 4)
     limits = Limits(max_num_seqs=4, max_num_batched_tokens=12, max_prefill_chunk=12, max_model_len=128)
-    engine = Engine(executor, kv, limits, frozenset(), speculation=Speculation(kv, VOCAB_SIZE, ScriptedDrafter(16), 16))
+    engine = Engine(
+        executor, Scheduler(kv, limits, speculation=Speculation(kv, VOCAB_SIZE, ScriptedDrafter(16), 16)), frozenset()
+    )
     for name, max_tokens in (("long", 100), ("late", 1)):
         sampling = SamplingParams(max_tokens=max_tokens)
         engine.add_request(EngineRequest(request_id=name, prompt=(5, 3, 4), sampling=sampling))
