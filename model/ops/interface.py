@@ -57,6 +57,10 @@ class SamplingArrays:
     has_thresholds: bool = True  # False: top_k, top_p and min_p of every row are off
 
 
+SAMPLING_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "branch")
+"""Fields of `SamplingArrays` with one value per row."""
+
+
 @dataclass(frozen=True)
 class Penalties:
     """Tokens of each row. Repetition counts prompt and output, presence and frequency the output."""

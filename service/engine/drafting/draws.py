@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from model.ops.cpu.sampling import perturbed
-from model.ops.interface import Array, Ops, SamplingArrays
+from model.ops.interface import SAMPLING_COLUMNS, Array, Ops, SamplingArrays
 from model.sampler import RECORD
 from service.engine.sequence import Sequence
-
-_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "branch")
 
 SPAN = 6.0
 """Tokens whose logit over the temperature is further below the best are not drawn."""
@@ -42,20 +41,16 @@ def drawn_on(ops: Ops, logits: Array, sequences: Seq[Sequence], positions: Seq[i
         return list(map(int, drawn(logits, sequences, positions)))
     records = np.frombuffer(b"".join(one.sampling_record for one in sequences), RECORD)
     params = _arrays(records, np.array(positions, np.uint32))
-    sent = ops.upload_all([np.ascontiguousarray(getattr(params, name)) for name in _COLUMNS])
-    params = replace(params, **dict(zip(_COLUMNS, sent, strict=True)))
+    sent = ops.upload_all([np.ascontiguousarray(getattr(params, name)) for name in SAMPLING_COLUMNS])
+    params = replace(params, **dict(zip(SAMPLING_COLUMNS, sent, strict=True)))
     return list(map(int, ops.download(ops.sample(logits, params).token_ids)))
 
 
 def _arrays(records: np.ndarray, positions: np.ndarray) -> SamplingArrays:
+    columns: dict[str, Any] = {name: records[name] for name in SAMPLING_COLUMNS if name != "position"}
     return SamplingArrays(
-        temperature=records["temperature"],
-        top_k=records["top_k"],
-        top_p=records["top_p"],
-        min_p=records["min_p"],
-        seed=records["seed"],
+        **columns,
         position=positions,
-        branch=records["branch"],
         penalties=None,
         bias=None,
         num_logprobs=0,

@@ -17,11 +17,19 @@ from model.batch import Batch, StateRows
 from model.cuda_graphs import ROWS_BESIDE, StepGraphs
 from model.families.llama import Llama
 from model.ops.host_blocks import HostBlocks, Transfer
-from model.ops.interface import AdapterRows, Array, AsyncWrite, Bias, Ops, Penalties, SamplingArrays, TokenMask
+from model.ops.interface import (
+    SAMPLING_COLUMNS,
+    AdapterRows,
+    Array,
+    AsyncWrite,
+    Bias,
+    Ops,
+    Penalties,
+    SamplingArrays,
+    TokenMask,
+)
 from model.step_inputs import ForwardInputs, LogprobRows, SampleInputs, StepInputs
 from model.weights.lora.adapter import LoraAdapter
-
-_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "branch")
 
 MAX_LATE_DRAFTS = 1024
 """Draft tokens that a step takes from the device: 16 of each of 64 sequences."""
@@ -222,7 +230,7 @@ class ModelRunner:
         return sampled.token_ids, self._ops.download_async(arrays)
 
     def _upload(self, params: SamplingArrays) -> SamplingArrays:
-        columns = [getattr(params, name) for name in _COLUMNS]
+        columns = [getattr(params, name) for name in SAMPLING_COLUMNS]
         ragged = [
             [] if part is None else list(vars(part).values()) for part in (params.penalties, params.bias, params.mask)
         ]
@@ -230,7 +238,7 @@ class ModelRunner:
         columns, penalties, bias, mask = (list(islice(sent, len(part))) for part in (columns, *ragged))
         return replace(
             params,
-            **dict(zip(_COLUMNS, columns, strict=True)),
+            **dict(zip(SAMPLING_COLUMNS, columns, strict=True)),
             penalties=Penalties(*penalties) if penalties else None,
             bias=Bias(*bias) if bias else None,
             mask=TokenMask(*mask) if mask else None,
