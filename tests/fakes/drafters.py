@@ -20,7 +20,7 @@ class FakeDrafter:
 
 
 class KnowingDrafter(FakeDrafter):
-    """Drafts what was generated without drafts, wrong from a random position on, or nothing at times."""
+    """Drafter of the known answer, wrong from a random position on, or empty at times."""
 
     def __init__(self, answers: Mapping[tuple[str, int], list[int]], *, errs: bool = False, first: int = 0):
         """`first`: the position at which each branch's answer is resumed."""
@@ -43,14 +43,14 @@ class LyingDrafter(FakeDrafter):
 
 
 class OutOfRangeDrafter(FakeDrafter):
-    """Drafts ids that no vocabulary has, first or after some."""
+    """Drafter of ids outside the vocabulary, first or after some."""
 
     def of(self, sequence: Sequence, count: int) -> tuple[int, ...]:
         return (-1, 1 << 40, 4096, 7, 300, 99_999)[sequence.num_tokens % 4 :][:count]
 
 
 class WrongLengthDrafter(FakeDrafter):
-    """Drafts more than asked for, or nothing."""
+    """Drafter of more tokens than asked for, or none."""
 
     def of(self, sequence: Sequence, count: int) -> tuple[int, ...]:
         return (300,) * (count + 40) if sequence.num_tokens % 3 else ()

@@ -1,6 +1,6 @@
-"""`quire worker` whose device does what a file tells it: python faulty_worker.py FILE worker --redis-url ...
+"""`quire worker` with faults ordered by a file: python faulty_worker.py FILE worker --redis-url ...
 
-While FILE says `hang`, a step never ends; `hold` also keeps the interpreter to itself, as a driver's call may.
+While FILE holds `hang`, a step never ends; `hold` also holds the GIL, as a driver's call may.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An executor that computes nothing: every token is the same, and a step takes no time of its own."""
+"""An executor that computes nothing: all tokens are equal, and a step takes no time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class IdleExecutor:
                 self._transfers.append(FinishedTransfer(is_out, len(copies), 1e-6 * len(copies)))
 
     def sample(self, launched: StepPlan) -> None:
-        """All tokens are known."""
+        """Do nothing: all tokens are known."""
 
     def collect(self, launched: StepPlan) -> StepResult:
         return StepResult([TOKEN] * len(launched.samplers))
@@ -33,4 +33,4 @@ class IdleExecutor:
         return done
 
     def wait_for_transfer(self) -> None:
-        """None is ever under way for long."""
+        """Do nothing: transfers are done at once."""

@@ -1,4 +1,4 @@
-"""Grammar processes that outlive a gateway: starting two for each gateway of a test takes longer than most tests."""
+"""Grammar processes reused by the gateways of tests: starting two takes longer than most tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_IDLE = 4
 
 @contextmanager
 def kept_grammar_processes() -> Iterator[None]:
-    """Gateways opened within take their grammar processes from those that earlier ones left."""
+    """While inside, gateways reuse the grammar processes of earlier ones."""
     with patch("service.gateway.grammars.pool.GrammarProcess", KeptGrammarProcess):
         yield
 
@@ -29,8 +29,8 @@ def _kill_idle() -> None:
 
 
 class KeptGrammarProcess:
-    """A GrammarProcess, a real one. The pool's stop returns it, to be taken by the next one with the same tokens;
-    a process that was asked in vain is ended."""
+    """A real GrammarProcess, which the pool's stop returns for the next pool with the same tokens; after a failed
+    request it is ended."""
 
     def __init__(self) -> None:
         self._hello = b""

@@ -1,4 +1,4 @@
-"""A model asked the plain way: all tokens of a sequence at once, into a fresh cache, for the logits of its last."""
+"""Reference model: computes all tokens of a sequence at once in a fresh cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK_SIZE = 16
 
 
 class PlainModel:
-    """Of a model on NumPy; remembers what it was asked."""
+    """Reference of a NumPy model, with cached results."""
 
     def __init__(self, model: Llama, eos_token_ids: frozenset[int]):
         self._model = model
@@ -30,13 +30,13 @@ class PlainModel:
         return self._known[key]
 
     def logprobs(self, token_ids: list[int], params: SamplingParams, num_prompt: int) -> np.ndarray:
-        """float32[V]: log-probabilities, with penalties, logit_bias and min_tokens applied to them."""
+        """Return float32[V]: log-probabilities after penalties, logit_bias and min_tokens."""
         logits = self.logits(token_ids)
         shifted = logits - logits.max()
         return self._shaped(shifted - np.log(np.exp(shifted).sum()), token_ids, params, num_prompt)
 
     def sample(self, prompt: list[int], params: SamplingParams, branch: int) -> list[int]:
-        """What a branch says, token by token."""
+        """Return a branch's tokens."""
         token_ids, stops = list(prompt), self._stops(params)
         while len(token_ids) - len(prompt) < params.max_tokens:
             logits = self._shaped(self.logits(token_ids), token_ids, params, len(prompt))

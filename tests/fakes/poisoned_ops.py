@@ -1,4 +1,4 @@
-"""The GPU backend with NaN in every temporary before an op fills it: what a kernel leaves out shows."""
+"""The GPU backend with NaN in temporaries before an op fills them: shows what a kernel leaves out."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class _Poisoned(CudaOps):
 
 
 class PoisonedOps(_Poisoned):
-    """One GPU."""
+    """Poisoned backend of one GPU."""
 
 
 class PoisonedRank(_Poisoned, CudaRank):
-    """A rank of a group."""
+    """Poisoned rank of a group."""

@@ -1,4 +1,4 @@
-"""An executor that writes NaN into every block that nobody holds, so that what reads one shows."""
+"""An executor that fills unheld blocks with NaN, so that reading one shows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.paged import nan_of
 
 
 class PoisoningExecutor(ModelExecutor):
-    """Works on a cache with one block more than `pool` has: the last one is the poison."""
+    """Executor on a cache with one block more than `pool` has: the last one holds the poison."""
 
     def __init__(
         self, model, eos_token_ids: frozenset[int], max_num_seqs: int, max_blocks: int, pool: BlockPool, **how: bool
@@ -29,7 +29,7 @@ class PoisoningExecutor(ModelExecutor):
 
     def launch(self, plan: StepPlan) -> Any:
         launched = super().launch(plan)
-        self._poison()  # behind all that reads what was free before
+        self._poison()  # after all reads of blocks that were free before
         return launched
 
     def transfer(self, plan: StepPlan) -> None:

@@ -19,12 +19,12 @@ VOCAB_SIZE = 97
 
 
 def next_token(token_ids: list[int], branch: int = 0) -> int:
-    """What the scripted model says after these tokens in this branch."""
+    """Return the scripted model's next token in this branch."""
     return _hashed((token_ids, branch) if branch else token_ids) % VOCAB_SIZE
 
 
 def logprobs_after(token_ids: list[int]) -> tuple[float, ...]:
-    """The scripted model's log-probability of each token after these."""
+    """Return the scripted model's log-probability of each next token."""
     return _logprobs_after(tuple(token_ids))
 
 
@@ -40,10 +40,10 @@ def _hashed(value: object) -> int:
 
 
 class ScriptedExecutor:
-    """Writes tokens into blocks as a model writes keys, and predicts from what the blocks hold.
+    """Executor that writes tokens into blocks as a model writes keys, and predicts from the blocks' contents.
 
-    A pending token is known to it alone, as it would be on the device. So is the block table of a sequence that decodes
-    in one plan after the other: it is looked at only where the plan says that it has changed.
+    Pending tokens are known to it alone, as on a device. It rereads the block table of a sequence that decodes in
+    consecutive plans only if the plan lists it as changed.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class ScriptedExecutor:
         transfer_steps: int = 0,
         silent_every: int = 0,
     ):
-        """`silent_every`: one in so many chunks with drafts gets no token; 0: none. `transfer_steps`: transfers move
-        nothing before the engine has asked this many times whether they are done; with 0 they run at once, before their
-        step is computed. A real one may read and write at any time between the two."""
+        """`silent_every`: every n-th chunk with drafts gets no token; 0: none. `transfer_steps`: transfers take effect
+        when the engine has polled this many times; with 0 at once, before their step is computed. A real transfer may
+        read and write at any time in between."""
         self.memory: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.block_size = block_size
         self.plans: list[StepPlan] = []
@@ -72,7 +72,7 @@ class ScriptedExecutor:
         self.num_host_blocks = num_host_blocks
         self.host_memory: list[list[int | None]] = [[None] * block_size for _ in range(num_host_blocks)]
         self._transfer_steps = transfer_steps
-        self._transfers: list[list] = []  # asked how often, is out, copies
+        self._transfers: list[list] = []  # polls, is out, copies
 
     def launch(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
@@ -104,7 +104,7 @@ class ScriptedExecutor:
             self._arrive(asked)
 
     def sample(self, launched: StepResult) -> None:
-        """It knows all tokens when it launches."""
+        """Do nothing: all tokens are known at launch."""
 
     def collect(self, launched: StepResult) -> StepResult:
         return launched
@@ -144,7 +144,7 @@ class ScriptedExecutor:
         return known[position] if position < len(known) else self._last[chunk.sequence]
 
     def _run(self, chunk: Chunk, sampler: Sequence, table: array) -> list[SampledToken]:
-        """Sample behind the known tokens, and behind each draft that is what was sampled before it."""
+        """Sample after the known tokens, and after each draft that equals the preceding sample."""
         if chunk.drafts and self._is_silent():
             return []
         end = chunk.end - len(chunk.drafts)
@@ -172,7 +172,7 @@ class ScriptedExecutor:
 
 
 class ScriptedDrafter:
-    """Drafts what the scripted model says, wrong at every `wrong_every`-th position."""
+    """Drafter of the scripted model's tokens, wrong at every `wrong_every`-th position."""
 
     def __init__(self, num_drafts: int, wrong_every: int = 3):
         self._num_drafts, self._wrong_every = num_drafts, wrong_every

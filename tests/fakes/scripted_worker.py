@@ -1,4 +1,4 @@
-"""A worker without a model: answers every job as a script says, through the worker's half of a queue."""
+"""A worker without a model: answers jobs by a script, through the worker's end of a queue."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from service.queue.messages import BlockTable, Cancel, Event, Job, Part, TokenLo
 
 @dataclass(frozen=True)
 class Script:
-    """What one job gets: tokens a step, then its end. `end` None: it stays silent until it is cancelled.
-
-    `branches` says what each branch gets, where they differ, `scores` how likely each token of it was, and `choices`
-    which of them the answer is made of.
+    """Script of one job: tokens per step, then its end. `end` None: silent until cancelled. `branches`: tokens of each
+    branch, if they differ; `scores`: their log-probabilities; `choices`: branches of the answer.
     """
 
     steps: Sequence[Sequence[int]] = ()
@@ -37,7 +35,7 @@ SILENT = Script()
 
 
 class ScriptedWorker:
-    """Runs inside `working`. `jobs` and `cancels` are what it was given, in order."""
+    """Worker that runs inside `working`. `jobs` and `cancels`: those received, in order."""
 
     def __init__(self, queue: WorkerQueue, model: str, script: Callable[[Job], Script], max_model_len: int = 4096):
         self._queue = queue
@@ -88,7 +86,7 @@ class ScriptedWorker:
         assert not await self._queue.publish(events)
 
     async def cancelled(self, number: int = 1) -> Cancel:
-        """Waits for the `number`th cancel."""
+        """Wait for the `number`th cancel."""
         while len(self.cancels) < number:
             await asyncio.sleep(0.005)
         return self.cancels[number - 1]
@@ -135,13 +133,13 @@ class ScriptedWorker:
                 await self._publish(Event(job_id=job.job_id, number=0, parts=tuple(parts)))
             else:
                 await asyncio.sleep(0.005)
-        # The worst of its branches' ends: the reasons stand in that order.
+        # The worst end of its branches: reasons are in that order.
         end = max((branch.end for branch in branches), key=list(EndReason).index)
         num_tokens = sum(branch.num_received for branch in branches)
         await self._end(job.job_id, end, num_tokens, len(job.prompt) // 4, script)
 
     def _scored_prompt(self, job: Job) -> Part:
-        """Token i of the prompt had log-probability -i, and token 7 was the likeliest everywhere."""
+        """Return the prompt's part: token i has log-probability -i, and token 7 is the likeliest everywhere."""
         tokens, width = unpack_ids(job.prompt)[1:], job.sampling.prompt_logprobs
         logprobs = TokenLogprobs(
             chosen=pack_floats([-(i + 1) for i in range(len(tokens))]),
@@ -151,7 +149,7 @@ class ScriptedWorker:
         return Part(tokens=pack_ids(tokens), logprobs=logprobs, is_prompt=True)
 
     def _part(self, job: Job, number: int, branch: _Branch) -> Part:
-        """The next step of a branch."""
+        """Return a branch's next part."""
         tokens = () if (job.job_id, number) in self._stopped else branch.step()
         if (job.job_id, number) in self._stopped:
             branch.end = EndReason.STOP
@@ -178,7 +176,7 @@ class ScriptedWorker:
         await self._publish(event)
 
     async def _publish(self, event: Event) -> None:
-        """Under the next number of its job."""
+        """Publish an event with the job's next number."""
         number = self._numbers[event.job_id] = self._numbers.get(event.job_id, 0) + 1
         if number == 1:
             event = replace(event, usage=Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=1))
@@ -186,7 +184,7 @@ class ScriptedWorker:
 
 
 class _Branch:
-    """What a branch has yet to say."""
+    """The rest of a branch."""
 
     def __init__(self, steps: Sequence[Sequence[int]], max_tokens: int, end: EndReason | None, score: float):
         self.score = score

@@ -1,5 +1,5 @@
-"""Beam search as one would write it down: whole sequences, no cache, every token of the vocabulary an offer. What it
-means by an answer, a score and an end is said in service/engine/beam_search.py."""
+"""Reference beam search: whole sequences, no cache, every token of the vocabulary a candidate.
+service/engine/beam_search.py defines answer, score and end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from model.sampling_params import SamplingParams
 
 Answer = tuple[list[int], float, bool]
-"""Output tokens, score, whether a stop id or its completeness ended it."""
+"""Output tokens, score, whether a stop id or completeness ended it."""
 
 
 def search(
@@ -21,8 +21,8 @@ def search(
     logprobs_after: Callable[[list[int]], Sequence[float]],
     is_complete: Callable[[list[int]], bool] = lambda output: False,
 ) -> list[Answer]:
-    """All answers, the best first; `logprobs_after` gives the log-probability of each token after these ones, and
-    nothing may follow an output that `is_complete`."""
+    """Return all answers, best first. `logprobs_after`: log-probability of each token after these; nothing may follow
+    an output that `is_complete`."""
     beam, longest = params.beam, params.max_tokens
     beams: list[tuple[float, list[int]]] = [(0.0, [])]
     answers: list[Answer] = []

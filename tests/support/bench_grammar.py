@@ -1,7 +1,7 @@
-"""What grammars cost a decode step: the engine at a steady batch, free and under a JSON schema a sequence, by turns.
+"""Measure a decode step with and without a JSON schema per sequence, in turn, at a steady batch.
 
-`python -m tests.support.bench_grammar [shape] [device] [batch] [steps]`, with a shape of `--model-config`, no weights
-and a vocabulary made up for it; tokens are drawn from noise, so every text is a new one.
+`python -m tests.support.bench_grammar [shape] [device] [batch] [steps]`, with a shape of `--model-config`, dummy
+weights and a made-up vocabulary; random logits make every text new.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tests.support.random_schemas import random_schema
 
 NUM_SPECIAL = 256
 PROMPT_TOKENS = 500
-WARM_TOKENS = 5  # of each sequence, before anything is timed
+WARM_TOKENS = 5  # of each sequence, before timing
 LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 
 
 class MadeUpTokens:
-    """Bytes, words, capitals, numbers and words with a sign behind them, as a byte-level vocabulary has."""
+    """Bytes, words, capitals, numbers and words with punctuation, as in a byte-level vocabulary."""
 
     def __init__(self, size: int):
         self._num_plain = size - NUM_SPECIAL
@@ -54,13 +54,13 @@ class MadeUpTokens:
 
 
 def endless(seed: int) -> str:
-    """An array that no step of the bench comes to the end of."""
+    """An array schema that no run of the bench completes."""
     item = random_schema(random.Random(seed))
     return json_grammar({"type": "array", "minItems": 10_000, "items": item, "$defs": item.pop("$defs", {})})
 
 
 def step_times_s(engine: Engine, vocab_size: int, grammars: list[str | None], num_steps: int) -> np.ndarray:
-    """Seconds of each of `num_steps` decode steps of as many sequences as there are grammars."""
+    """Return the seconds of each of `num_steps` decode steps, with one sequence per grammar."""
     rng = np.random.default_rng(0)
     for number, grammar in enumerate(grammars):
         prompt = tuple(rng.integers(0, vocab_size - NUM_SPECIAL, PROMPT_TOKENS).tolist())

@@ -1,4 +1,4 @@
-"""Function calls to enforce, with the usual key of their arguments."""
+"""Function calls to enforce, with the usual arguments key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Certificates for tests, made by openssl: one that signs and one for localhost."""
+"""Test certificates made by openssl: a CA and one for localhost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Certificates:
 
 
 def make_certificates(folder: Path) -> Certificates:
-    """Good for a day, for `localhost` and 127.0.0.1."""
+    """Make certificates for `localhost` and 127.0.0.1, valid for a day."""
     folder.mkdir(parents=True, exist_ok=True)
     names = Certificates(folder / "ca.pem", folder / "server.pem", folder / "server.key")
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1"]

@@ -1,4 +1,4 @@
-"""Adapters of the chaos suite's jobs, where CHAOS_LORA is set: none, one, the other, in turn."""
+"""Adapters of the chaos suite's jobs if CHAOS_LORA is set: none, the first, the second, in turn."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _adapters() -> tuple[JobAdapter, ...]:
 
 
 def adapter_of(number: int) -> JobAdapter | None:
-    """Return the adapter of a suite's job by its number."""
+    """Return the adapter of job `number`."""
     return (None, *_adapters())[number % 3] if HAS_ADAPTERS else None
 
 

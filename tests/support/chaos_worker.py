@@ -1,8 +1,8 @@
-"""`quire worker` that dies where a test wants it to: python chaos_worker.py FOLDER worker --redis-url ...
+"""`quire worker` that dies at a point chosen by a test: python chaos_worker.py FOLDER worker --redis-url ...
 
-A file in FOLDER is an order, carried out once by whichever worker takes it first: `claim`, `prefill`, `token-7` and
-`settle` say where to die, by SIGKILL. Every step takes STEP_S longer, so that there is time for faults, and a prompt
-that begins with POISON kills the worker in any step that computes it.
+A file in FOLDER is an order that the first worker to take it carries out once: `claim`, `prefill`, `token-7` and
+`settle` name the point of its SIGKILL. Every step takes STEP_S longer, to leave time for faults. A prompt that begins
+with POISON kills the worker in any step that computes it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Orders:
         self._folder = folder
 
     def die(self, name: str) -> None:
-        """By SIGKILL, if there is such an order and nobody else has taken it."""
+        """Send SIGKILL to this process if this order exists and no other worker has taken it."""
         try:
             (self._folder / name).unlink()
         except FileNotFoundError:
@@ -38,7 +38,7 @@ class Orders:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def token(self) -> int | None:
-        """The event after which somebody is to die."""
+        """Return the event after which a worker should die."""
         return next((int(order.name.partition("-")[2]) for order in self._folder.glob("token-*")), None)
 
 

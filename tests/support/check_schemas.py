@@ -1,7 +1,7 @@
-"""Asks the demo model for an answer to each of many random JSON schemas and counts those that are valid.
+"""Ask the demo model for an answer to each of many random JSON schemas, and count the valid ones.
 
-`python -m tests.support.check_schemas [count] [device]`; exits with 1 if any is not. Every other schema may be spaced
-out, the rest is compact; temperatures are 0, 0.7 and 1.5 by turns.
+`python -m tests.support.check_schemas [count] [device]`; exits with 1 if any is invalid. Every other schema allows
+whitespace; temperatures are 0, 0.7 and 1.5 in turn.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(count: int, device: str) -> int:
 
 
 def _is_good(text: str, end: EndReason, schema: dict) -> bool:
-    """A text that was cut at its length is not."""
+    """Return whether the answer is valid; one cut off at max_tokens is not."""
     return end is EndReason.STOP and is_valid(json.loads(text), schema)
 
 

@@ -1,4 +1,4 @@
-"""A Redis as deploy/redis.conf and deploy/users.acl make it, and queues that enter it under their roles."""
+"""A Redis with deploy/redis.conf and deploy/users.acl, and queues that log in as the users of their roles."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ START_WAIT_S = 10.0
 
 
 class ConfiguredRedis:
-    """A running server with the users of the page; each one's password is its name backwards."""
+    """A running server with the users of users.acl; a user's password is its name reversed."""
 
     def __init__(self, folder: Path, *flags: str):
-        """`folder` is short: a socket's path has 107 bytes."""
+        """`folder` must be short: a socket's path has at most 107 bytes."""
         users = folder / "users.acl"
         users.write_text(server_acl())
         self.socket = folder / "redis.sock"
@@ -43,8 +43,8 @@ class ConfiguredRedis:
         return f"unix://{user}:{password_of(user)}@{self.socket}"
 
     def refusals(self) -> list[str]:
-        """What users were refused since the last call: user, command or key. That redis-py may not tell a server its
-        version, as a producer's tries to, is no loss."""
+        """Return what users were refused since the last call: user, command or key. Ignores redis-py's CLIENT SETINFO,
+        which producers may not run."""
         entries = self.admin.execute_command("ACL", "LOG")
         self.admin.execute_command("ACL", "LOG", "RESET")
         refused = [f"{entry[b'username'].decode()} {entry[b'object'].decode()}" for entry in map(_as_dict, entries)]
@@ -72,7 +72,7 @@ async def open_roles_pair(server: ConfiguredRedis, name: str | None = None, leas
 
 
 def server_acl() -> str:
-    """What the README's command makes of the page."""
+    """Return the ACL lines that the README's command makes of users.acl."""
     lines = [line for line in (DEPLOY / "users.acl").read_text().splitlines() if line.startswith("user ")]
     for number, line in enumerate(lines):
         user = line.split()[1]
@@ -86,7 +86,7 @@ def password_of(user: str) -> str:
 
 
 def _as_dict(entry: object) -> dict[bytes, bytes]:
-    """Of the two forms in which the client tells a map."""
+    """Return a dict for either form in which the client returns a map."""
     if isinstance(entry, dict):
         return {key.encode() if isinstance(key, str) else key: value for key, value in entry.items()}
     return dict(zip(entry[::2], entry[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""The demo model behind a small engine on any backend, and requests that use all that sampling knows."""
+"""Small engines with the demo model on any backend, and requests that use every sampling parameter."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class DemoEngines:
     """Engines that share one copy of the model on `ops`, its weights rounded to `quantization`."""
 
     def __init__(self, ops: Ops, quantization: str = "auto", *, num_layers: int | None = None):
-        """TWO_LAYERS write worse stories, take half as long, and are as good for what an engine guarantees."""
+        """Models of TWO_LAYERS take half as long and test an engine's guarantees as well."""
         config = ModelConfig.read(DEMO)
         model = load_model(DEMO, config, ops, MAX_LEN, quantization=quantization)
         layers = model.weights.layers[:num_layers]
@@ -96,8 +96,8 @@ class DemoEngines:
         draft: Eagle3Head | DeviceEagle3 | Llama | None = None,
         num_adapter_slots: int = 0,
     ) -> Engine:
-        """With `poisons`, blocks hold NaN from when they are freed until they are written. `draft`: a head or a smaller
-        model."""
+        """Build an engine. With `poisons`, blocks hold NaN from when they are freed until they are written. `draft`: a
+        head or a smaller model."""
         num_ahead = NUM_AHEAD if isinstance(draft, DeviceEagle3) else 0
         kv = KVManager(
             num_blocks,
@@ -143,7 +143,7 @@ class DemoEngines:
         return Engine(executor, scheduler, self.eos_token_ids, grammars, adapters)
 
     def _adapters(self, executor: ModelExecutor, num_slots: int) -> Adapters:
-        """Keep one more than fits the slots."""
+        """Build a loader that keeps one adapter more than the slots hold."""
 
         def read(source: AdapterSource) -> LoraAdapter:
             return read_adapter(Path(source.path), self._config, self.model.ops.dtype, MAX_LORA_RANK)
@@ -160,7 +160,7 @@ class DemoEngines:
         num_adapter_slots: int = 0,
         verifies_drafts: bool = False,
     ) -> ModelExecutor:
-        """With a cache of its own, of zeros or poisoned."""
+        """Build an executor with its own cache of zeros, or poisoned."""
         executor = self._executor(max_num_seqs, block_size, poisoned, verifies_drafts)
         cache = allocate(self.model.ops, self._config, num_blocks + (poisoned is not None), block_size)
         slots = None
@@ -180,7 +180,7 @@ class DemoEngines:
         return ModelExecutor(*sizes, verifies_drafts=verifies_drafts)
 
     def each_alone(self) -> dict[str, list[int]]:
-        """What every one of WISHES gets when nobody else is there."""
+        """Return the answer to each of WISHES run alone."""
         received: dict[str, list[int]] = {}
         for number in range(len(WISHES)):
             engine = self.make(num_blocks=40, budget=256, max_num_seqs=1)
@@ -190,7 +190,7 @@ class DemoEngines:
 
 
 def run_all(engine: Engine, params=WISHES) -> Received:
-    """Give all requests at once and run them to their ends."""
+    """Add all requests at once and run them to their ends."""
     for number, wish in enumerate(params):
         engine.add_request(_request(number, wish))
     return run(engine)

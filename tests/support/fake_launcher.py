@@ -1,4 +1,4 @@
-"""A device that only writes down which kernels are launched."""
+"""A device that only records kernel launches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ADDRESS = 1 << 20
 
 
 class FakeArray:
-    """Looks like a CuPy array, as far as launches ask."""
+    """Array with the attributes of CuPy's that launches read."""
 
     def __init__(self, shape, dtype, address=ADDRESS):
         self.shape, self.dtype, self.data = shape, np.dtype(dtype), SimpleNamespace(ptr=address)
@@ -25,7 +25,7 @@ class FakeArray:
 
 
 class FakeLauncher:
-    """Writes down what is launched."""
+    """Launcher that records its launches."""
 
     def __init__(self, arch="90a", dtype=BFLOAT16, max_shared_bytes=227 << 10):
         self.arch, self.dtype, self.max_shared_bytes, self.num_sms = arch, np.dtype(dtype), max_shared_bytes, 132
@@ -43,7 +43,7 @@ class FakeLauncher:
 
 
 class FakeStack(FakeArray):
-    """Also views, slices and gathers as CuPy's arrays do."""
+    """FakeArray with views, slices and gathers."""
 
     flags = SimpleNamespace(c_contiguous=True)
 

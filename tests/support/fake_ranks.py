@@ -1,4 +1,4 @@
-"""Ranks of a GPU group that write down what they launch, in the order of the one thread that uses them."""
+"""Ranks of a GPU group that record their launches in one log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Addressed(np.ndarray):
 
 
 class FakeRank(NumpyOps):
-    """Computes on the CPU what is no collective; `log` is shared by the ranks."""
+    """Rank that computes everything but collectives on the CPU; ranks share `log`."""
 
     name, arch, num_sms, max_shared_bytes, dtype_code = "cuda", "90a", 132, 227 << 10, 0
 
@@ -66,5 +66,5 @@ class FakeRank(NumpyOps):
 
 
 def launches(log) -> list[tuple[object, ...]]:
-    """(rank, kernel, grid, defines) in order."""
+    """Return (rank, kernel, grid, defines) in order."""
     return [(one[1], one[2], one[3], one[5]) for one in log if one[0] == "launch"]

@@ -1,4 +1,4 @@
-"""Figures that a suite measures, printed when it is over."""
+"""Figures measured by a suite, printed at its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def note(name: str, value: str) -> None:
 
 
 def note_percentiles(name: str, seconds: Sequence[float]) -> None:
-    """Half, 99 of 100, and the worst of them."""
+    """Note median, 99th percentile and maximum."""
     median, p99 = np.percentile(seconds, [50, 99])
     _FIGURES[name] = f"p50 {median:.2f} s, p99 {p99:.2f} s, max {max(seconds):.2f} s of {len(seconds)}"
 

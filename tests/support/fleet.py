@@ -1,4 +1,4 @@
-"""A Redis and workers on the demo model, real processes all, for tests that kill them."""
+"""A Redis and workers with the demo model, as processes, for tests that kill them."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ PROGRAM = REPOSITORY / "tests" / "support" / "chaos_worker.py"
 START_WITHIN_S = 90.0
 
 IS_FP8 = os.environ.get("CHAOS_FP8", "") != ""
-"""Workers with fp8 weights and an fp8 cache; their operations are then RowwiseOps'."""
+"""True: workers have fp8 weights and an fp8 cache, and compute with RowwiseOps."""
 
 HAS_ADAPTERS = os.environ.get("CHAOS_LORA", "") != ""
-"""Two of three jobs have an adapter (chaos_adapters.py); workers have one slot."""
+"""True: two of three jobs have an adapter (chaos_adapters.py), and workers one slot."""
 
 LORA_FLAGS = ("--enable-lora", "--max-lora-rank=16") if HAS_ADAPTERS else ()
 HAS_RANKS = os.environ.get("CHAOS_RANKS", "") != ""
-"""Workers have one rank and two in turn: each goes on with what the other began."""
+"""True: workers have one and two ranks in turn, and resume each other's jobs."""
 
 FP8_FLAGS = ("--quantization=fp8", "--kv-cache-dtype=fp8") if IS_FP8 else ()
 
 
 class Worker:
-    """One process. Its log is a file, so that nobody has to read it for it to go on."""
+    """One worker process. It logs to a file: a pipe that is not read would block it."""
 
     def __init__(self, fleet: Fleet, name: str, step_s: float):
         self.name = name
@@ -86,14 +86,14 @@ class Worker:
         self.process.send_signal(number)
 
     def end(self, number: int = signal.SIGTERM, within_s: float = 60.0) -> int:
-        """The exit status after this signal."""
+        """Send the signal; return the exit status."""
         if self.is_alive:
             self.send(number)
         return self.process.wait(within_s)
 
 
 class Fleet:
-    """Starts and ends everything; `orders` is where the workers look for theirs."""
+    """Redis and workers; workers read their orders in the folder `orders`."""
 
     def __init__(self, folder: Path, lease_s: float = 2.0, flags: tuple[str, ...] = ()):
         self.folder, self.lease_s, self.flags = folder, lease_s, flags
@@ -103,7 +103,7 @@ class Fleet:
         self.redis_url = self.redis.url
         self.workers: list[Worker] = []
         self.drafting: tuple[str, ...] = ()
-        """Values of --speculative-config, which new workers take in turn."""
+        """Values of --speculative-config for new workers, in turn."""
         self._num_started = self._num_before_order = 0
 
     @property
@@ -130,7 +130,7 @@ class Fleet:
         return self.workers[-1]
 
     async def have(self, num_workers: int, step_s: float = 0.01) -> list[Worker]:
-        """So many living workers, all of them ready."""
+        """Start workers until `num_workers` are alive; wait until all are ready."""
         while len(self.living) < num_workers:
             self.start(step_s)
         give_up_s = time.monotonic() + START_WITHIN_S
@@ -142,7 +142,7 @@ class Fleet:
 
     @asynccontextmanager
     async def kept(self, num_workers: int, step_s: float = 0.01) -> AsyncIterator[None]:
-        """Inside, another worker is started wherever one has ended, as a supervisor would."""
+        """While inside, replace each ended worker, as a supervisor would."""
         await self.have(num_workers, step_s)
 
         async def supervise() -> None:
@@ -167,7 +167,7 @@ class Fleet:
         (self.orders / name).touch()
 
     async def obeyed(self, name: str, within_s: float = 30.0) -> float:
-        """The monotonic time at which somebody has carried the order out and is dead."""
+        """Wait until a worker has carried out the order and is dead; return that monotonic time."""
         give_up_s = time.monotonic() + within_s
         while (self.orders / name).exists() or len(self.living) == self._num_before_order:
             assert time.monotonic() < give_up_s, f"{name} was not obeyed:\n{self.output}"
@@ -175,12 +175,12 @@ class Fleet:
         return time.monotonic()
 
     def kill_redis(self) -> None:
-        """By SIGKILL; what it has written since the last fsync of each second may be lost."""
+        """Kill Redis with SIGKILL; writes since its last fsync, up to a second, may be lost."""
         os.kill(self.redis.pid, signal.SIGKILL)
         self.redis.stop()
 
     def start_redis(self) -> None:
-        """Again, under the same URL."""
+        """Start Redis again at the same URL."""
         self.redis = EmbeddedRedis.start(self.folder / "redis")
         assert self.redis.url == self.redis_url
 

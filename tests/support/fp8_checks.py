@@ -1,4 +1,4 @@
-"""Matrices in e4m3 for tests, and what they stand for in float64."""
+"""e4m3 matrices for tests, and their values in float64."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from model.ops.weight import Weight
 
 
 def random_rows(rng: np.random.Generator, num_rows: int, width: int) -> Fp8Rows:
-    """Rows whose scales differ by a factor of ten or so, and whose products are near one."""
+    """Return rows whose scales differ by about a factor of ten and whose products are near one."""
     sizes = width**-0.25 * np.exp(0.7 * rng.standard_normal((num_rows, 1), np.float32))
     return Fp8Rows(*quantise(rng.standard_normal((num_rows, width), np.float32) * sizes))
 
 
 def upload(ops, x):
-    """An array, or rows in e4m3, where `ops` computes."""
+    """Return a copy of an array, or of e4m3 rows, on the device of `ops`."""
     return Fp8Rows(ops.upload(x.data), ops.upload(x.scale)) if isinstance(x, Fp8Rows) else ops.upload(x)
 
 
@@ -35,7 +35,7 @@ def in_float64(x) -> np.ndarray:
 
 
 def assert_product(actual: np.ndarray, x, weight: Fp8Rows, bias: np.ndarray | None, tolerance: float = 5e-3) -> None:
-    """Each row against float64 of the same numbers, by norm; a NaN or an infinity never passes.
+    """Compare each row with float64 by norm; NaN and infinity never pass.
 
     Rounding to bfloat16 gives 1.7e-3. Hopper's tensor cores add e4m3 products in about 14 bits: over K = 14,336 that
     gives up to 3.1e-3 in a row.
@@ -55,13 +55,13 @@ def assert_product(actual: np.ndarray, x, weight: Fp8Rows, bias: np.ndarray | No
 
 
 def assert_same_rows(actual: Fp8Rows, expected: Fp8Rows) -> None:
-    """Equal in every bit; the bits of a NaN are not compared."""
+    """Compare bits, but not those of NaN."""
     np.testing.assert_array_equal(actual.scale, expected.scale)
     np.testing.assert_array_equal(widen(actual.data), widen(expected.data))
 
 
 def assert_near_rows(actual: Fp8Rows, expected: Fp8Rows) -> None:
-    """Nearly always equal: where the number before rounding differs in its last bits, so may its rounding to e4m3."""
+    """Compare rows, allowing few different roundings to e4m3: their inputs may differ in the last bits."""
     np.testing.assert_allclose(actual.scale, expected.scale, rtol=2.0**-7)
     differing = np.count_nonzero(actual.data != expected.data)
     assert differing <= 1 + 0.02 * actual.data.size, f"{differing} of {actual.data.size} differ"

@@ -1,4 +1,4 @@
-"""Models whose matrices are rounded to e4m3 while they are loaded."""
+"""Models whose matrices are rounded to e4m3 during loading."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def fp8_model(ops: Ops, name: str = NAME) -> Llama:
 
 
 def logits_of(model: Llama, lengths: tuple[int, ...] = (20, 1, 1)) -> np.ndarray:
-    """Logits of two sequences, computed in steps of these lengths."""
+    """Return the logits of two sequences, computed in steps of these lengths."""
     token_ids = np.random.default_rng(5).integers(0, model.config.vocab_size, (2, sum(lengths)))
     pages, start, rows = PagedSequences(model, 2, MAX_LEN, 16), 0, []
     for length in lengths:

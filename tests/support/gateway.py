@@ -22,7 +22,7 @@ from tests.support.make_tokenizers import qwen_style
 
 MODEL = "scripted"
 MAX_POSITION = 512
-VOCAB_PADDING = 3  # logits that stand for no token
+VOCAB_PADDING = 3  # logits without a token
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -30,7 +30,7 @@ TEMPLATE = (
 
 
 def write_model(folder: Path) -> Path:
-    """A folder with everything the text half of a model needs, and no weights."""
+    """Write a model folder without weights: config, tokenizer, chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     qwen_style(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -57,18 +57,18 @@ def write_model(folder: Path) -> Path:
 
 
 def speech(model: ServedModel, text: str, *, per_step: int = 1, **how) -> Script:
-    """A script that says `text` and ends with EOS."""
+    """Return a script that generates `text` and EOS."""
     ids = [*model.tokenizer.encode(text), model.eos_token_ids[0]]
     return Script([ids[i : i + per_step] for i in range(0, len(ids), per_step)], **how)
 
 
 def compiler_of(model: ServedModel) -> GrammarCompiler:
-    """What a worker of this model compiles grammars with."""
+    """Return the grammar compiler of a worker of this model."""
     return GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
 
 
 class QuickQueue(MemoryGatewayQueue):
-    """Waits for ingress entries in small steps, so that a gateway closes at once."""
+    """Queue that waits for ingress entries in short steps, so that a gateway closes at once."""
 
     def __init__(self, data: QueueData | None = None, ingress: type[QuickIngress] | None = None) -> None:
         super().__init__(data)
@@ -82,7 +82,7 @@ class QuickIngress(MemoryIngress):
 
 @dataclass(frozen=True)
 class Gateway:
-    """What a test holds of an open gateway."""
+    """An open gateway with its queue, worker and HTTP client."""
 
     url: str
     http: aiohttp.ClientSession
@@ -91,7 +91,7 @@ class Gateway:
     model: ServedModel
 
     async def post(self, path: str, body: object, **how) -> tuple[int, dict]:
-        """Status and JSON of one POST; bytes are sent as they are."""
+        """Return status and JSON of a POST; bytes are sent unchanged."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **how.pop("headers", {})}
         async with self.http.post(self.url + path, data=data, headers=headers, **how) as response:
@@ -102,7 +102,7 @@ class Gateway:
             return response.status, await response.json()
 
     async def events(self, path: str, body: dict) -> list[str]:
-        """The data of all events of a stream."""
+        """Return the data of all events of a stream."""
         async with self.http.post(self.url + path, json={**body, "stream": True}) as response:
             assert response.status == 200, await response.text()
             text = await response.text()
@@ -111,7 +111,7 @@ class Gateway:
 
 @asynccontextmanager
 async def beside(gateway: Gateway, folder: Path, **settings):
-    """Another gateway on the same queue and worker."""
+    """Open another gateway on the same queue and worker."""
     chosen = Settings(**{"model": folder, "served_model_name": MODEL, "port": 0, "drain_timeout": 0.2, **settings})
     with kept_grammar_processes():
         async with serving(chosen, ServedModel.read(chosen), gateway.queue) as url:
@@ -120,7 +120,7 @@ async def beside(gateway: Gateway, folder: Path, **settings):
 
 @asynccontextmanager
 async def open_gateway(folder: Path, queue: MemoryGatewayQueue | None = None, **settings):
-    """A Gateway over a model folder made by `write_model`; its worker says "Hello world." to everything."""
+    """Open a Gateway over a folder of `write_model`; its worker answers "Hello world." to everything."""
     chosen = Settings(**{"model": folder, "served_model_name": MODEL, "port": 0, "drain_timeout": 0.2, **settings})
     queue = queue or QuickQueue()
     model = ServedModel.read(chosen)

@@ -1,4 +1,4 @@
-"""Gateways over one real Redis, in this process or in one of their own: what the measures of the gateways run on."""
+"""Gateways on one real Redis, in this process or in their own, for measurements."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GatewayFleet:
 async def open_fleet(
     redis_url: str, folder: Path, num_gateways: int, worker_type=ScriptedWorker, **settings
 ) -> AsyncIterator[GatewayFleet]:
-    """Each gateway has its own connections to Redis, and so has the worker. `folder` is made if it is not there."""
+    """Open gateways and a worker, each with its own connections to Redis. Makes `folder` if missing."""
     if not (folder / "config.json").exists():
         write_model(folder)
     chosen = Settings(**{"model": folder, "served_model_name": MODEL, "port": 0, "drain_timeout": 1.0, **settings})
@@ -48,7 +48,7 @@ async def open_fleet(
 
 
 def start_gateway(redis_url: str, folder: Path, **flags: object) -> tuple[subprocess.Popen, int]:
-    """`quire gateway` in a process of its own, and the port it took."""
+    """Start `quire gateway` as a process; return it and its port."""
     if not (folder / "config.json").exists():
         write_model(folder)
     given = {

@@ -1,4 +1,4 @@
-"""The checked-in tiny models with what transformers computed from them (see make_goldens.py)."""
+"""The checked-in tiny models with transformers' results (see make_goldens.py)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Golden:
         return load_model(self.folder, ModelConfig.read(self.folder), ops, len(self.token_ids))
 
     def in_chunks(self, model: Llama, lengths: list[int], block_size: int) -> np.ndarray:
-        """Logits float32[T, V] of all tokens, computed in steps of the given lengths, the last one repeated."""
+        """Return float32[T, V] of all tokens, computed in steps of these lengths, the last one repeated."""
         pages = PagedSequences(model, 1, len(self.token_ids), block_size)
         rows, start = [], 0
         while start < len(self.token_ids):
@@ -47,7 +47,7 @@ class Golden:
         return np.concatenate(rows)
 
     def greedy(self, model: Llama, block_size: int) -> list[int]:
-        """The prompt in one chunk, then each token by argmax -> the continuation."""
+        """Compute the prompt in one chunk; return the greedy continuation."""
         pages = PagedSequences(model, 1, len(self.token_ids), block_size)
         logits = pages.forward([(0, self.token_ids[: self.num_prompt])])[0]
         generated = [int(np.argmax(logits[-1]))]
@@ -57,7 +57,7 @@ class Golden:
         return generated
 
     def side_by_side(self, model: Llama, block_size: int) -> list[np.ndarray]:
-        """Three sequences of the same tokens at different paces in one batch: whole chunks and single tokens mixed."""
+        """Compute three sequences of the same tokens in one batch, mixing chunks and single tokens."""
         pages, paces = PagedSequences(model, 3, len(self.token_ids), block_size), (1, 5, 19)
         rows: list[list[np.ndarray]] = [[], [], []]
         while pages.num_computed != [len(self.token_ids)] * 3:
@@ -70,7 +70,7 @@ class Golden:
 
 
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """Norm of the difference over the norm of what is expected; a NaN gives NaN, which passes no comparison."""
+    """Return the norm of the difference over that of `expected`; NaN for a NaN, which passes no comparison."""
     actual, expected = actual.astype(np.float64), expected.astype(np.float64)
     assert actual.shape == expected.shape
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))

@@ -1,7 +1,7 @@
-"""Grammars that nobody would write, of every kind: does each come back in bounded time and memory, with no crash?
+"""Fuzz grammars of every kind: each must compile or fail in bounded time and memory, without a crash.
 
-`python -m tests.support.grammar_fuzzer [seconds] [first seed]` looks for longer than the suite does, and prints what it
-finds; the suite runs a few hundred.
+`python -m tests.support.grammar_fuzzer [seconds] [first seed]` runs longer than the suite, which tries a few hundred,
+and prints what it finds.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Verdict:
 
 
 async def verdicts(seeds: Iterable[int], limits: CompileLimits) -> AsyncIterator[Verdict]:
-    """What becomes of each grammar, in processes that are bounded."""
+    """Compile each grammar in a bounded process; return the results."""
     pool = GrammarPool(TokenTable.of(Tokenizer.read(DEMO), 4101, [1]), asyncio.get_running_loop().time, limits)
     pool.start()
     try:

@@ -15,6 +15,6 @@ def group_of(num_ranks: int, dtype: np.dtype = FLOAT32, kv_dtype: np.dtype | Non
 
 
 def loaded(ops: GroupOps, array: SplitArray, whole: np.ndarray) -> SplitArray:
-    """`array` with its parts of `whole`."""
+    """Return `array`, loaded with its parts of `whole`."""
     ops.load_parallel([array], lambda _, start, out: np.copyto(out, whole.reshape(-1)[start : start + out.size]))
     return array

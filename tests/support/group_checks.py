@@ -12,15 +12,15 @@ from model.ops.group.turns import in_turn
 
 
 def on_ranks(ops, hosts: Sequence[np.ndarray]) -> GroupArray:
-    """One array a rank, uploaded."""
+    """Upload one array per rank."""
     return GroupArray(tuple(rank.upload(hosts[number]) for number, rank in in_turn(ops.ranks)))
 
 
 def downloaded(ops, array: GroupArray) -> np.ndarray:
-    """The array, which every rank has to the bit."""
+    """Return the array; the ranks' must have equal bits."""
     return ops.download(array)
 
 
 def total(hosts: Sequence[np.ndarray]) -> np.ndarray:
-    """In rank order in float32, rounded once."""
+    """Sum in rank order in float32, rounded once."""
     return NumpyCollectives().sum(hosts)[0]

@@ -1,4 +1,4 @@
-"""Requests for forms whose compiling would take minutes or gigabytes, each a few hundred bytes to a few kilobytes."""
+"""Grammar requests of a few kilobytes at most that would take minutes or gigabytes to compile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Json = dict[str, Any]
 
 
 def patterns(number: int, count: int = 24) -> list[str]:
-    """Regular expressions that one text can match all of, whose intersection has a state for each set of them."""
+    """Return patterns that one text can match together; their intersection has a state for each subset."""
     return [f"a.*{chr(97 + i)}{i}.*{number}" for i in range(count)]
 
 
@@ -32,7 +32,7 @@ def _pattern_properties(number: int, count: int = 500) -> Json:
 
 
 def _wide_patterns(number: int, count: int = 10) -> list[str]:
-    """Few, each of which has a state for each of many texts."""
+    """Return a few patterns with a state for each of many texts."""
     return [f"[ab]*{chr(97 + i % 2)}[ab]{{{11 + i}}}x{number}" for i in range(count)]
 
 
@@ -75,7 +75,7 @@ FIELDS: Mapping[str, Callable[[int], Json]] = {
     "lark": lambda n: {"structured_outputs": {"grammar": _lark(n)}},
     "references to nothing": lambda n: _of_schema({"anyOf": [{"$ref": f"#/{n}/{i}"} for i in range(1900)]}),
 }
-"""Fields of a chat that ask for a form; each number makes another one, which no cache knows."""
+"""Fields of a chat with a grammar; each number makes a new one, for no cache to know."""
 
 
 def hostile_chat(model: str, name: str, number: int) -> Json:

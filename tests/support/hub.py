@@ -1,4 +1,4 @@
-"""A model hub on loopback that speaks the hub's HTTP protocol: listings, redirects, ETags, ranges, and its refusals."""
+"""A model hub on loopback with the hub's HTTP protocol: listings, redirects, ETags, ranges, refusals."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ REFUSALS = {
 
 @dataclass
 class Hub:
-    """One repository, NAME, with the branch main. The faults are set before a request and used up by it."""
+    """One repository, NAME, with the branch main. A fault is set before a request, which uses it up."""
 
     files: Mapping[str, bytes]
     refusal: str | None = None  # a key of REFUSALS, for every request
-    token: str | None = None  # asked for where set
-    cuts: list[int] = field(default_factory=list)  # bytes of a large file after which each next transfer breaks off
-    garbled: bool = False  # large files come with a wrong first byte
+    token: str | None = None  # required if set
+    cuts: list[int] = field(default_factory=list)  # bytes of a large file after which each next transfer is cut off
+    garbled: bool = False  # the first byte of large files is wrong
     limited_heads: int = 0  # HEADs that get 429 first
-    stalls: int = 0  # transfers that stop after half of the file, until the client leaves
+    stalls: int = 0  # transfers that stop halfway until the client leaves
     asked: list[tuple[str, str, Mapping[str, str]]] = field(default_factory=list)  # method, path, headers
 
     def __enter__(self) -> Hub:
@@ -56,19 +56,19 @@ class Hub:
         return f"http://127.0.0.1:{self.port}"
 
     def ranges(self) -> list[str]:
-        """Ranges of the transfers, in order; "": the whole file."""
+        """Return the transfers' ranges, in order; "": the whole file."""
         large = [headers for method, path, headers in self.asked if method == "GET" and path.startswith("/cdn/")]
         return [headers.get("range", "") for headers in large]
 
     def fetched(self) -> list[str]:
-        """Names of the files whose contents were asked for."""
+        """Return the names of the files whose contents were requested."""
         named = {hashlib.sha256(data).hexdigest(): name for name, data in self.files.items()}
         paths = [path for method, path, _ in self.asked if method == "GET"]
         small = [path.split("/", 5)[5] for path in paths if path.startswith(f"/{NAME}/resolve/")]
         return sorted({*(named[path[5:]] for path in paths if path.startswith("/cdn/")), *small})
 
     def entry(self, name: str) -> dict:
-        """A file's line in both listings, in the union of their spellings."""
+        """Return a file's entry for both listings, in the union of their spellings."""
         data = self.files[name]
         pointer = data if not name.endswith(LARGE_SUFFIXES) else b"version of " + data[:64]
         blob = hashlib.sha1(b"blob %d\0" % len(pointer) + pointer).hexdigest()

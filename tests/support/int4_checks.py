@@ -1,4 +1,4 @@
-"""Matrices of 4-bit weights for tests, and their values in float64."""
+"""4-bit weights for tests, and their values in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def random_int4(
     scales: str = "bfloat16",
     is_ordered: bool = False,
 ) -> Weight:
-    """A weight in INT4 whose products with rows of ones' size are near one."""
+    """Return an INT4 weight whose products with rows of values near one are near one."""
     n, k = shape
     sizes = 0.2 * k**-0.5 * np.exp(0.5 * rng.standard_normal((n, k // group_size)))
     return Weight(
@@ -35,14 +35,14 @@ def random_int4(
 
 
 def upload_int4(ops, weight: Weight) -> Weight:
-    """The weight on the device of `ops`, as it lies in files."""
+    """Return a copy on the device of `ops`, in the files' layout."""
     arrays = ("data", "scale", "zero_point", "input_order")
     there = {name: None if getattr(weight, name) is None else ops.upload(getattr(weight, name)) for name in arrays}
     return replace(weight, **there)
 
 
 def in_float64(weight: Weight) -> np.ndarray:
-    """An INT4 weight's matrix [N, K], its columns in the order of the inputs."""
+    """Return an INT4 weight's matrix [N, K], columns in the order of the inputs."""
     n, k = weight.shape
     codes = np.stack([weight.data & 15, weight.data >> 4], axis=2).reshape(n, -1, weight.group_size).astype(np.float64)
     zero = 8 if weight.zero_point is None else weight.zero_point[:, :, None]
@@ -55,7 +55,7 @@ def in_float64(weight: Weight) -> np.ndarray:
 
 
 def assert_product(actual: np.ndarray, x: np.ndarray, matrix: np.ndarray, bias: np.ndarray | None, tolerance: float):
-    """Check each row (narrow ones together) against float64 by norm; a NaN or an infinity never passes."""
+    """Compare each row (narrow ones together) with float64 by norm; NaN and infinity never pass."""
     expected = x.astype(np.float64) @ matrix.T
     if bias is not None:
         expected += bias.astype(np.float64)

@@ -1,4 +1,4 @@
-"""How a kernel is held against its NumPy reference, and how its speed is told."""
+"""Compare a kernel with its NumPy reference, and time it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 DTYPES = ("float32", "float16", "bfloat16")
 NUMPY_DTYPES = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in DTYPES}
 TOLERANCES = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
-"""Norm of the difference over the norm of what is expected."""
+"""Norm of the difference over the norm of the expected array."""
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> np.ndarray:
@@ -19,7 +19,7 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, scale: 
 
 
 def assert_close(actual: np.ndarray, expected: np.ndarray, dtype: str) -> None:
-    """By norm in float64; a NaN or an infinity never passes."""
+    """Compare by norm in float64; NaN and infinity never pass."""
     assert actual.shape == expected.shape
     assert actual.dtype == expected.dtype
     got, wanted = actual.astype(np.float64), expected.astype(np.float64)
@@ -29,7 +29,7 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, dtype: str) -> None:
 
 
 def seconds_of(ops, launches: list[Callable[[], object]], rounds: int = 15) -> float:
-    """The median time of one launch on the device, over rounds through `launches` (one per set of inputs), warm."""
+    """Return the median device time of a launch over warm rounds through `launches`, one per set of inputs."""
     ops.is_poisoning = False
     try:
         _round(ops, launches)

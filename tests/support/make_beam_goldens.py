@@ -30,7 +30,7 @@ ADJUSTMENTS = (
     {"repetition_penalty": 1.4},
     {"repetition_penalty": 0.7, "min_tokens": 4, "logit_bias": {13: 5.0}},
 )
-"""In the API's words; transformers calls them min_new_tokens, sequence_bias and repetition_penalty."""
+"""Fields under the API's names; transformers': min_new_tokens, sequence_bias, repetition_penalty."""
 
 
 def main() -> None:
@@ -91,7 +91,7 @@ def case(model, prompt, stops, width, early_stopping, length_penalty, adjustment
 
 
 def trimmed(output: list[int], stops: list[int]) -> list[int]:
-    """Without the padding behind the first token that ends it."""
+    """Return the tokens up to the first end token, without padding."""
     ends = [at for at, token in enumerate(output) if token in stops]
     return output[: ends[0] + 1] if ends else output
 

@@ -31,7 +31,7 @@ STYLES = {
     "controls": make_tokenizers.qwen_style,
 }
 NOW = datetime(2026, 2, 3, 4, 5)
-"""When the goldens are rendered, for templates that ask."""
+"""The date that templates see."""
 SYSTEM = {"role": "system", "content": '  You are <helpful> & "kind".\n'}
 HELLO = {"role": "user", "content": "hello world, 안녕하세요 뷁 😀 'what' is this?\n\n  "}
 ANSWER = {"role": "assistant", "content": " the answer\tis é\u0301 "}
@@ -95,7 +95,7 @@ def cases(name: str) -> list[dict[str, Any]]:
 
 
 def calling_cases(name: str) -> list[dict[str, Any]]:
-    """Calls and results, and what the template refuses."""
+    """Return conversations with calls and results, refused ones included."""
     called = [HELLO, CALLS, *RESULTS]
     cases = [
         {"messages": [SYSTEM, HELLO], "tools": [*TOOLS, CLOCK]},
@@ -126,7 +126,7 @@ def golden(tokenizer: PreTrainedTokenizerFast, case: dict[str, Any]) -> dict[str
 
 
 def one_case_a_line(goldens: dict[str, Any]) -> str:
-    """JSON in which a change of one case changes one line."""
+    """Return JSON with one case per line."""
     parts = []
     for name, entry in goldens.items():
         lines = ",\n".join(json.dumps(case, ensure_ascii=False) for case in entry["cases"])

@@ -1,4 +1,4 @@
-"""Small tokenizers as test data, built by hand so that the same ids come out everywhere and for ever.
+"""Small tokenizers built by hand: their ids never change.
 
 Each function writes a model folder's tokenizer files and returns the folder.
 """
@@ -17,7 +17,7 @@ the and you are is of to in that it for was on with as be this have from not wha
 system user assistant helpful weather name role content tool call function type string city answer question
 """
 WORDS = TEXT.split()
-HANGUL = ("안녕", "하세요", "날씨")  # some Korean is whole tokens, the rest falls to bytes
+HANGUL = ("안녕", "하세요", "날씨")  # some Korean text has whole tokens, the rest bytes
 LLAMA3_SPECIALS = (
     "<|begin_of_text|>",
     "<|end_of_text|>",
@@ -81,7 +81,7 @@ def mistral_style(folder: Path) -> Path:
 def gemma_style(folder: Path) -> Path:
     """SentencePiece-like with no prepended space and a decoder that strips none; runs of spaces are added tokens.
 
-    Its turn tokens swallow the spaces beside them, as Phi's do.
+    Its turn tokens swallow adjacent spaces, as Phi's do.
     """
     backend = _sentencepiece_like(())
     backend.normalizer = normalizers.Replace(" ", "▁")

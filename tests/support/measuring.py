@@ -1,4 +1,4 @@
-"""What a measurement that is a program of its own has around it: flags, a Redis, and its figures told."""
+"""Frame of a measuring program: flags, a Redis, output of its figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.queue.embedded.redis import EmbeddedRedis
 
 
 def flags(description: str) -> argparse.ArgumentParser:
-    """A parser that knows `--out`, which is for `tell`."""
+    """Return a parser with `--out`, which `tell` reads."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     return parser
@@ -22,7 +22,7 @@ def flags(description: str) -> argparse.ArgumentParser:
 
 @contextmanager
 def fresh_redis() -> Iterator[tuple[str, Path]]:
-    """The URL of a Redis of its own, and an empty folder; both are gone at the end."""
+    """Yield the URL of a new Redis and an empty folder, both temporary."""
     with tempfile.TemporaryDirectory() as folder:
         server = EmbeddedRedis.start(Path(folder) / "redis")
         try:

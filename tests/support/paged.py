@@ -1,4 +1,4 @@
-"""Drives a model's forward pass as an engine would: sequences in a paged cache whose blocks lie in random order."""
+"""Runs a model's forward pass as an engine does, on a paged cache with blocks in random order."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from model.kv_cache import block_shape
 
 
 def nan_of(kv_dtype: np.dtype) -> float | int:
-    """What a cache holds for NaN."""
+    """Return NaN as an element of the cache."""
     return 0x7F if kv_dtype == np.uint8 else np.nan
 
 
 class PagedSequences:
-    """Some sequences of up to `max_len` tokens with all their blocks at hand; memory nobody has written holds NaN."""
+    """Sequences of up to `max_len` tokens with all their blocks allocated; unwritten memory holds NaN."""
 
     def __init__(self, model: Llama, num_sequences: int, max_len: int, block_size: int):
         width = -(-max_len // block_size)
@@ -30,7 +30,7 @@ class PagedSequences:
         self._kv = model.ops.upload(np.full(shape, nan_of(model.ops.kv_dtype), model.ops.kv_dtype))
 
     def forward(self, chunks: list[tuple[int, np.ndarray]]) -> list[np.ndarray]:
-        """One step of (sequence, its next token ids) -> for each its logits, float32[length, V]."""
+        """Run a step of (sequence, next token ids); return each one's logits float32[length, V]."""
         order = sorted(range(len(chunks)), key=lambda i: len(chunks[i][1]) != 1)
         ordered = [chunks[i] for i in order]
         ops = self._model.ops
@@ -44,7 +44,7 @@ class PagedSequences:
         return [pieces[order.index(i)] for i in range(len(chunks))]
 
     def hidden(self, token_ids: np.ndarray) -> np.ndarray:
-        """Final hidden states [length, H] of the first sequence, which begins with these tokens."""
+        """Return the final hidden states [length, H] of the first sequence, which begins with these tokens."""
         ops = self._model.ops
         with ops.scratch():
             return np.array(ops.download(self._model.hidden(self._batch([(0, token_ids)]), self._kv)))

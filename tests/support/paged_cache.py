@@ -1,4 +1,4 @@
-"""Paged caches for the tests of attention: random where a sequence sees them, NaN everywhere else."""
+"""Paged caches for attention tests: random where visible to a sequence, else NaN."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class PagedCache:
-    """Blocks in random order. Table entries behind a context's end name blocks that do not exist."""
+    """Cache with blocks in random order. Table entries past a context's end are invalid block ids."""
 
     kv: np.ndarray  # [num_blocks, NUM_LAYERS, 2, Hkv, block_size, head_dim], only LAYER is not NaN
     block_tables: np.ndarray  # int32[S, max_blocks]
@@ -48,18 +48,18 @@ class PagedCache:
     kv_scales: np.ndarray | None = None  # float32[NUM_LAYERS, 2, Hkv] of a cache in e4m3
 
     def known_tables(self) -> np.ndarray:
-        """The tables with block 0 for what does not exist, for the reference: it reads what it does not use."""
+        """Return the tables with block 0 for invalid ids: the reference reads blocks that it does not use."""
         known = (self.block_tables >= 0) & (self.block_tables < len(self.kv))
         return np.where(known, self.block_tables, 0)
 
 
 def paged_cache(rng: np.random.Generator, heads: Heads, context_lens: list[int], first_seen: list[int]) -> PagedCache:
-    """`first_seen[s]`: the first token of the sequence that any query sees; those before it are NaN like free slots."""
+    """`first_seen[s]`: first token visible to any query; earlier ones are NaN like free slots."""
     size = heads.block_size
     lens = np.array(context_lens, np.int32)
     num_blocks = -(-lens // size)
     tables = rng.choice(UNKNOWN_BLOCKS, (len(lens), int(num_blocks.max()) + 2))
-    free = rng.permutation(int(num_blocks.sum()) + 5)  # five blocks belong to nobody
+    free = rng.permutation(int(num_blocks.sum()) + 5)  # five blocks are in no table
     shape = (len(free), NUM_LAYERS, 2, heads.num_kv_heads, size, heads.head_dim)
     kv = np.full(shape, np.nan, NUMPY_DTYPES[heads.dtype])
     for s, length in enumerate(lens):
@@ -72,19 +72,19 @@ def paged_cache(rng: np.random.Generator, heads: Heads, context_lens: list[int],
 
 
 def in_e4m3(rng: np.random.Generator, kv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Random numbers as e4m3 with a scale of each layer, side and head, all of them different."""
+    """Return random e4m3 with different scales per layer, side and head."""
     scales = rng.uniform(0.005, 0.05, kv.shape[1:4]).astype(np.float32)
     return narrow(kv.astype(np.float32) / scales[None, :, :, :, None, None]), scales
 
 
 def poisoned(ops, like: np.ndarray):
-    """An array on the device, of NaN."""
+    """Return an array of NaN on the device."""
     return ops.upload(np.full_like(like, np.nan))
 
 
 def captured(ops, launches: list[Callable[[], object]]) -> Callable[[], object]:
-    """The launches as one CUDA graph: the device's time alone, without the host's. Each has run once when this ends."""
-    for _ in range(2):  # the first makes memory, which a capture must not
+    """Capture the launches as one CUDA graph, to time the device alone. Each has run once before."""
+    for _ in range(2):  # the first allocates, which a capture must not
         with ops.scratch():
             for launch in launches:
                 launch()
@@ -97,7 +97,7 @@ def captured(ops, launches: list[Callable[[], object]]) -> Callable[[], object]:
 
 
 def large_cache(ops, num_blocks: int, num_layers: int, heads: Heads):
-    """A cache on the device that is too large to be made on the host: every block holds the same random numbers."""
+    """Return a large cache on the device; every block holds the same random numbers."""
     shape = (num_blocks, num_layers, 2, heads.num_kv_heads, heads.block_size, heads.head_dim)
     kv = ops.empty(shape, heads.kv_dtype)
     random = normal(np.random.default_rng(0), (1, *shape[1:]), heads.dtype)
@@ -109,6 +109,6 @@ def large_cache(ops, num_blocks: int, num_layers: int, heads: Heads):
 
 
 def drafted_rows(drafted: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Sequence and context of each row; `drafted` has each sequence's first context and number of rows."""
+    """Return sequence and context of each row; `drafted`: each sequence's first context and number of rows."""
     rows = [(number, first + at) for number, (first, count) in enumerate(drafted) for at in range(count)]
     return [number for number, _ in rows], [length for _, length in rows]

@@ -1,4 +1,4 @@
-"""`quire gateway` and `quire worker` as a supervisor runs them: a process each, with a socket to say how it is."""
+"""`quire gateway` and `quire worker` as processes under a supervisor with a notify socket."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ WAIT_S = 60.0
 
 
 class Part:
-    """One running part. `told` counts what its supervisor heard, line by line.
+    """One running process. `told` counts the lines that its supervisor received.
 
-    What it prints goes to a file: a line printed before something was told is there once that was heard.
+    It prints to a file, so that a line printed before a notification is there once that has arrived.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Part:
         return self._log.read_text(errors="replace")
 
     def until_received(self, line: str, num_times: int = 1, within_s: float = WAIT_S) -> None:
-        """Waits until the supervisor has heard `line` so often."""
+        """Wait until the supervisor has received `line` this many times."""
         give_up_s = time.monotonic() + within_s
         while self.received[line] < num_times:
             assert self.process.poll() is None, self.output
@@ -62,19 +62,19 @@ class Part:
             time.sleep(0.02)
 
     def found(self, pattern: str) -> str:
-        """The group of the pattern in what the process has printed."""
+        """Return the pattern's group in the process's output."""
         match = re.search(pattern, self.output)
         assert match, self.output
         return match[1]
 
     def end(self, number: int = signal.SIGTERM, within_s: float = WAIT_S) -> int:
-        """The exit status after this signal."""
+        """Send the signal; return the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         return self.wait(within_s)
 
     def wait(self, within_s: float = WAIT_S) -> int:
-        """The exit status; all it said is heard by then."""
+        """Return the exit status, with all notifications received."""
         try:
             status = self.process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -84,7 +84,7 @@ class Part:
         return status
 
     def close(self) -> None:
-        """Whatever state it is in, it and its thread are gone after this."""
+        """End the process and its thread, in any state."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(WAIT_S)

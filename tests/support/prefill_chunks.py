@@ -1,4 +1,4 @@
-"""Chunks of several sequences for the tests of prefill attention, what its reference makes of them, and its speed."""
+"""Chunks of several sequences for prefill attention: inputs, the reference's results, timing."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ FRESH = [(n, n) for n in (1, 15, 16, 17, 63, 64, 65)]
 """(length of the context, of the chunk): whole prompts."""
 
 CHUNKS = [(1000, 130), (200, 1), (64, 0), (333, 64), (129, 100)]
-"""Chunks behind what is cached already."""
+"""Chunks after cached tokens."""
 
 SHORT = [(2112, 64), (5000, 17), (300, 300), (128, 0), (700, 30)]
-"""Few rows behind long contexts: several CTAs share the keys of a piece, more of the longer ones."""
+"""Few rows after long contexts: several CTAs share a tile's keys, more for longer contexts."""
 
 
 def start_of(chunks: list[tuple[int, int]]) -> np.ndarray:
@@ -26,7 +26,7 @@ def start_of(chunks: list[tuple[int, int]]) -> np.ndarray:
 
 
 def expected(q: np.ndarray, cache: PagedCache, start: np.ndarray, scale: float, window: int) -> np.ndarray:
-    """In float32 from the rounded inputs, then in their dtype. The reference knows no empty chunks."""
+    """Return the reference's results in float32 from the rounded inputs, then in their dtype. It skips empty chunks."""
     out = np.full(q.shape, np.nan, np.float32)
     some = np.flatnonzero(np.diff(start))
     tables, lens, longest = cache.known_tables()[some], cache.context_lens[some], int(np.diff(start).max())
@@ -40,7 +40,7 @@ def expected(q: np.ndarray, cache: PagedCache, start: np.ndarray, scale: float, 
 def prefilled(
     ops, q, cache: PagedCache, start: np.ndarray, max_query_len: int, scale: float, window: int, num_more: int = 0
 ):
-    """`num_more` rows of NaN stand behind those of the chunks, as padding does; their results are left alone."""
+    """Run the op. `num_more` rows of NaN follow the chunks' rows as padding; their results must not change."""
     num_rows = len(q)
     q = np.concatenate([q, np.full((num_more, *q.shape[1:]), np.nan, q.dtype)])
     out = poisoned(ops, q)
@@ -56,7 +56,7 @@ def prefilled(
 
 
 def cached(rng, heads: Heads, window: int, chunks: list[tuple[int, int]]):
-    """(q, cache, query_start) of these chunks."""
+    """Return (q, cache, query_start) of these chunks."""
     lengths = [length for length, _ in chunks]
     cache = paged_cache(rng, heads, lengths, [max(0, length - n + 1 - window) for length, n in chunks])
     start = start_of(chunks)
@@ -64,13 +64,13 @@ def cached(rng, heads: Heads, window: int, chunks: list[tuple[int, int]]):
 
 
 def backend(in_fp8: bool = False):
-    """The GPU backend in bfloat16 with temporaries that are not poisoned, for timing."""
+    """Return the GPU backend in bfloat16 without poisoned temporaries, for timing."""
     kv_dtype = np.dtype(np.uint8) if in_fp8 else None
     return importlib.import_module("model.ops.gpu.ops").CudaOps(NUMPY_DTYPES["bfloat16"], kv_dtype)
 
 
 def report_speed(ops, rng, num_sequences: int, length: int, what: str) -> None:
-    """Of whole prompts with the heads of Llama-3.1-8B."""
+    """Report the speed of whole prompts with the heads of Llama-3.1-8B."""
     in_fp8 = ops.kv_dtype == np.uint8
     heads, num_layers = Heads("bfloat16", 128, 4, 8, 16, in_fp8), 4
     scales = ops.upload(np.ones((num_layers, 2, heads.num_kv_heads), np.float32)) if in_fp8 else None
@@ -86,7 +86,7 @@ def report_speed(ops, rng, num_sequences: int, length: int, what: str) -> None:
         for layer in range(num_layers)
     ]
     launches = [lambda batch=batch: ops.paged_prefill_attention(q, batch, out) for batch in batches]
-    seconds = seconds_of(ops, [captured(ops, launches)] * 8) / num_layers  # eight, to hide the first one's launch
+    seconds = seconds_of(ops, [captured(ops, launches)] * 8) / num_layers  # eight, to hide the first launch
     num_flops = 4 * heads.head_dim * heads.num_heads * num_sequences * length * (length + 1) // 2
     report_flops(f"{what} {heads.kv_dtype} {num_sequences} x {length}", num_flops, seconds)
     assert np.isfinite(ops.download(out).astype(np.float32)).all()

@@ -1,4 +1,4 @@
-"""Both ends of one queue, for tests that are gateway and worker at once."""
+"""Both ends of one queue, for tests that act as gateway and worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.fakes.queue.worker import MemoryWorkerQueue
 
 
 class QueuePair:
-    """Has every attribute of its gateway's end, and the others of its worker's."""
+    """Attributes of the gateway's end, and those that only the worker's has."""
 
     def __init__(self, gateway: GatewayQueue, worker: WorkerQueue) -> None:
         self.gateway = gateway

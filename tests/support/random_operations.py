@@ -1,7 +1,7 @@
-"""Everything that can happen to an engine's memory, in any order, against what each request would get alone.
+"""Random operations on an engine's memory, compared with each request's answer alone.
 
-The scripted executor keeps what every slot holds, so that a block which is shared, copied, moved or given away wrongly
-shows as a wrong token. `python -m tests.support.random_operations --operations N` runs as many as one likes.
+The scripted executor keeps each slot's token, so that a block shared, copied, moved or freed wrongly shows as a wrong
+token. `python -m tests.support.random_operations --operations N` runs N operations.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CHANCES = {"add": 0.2, "step": 0.6, "cancel": 0.05, "preempt": 0.08, "evict": 0.
 
 @dataclass(frozen=True)
 class World:
-    """What an engine is made of."""
+    """The parts of an engine."""
 
     runs_ahead: bool = True
     prefix_caching: bool = True
@@ -90,7 +90,7 @@ class _Asked:
 
 
 class Operations:
-    """An engine, and what was asked of it and heard from it."""
+    """An engine, with its requests and their outputs so far."""
 
     def __init__(self, world: World):
         self._world = world
@@ -105,7 +105,7 @@ class Operations:
         return sorted(self._asked)
 
     def add(self, prompt: list[int], params: dict, tenant: str) -> None:
-        """Ask for answers to a prompt; the names of requests are their numbers."""
+        """Add a request; its id is its number."""
         name = str(self._count)
         self._count += 1
         sampling = SamplingParams(**params)
@@ -127,7 +127,7 @@ class Operations:
         self._receive()
 
     def preempt(self, mode: str) -> None:
-        """Whoever is next has to leave though there is room, in this way."""
+        """Preempt the next victim, although there is room, in this way."""
         scheduler = self._engine._scheduler
         if not scheduler.running:
             return
@@ -138,13 +138,13 @@ class Operations:
         self._preemption._mode = chosen
 
     def evict(self, of_host: bool, count: int) -> None:
-        """Give away so many of the blocks that nobody holds."""
+        """Allocate this many unheld blocks, which evicts cached ones."""
         kv = self._engine._kv
         pool = kv.host.pool if of_host and kv.host is not None else kv.pool
         pool.release(pool.allocate(min(count, pool.num_available)))
 
     def restart(self) -> None:
-        """The engine is lost; another takes up what was not told yet."""
+        """Replace the engine by a new one, which resumes what was not yet emitted."""
         self._engine, self._preemption = self._world.engine()
         for name, asked in self._asked.items():
             params, past = asked.request.sampling, ()
@@ -169,7 +169,7 @@ class Operations:
         self._engine.check_invariants()
 
     def finish(self) -> None:
-        """Run to the end: every request gets one, and nothing is held any more."""
+        """Run until every request has ended and no block is held."""
         for _ in range(20_000):
             if not self._engine.has_work:
                 break
@@ -183,7 +183,7 @@ class Operations:
         assert host is None or host.pool.num_used == 0, "blocks of the host are leaked"
 
     def _check_shares(self) -> None:
-        """Nobody waits for long for a place where another tenant has more, and an equal part without it."""
+        """Check that no tenant waits long for a slot while another one exceeds its fair share."""
         scheduler = self._engine._scheduler
         held = Counter(sequence.group.tenant for sequence in scheduler.running)
         ready = [group for group in scheduler.waiting if group.is_ready and not group.has_pending_tokens]
@@ -232,7 +232,7 @@ class Operations:
 
 @lru_cache(4096)
 def alone(prompt: tuple[int, ...], branch: int, max_tokens: int) -> tuple[list[int], EndReason]:
-    """What a branch says when nobody else is there, and why it ends."""
+    """Return a branch's tokens when run alone, and why it ends."""
     tokens = list(prompt)
     while True:
         tokens.append(next_token(tokens, branch))
@@ -254,18 +254,18 @@ def random_params(rng: random.Random) -> dict:
     if kind < 0.25:
         count = rng.randrange(2, 5)
         return {"n": count, "best_of": count, "max_tokens": rng.randrange(1, 20)}
-    penalty = 0.5 if kind > 0.95 else 0.0  # the scripted model does not mind, but it makes steps wait for tokens
+    penalty = 0.5 if kind > 0.95 else 0.0  # no effect on the scripted model, but steps must wait for tokens
     return {"max_tokens": rng.randrange(1, 26), "presence_penalty": penalty}
 
 
 def random_prompt(rng: random.Random) -> list[int]:
-    """Most begin alike, so that there is something to share."""
+    """Return a prompt; most share a prefix."""
     common = rng.choice(([], [1, 2, 3, 4, 5, 6, 7, 8, 9], [1] * 17))
     return [*common[: rng.randrange(18)], *(rng.randrange(2) for _ in range(rng.randrange(1, 13)))]
 
 
 def run_randomly(num_operations: int, seed: int, *, world_every: int = 4000, check_every: int = 50) -> dict[str, int]:
-    """So many random operations, in a new world every so often; how many of which kind there were."""
+    """Run this many random operations, with a new engine now and then; return the number of each kind."""
     rng = random.Random(seed)
     counts = dict.fromkeys([*CHANCES, "ended"], 0)
     for first in range(0, num_operations, world_every):
@@ -277,7 +277,7 @@ def run_randomly(num_operations: int, seed: int, *, world_every: int = 4000, che
             if number % check_every == 0:
                 operations.check()
         begin = random_prompt(rng)
-        longest = [*begin, *range(8, 8 + MAX_LEN - 2 - len(begin))]  # at once it needs the whole of the smallest pool
+        longest = [*begin, *range(8, 8 + MAX_LEN - 2 - len(begin))]  # needs the whole smallest pool at once
         operations.add(longest, {"max_tokens": 2}, rng.choice(TENANTS))
         operations.finish()
         counts["ended"] += operations.num_ended

@@ -1,4 +1,4 @@
-"""Random JSON schemas: such that a model can answer, and such as only rules out values."""
+"""Random JSON schemas: some for models to answer, some only to check values against."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PATTERNS = ("^[a-z]{2,5}$", "^\\d{3}-\\d{2}$", "^(red|green|blue)$", "^[A-Z][a-z
 
 
 def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
-    """An object's schema, everything in it bounded, so that a model that knows nothing comes to an end as well."""
+    """Return an object's schema, bounded in every part, so that even a random model completes it."""
     schema = _object(rng, depth)
     if rng.random() < 0.2:
         schema["$defs"] = {"shared": _any(rng, 0)}
@@ -70,7 +70,7 @@ def _either(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def _ordered(rng: random.Random, _: int) -> dict[str, Any]:
-    """Different values in any order."""
+    """Return different values in any order."""
     values = rng.sample(["red", "green", 1, 2.5, None, False], rng.randint(1, 4))
     return {"type": "array", "items": {"enum": values}, "uniqueItems": True, "minItems": rng.randint(0, 1)}
 
@@ -83,7 +83,7 @@ def _containing(rng: random.Random, _: int) -> dict[str, Any]:
 
 
 def _but(rng: random.Random, depth: int) -> dict[str, Any]:
-    """Something, and not some of it."""
+    """Return a schema with a `not`."""
     if rng.random() < 0.5:
         schema = _integer(rng, depth)
         return {**schema, "maximum": schema["maximum"] + 1, "not": {"enum": [schema["minimum"], "red", None]}}
@@ -91,7 +91,7 @@ def _but(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def _one_of_them(rng: random.Random, depth: int) -> dict[str, Any]:
-    """One object or the other, told apart by what they have."""
+    """Return one of two objects that differ in their properties."""
     first, second = (_object(rng, depth - 1) for _ in range(2))
     first["properties"]["kind"], second["properties"]["kind"] = {"const": "first"}, {"const": "second"}
     if rng.random() < 0.5:
@@ -101,7 +101,7 @@ def _one_of_them(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def _dependent(rng: random.Random, depth: int) -> dict[str, Any]:
-    """An object some of whose properties ask for others."""
+    """Return an object whose properties require others."""
     schema = _object(rng, depth)
     names = list(schema["properties"])
     rules = [
@@ -117,7 +117,7 @@ def _dependent(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def _unevaluated(rng: random.Random, depth: int) -> dict[str, Any]:
-    """An object that two schemas describe, and nothing besides."""
+    """Return an object of two schemas without other properties."""
     first, second = (_object(rng, depth - 1) for _ in range(2))
     del first["additionalProperties"], second["additionalProperties"]
     return {"type": "object", "allOf": [first, {"anyOf": [second, True]}], "unevaluatedProperties": False}
@@ -128,7 +128,7 @@ FEW_VALUES = (None, True, False, 0, 1, 2, 3.5, -1, "", "a", "ab", "abc", [], [1]
 
 
 def random_rules(rng: random.Random, depth: int = 3) -> Any:
-    """A schema of any keywords next to each other, about few names and values."""
+    """Return a schema of random keywords about few names and values."""
     if depth == 0 or rng.random() < 0.1:
         return rng.choice((True, {"type": "integer"}, {"enum": rng.sample(FEW_VALUES, 2)}, {"type": "string"}))
     schema: dict[str, Any] = {}
@@ -140,7 +140,7 @@ def random_rules(rng: random.Random, depth: int = 3) -> Any:
 
 
 def random_value(rng: random.Random, depth: int = 2) -> Any:
-    """A value that may fit such a schema."""
+    """Return a value that may match such a schema."""
     kind = rng.random()
     if depth == 0 or kind < 0.3:
         return rng.choice(FEW_VALUES)

@@ -1,4 +1,4 @@
-"""HTTP by hand, for what no client library would send."""
+"""Raw HTTP, for bytes that no client library sends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 
 class RawClient:
-    """One TCP connection to a server's URL. Close it, or reset it."""
+    """One TCP connection to a server's URL; close or reset it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._reader = reader
@@ -18,7 +18,7 @@ class RawClient:
 
     @classmethod
     async def connect(cls, url: str, receive_bytes: int | None = None) -> RawClient:
-        """`receive_bytes` bounds what the kernel takes in for a client that does not read."""
+        """`receive_bytes`: size of the kernel's receive buffer."""
         parts = urlsplit(url)
         sock = socket.socket()
         if receive_bytes is not None:
@@ -32,7 +32,7 @@ class RawClient:
         await self._writer.drain()
 
     def send_later(self, data: bytes) -> None:
-        """As much as the server takes, whenever it does."""
+        """Send in the background, as fast as the server reads."""
         self._writer.write(data)
 
     async def post(self, path: str, body: object) -> None:
@@ -41,7 +41,7 @@ class RawClient:
         await self.send(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
 
     async def response(self) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers by lower-case name, body: of a response with Content-Length, behind any interim ones."""
+        """Return status, headers by lower-case name and body of a response with Content-Length, after interim ones."""
         interim = b"HTTP/1.1 100 "
         while (received := await self._reader.readuntil(b"\r\n\r\n")).startswith(interim):
             pass
@@ -54,8 +54,8 @@ class RawClient:
         return await self._reader.readuntil(mark)
 
     async def whole_response(self, has_body: bool = True) -> tuple[int, bytes]:
-        """Status and body, in chunks or not, behind any interim ones; `has_body`: False of an answer to HEAD.
-        IncompleteReadError where the server closes before the end."""
+        """Return status and body, chunked or not, after interim ones; `has_body` False: the answer to a HEAD. Raises
+        IncompleteReadError if the server closes early."""
         while (received := await self._reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 "):
             pass
         lines = received.decode("latin-1").lower().split("\r\n")
@@ -71,19 +71,19 @@ class RawClient:
         return int(lines[0].split()[1]), b"".join(chunks)
 
     async def chunk(self) -> bytes:
-        """Next chunk of a chunked body; empty at its end."""
+        """Return the next chunk; empty at the end."""
         size = int(await self._reader.readuntil(b"\r\n"), 16)
         return (await self._reader.readexactly(size + 2))[:-2] if size else b""
 
     async def at_eof(self) -> bool:
-        """Waits for the server to close."""
+        """Wait for the server to close."""
         try:
             return await self._reader.read() == b""
         except ConnectionError:
             return True
 
     def half_close(self) -> None:
-        """Nothing more comes from here; the answer may."""
+        """Close the sending side only."""
         self._writer.write_eof()
 
     def stop_reading(self) -> None:
@@ -94,14 +94,14 @@ class RawClient:
         await asyncio.gather(self._writer.wait_closed(), return_exceptions=True)
 
     async def reset(self) -> None:
-        """RST instead of FIN, as when a client's process is killed."""
+        """Send RST instead of FIN, like a killed client."""
         self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._writer.transport.abort()
         await asyncio.gather(self._writer.wait_closed(), return_exceptions=True)
 
 
 async def raw(gateway, request: bytes):
-    """Status and JSON of whatever is answered to these bytes."""
+    """Send these bytes; return status and JSON of the answer."""
     client = await RawClient.connect(gateway.url)
     try:
         await client.send(request)
@@ -112,6 +112,6 @@ async def raw(gateway, request: bytes):
 
 
 def is_error(answer) -> bool:
-    """Whether it is OpenAI's error JSON."""
+    """Return whether it is OpenAI's error JSON."""
     error = answer["error"]
     return set(error) == {"message", "type", "param", "code"} and isinstance(error["message"], str)

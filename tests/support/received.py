@@ -1,4 +1,4 @@
-"""What the senders of an engine's requests hear, branch by branch."""
+"""Outputs of an engine's requests, by branch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service.errors import EndReason
 
 
 class Received:
-    """All that was said of one request; nothing may follow the end of it or of a branch."""
+    """Outputs of one request; none may follow its end or that of its branch."""
 
     def __init__(self) -> None:
         self.branches: dict[int, list[int]] = {}
@@ -38,7 +38,7 @@ class Received:
         return {branch: (tokens, self.ends.get(branch)) for branch, tokens in self.branches.items()}
 
     def history(self, num_branches: int) -> tuple[BranchHistory, ...]:
-        """What another engine must know to go on from here. The end of the whole request counts as lost."""
+        """Return the history from which another engine resumes. The end of the whole request counts as lost."""
         self.end = self.choices = None
         return tuple(
             BranchHistory(
@@ -53,7 +53,7 @@ class Received:
 def run_steps(
     engine: Engine, received: dict[str, Received] | None = None, num_steps: int = 10_000
 ) -> dict[str, Received]:
-    """By request id, what is told in so many steps, or to the end; the engine's books are checked after each."""
+    """Run this many steps, or to the end, checking invariants after each; return outputs by request id."""
     received = {} if received is None else received
     while engine.has_work and num_steps:
         num_steps -= 1

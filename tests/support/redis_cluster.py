@@ -25,9 +25,9 @@ from tests.support.certificates import Certificates
 
 START_WITHIN_S = 30.0
 NODE_TIMEOUT_MS = 1000
-"""How long a node may be silent before the others hold it for dead."""
+"""Silence after which the other nodes take a node for dead."""
 BUS_PORT_ABOVE = 10_000
-"""A node takes the port so far above its own, too."""
+"""Offset of a node's bus port."""
 PORTS = (11_000, 22_000)
 NUM_PRIMARIES = 3
 NUM_SLOTS = 16384
@@ -38,7 +38,7 @@ class Node:
     """One server of a Cluster."""
 
     def __init__(self, folder: Path, certificates: Certificates | None):
-        """Skips the test where no server is installed, or none that can do this."""
+        """Skip the test without a server that supports this."""
         folder.mkdir(parents=True)
         self._log = folder / "log"
         self._tls: dict[str, Any] = {}
@@ -89,7 +89,7 @@ class Node:
 
 
 class Cluster:
-    """Its nodes; `owner` has the slot of the queue, and `heir` is its replica."""
+    """Nodes; `owner` has the queue's slot, `heir` is its replica."""
 
     def __init__(self, nodes: list[Node], certificates: Certificates | None):
         self._certificates = certificates
@@ -116,7 +116,7 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        """It names two nodes that have not the queue's slot."""
+        """Return a URL of two nodes without the queue's slot."""
         hosts = ",".join(f"127.0.0.1:{node.port}" for node in self._others)
         if self._certificates is None:
             return f"redis+cluster://{hosts}"
@@ -135,7 +135,7 @@ def running_cluster(folder: Path, certificates: Certificates | None = None) -> I
 
 
 def free_port() -> int:
-    """Below those that the system gives to connections, which come and go."""
+    """Return a free port below the ephemeral ones."""
     while True:
         port = random.randrange(*PORTS)
         try:

@@ -1,4 +1,4 @@
-"""What stands on the way to Redis in tests: a command that changes nothing, and ports that are no Redis."""
+"""A harmless Redis command, and ports that are no Redis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ async def ping(link: RedisLink) -> None:
 
 @asynccontextmanager
 async def pretender(answer: bytes) -> AsyncIterator[int]:
-    """The port of something that says the same to whatever it is asked; nothing, if that is empty."""
+    """Open a port that answers everything with the same bytes, or with none."""
 
     async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What the tests of `/v1/responses` share: a model whose template knows tools, a tool, a call of it, a client."""
+"""Shared by tests of `/v1/responses`: a model with a tool template, a tool, a call of it, a client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALL = 'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}
 
 
 def write_tool_model(folder: Path) -> Path:
-    """Like `write_model`, with a template that tells the model of tools."""
+    """Write a model folder like `write_model`, with a template that renders tools."""
     write_model(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder

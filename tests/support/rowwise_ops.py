@@ -1,7 +1,7 @@
-"""NumPy's operations row by row, so that a sequence's numbers do not depend on who else runs.
+"""NumPy's operations row by row, so that a sequence's results do not depend on its batch.
 
-With e4m3 they otherwise would: a sum in another order changes a value's last bit, and near a border of e4m3's three
-bits its rounding. What is left between two runs is what the engine did with the blocks.
+With e4m3 they would: another order of a sum changes a value's last bit, and so perhaps its rounding. Two runs then
+differ only in what the engine did with blocks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RowwiseOps(NumpyOps):
                 out[row] = self._attended(q[row], batch, s, int(length - (end - row) + 1))
 
     def _matrix(self, weight: Weight) -> np.ndarray:
-        """Float32[N, K]; the weight is kept too, for its id to stay its own."""
+        """Return float32[N, K]; the weight is kept too, so that its id stays unique."""
         if id(weight.data) not in self._dense:
             self._dense[id(weight.data)] = (weight, np.ascontiguousarray(dequantise(weight)))
         return self._dense[id(weight.data)][1]
@@ -68,7 +68,7 @@ class RowwiseOps(NumpyOps):
 
 
 class RowwiseAheadOps(RowwiseOps):
-    """In the GPU's place: see AheadOps."""
+    """RowwiseOps that run ahead like a GPU: see AheadOps."""
 
     name = "cuda"
 

@@ -1,4 +1,4 @@
-"""Writes safetensors files by hand, so that tests can break each rule of the format."""
+"""Writes safetensors files by hand, for tests that break the format's rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from model.weights.safetensors_file import DTYPE_WORDS, StoredTensor
 
 
 def entries_of(tensors: dict[str, np.ndarray]) -> tuple[dict[str, Any], bytes]:
-    """(header, data) as the format wants them."""
+    """Return a valid (header, data)."""
     header, data = {}, b""
     for name, array in tensors.items():
         begin, data = len(data), data + array.tobytes()
@@ -25,7 +25,7 @@ def entries_of(tensors: dict[str, np.ndarray]) -> tuple[dict[str, Any], bytes]:
 
 
 def write(path: Path, header: dict[str, Any] | bytes, data: bytes, header_bytes: int | None = None) -> None:
-    """The file of a header (bytes are taken as they are) and data; `header_bytes` is the length it claims."""
+    """Write a file of header (bytes unchanged) and data; `header_bytes`: the length that it claims."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes((len(text) if header_bytes is None else header_bytes).to_bytes(8, "little") + text + data)
 
@@ -35,5 +35,5 @@ def save(path: Path, tensors: dict[str, np.ndarray]) -> None:
 
 
 def stored_values(tensor: StoredTensor) -> np.ndarray:
-    """All of a tensor, as it is stored."""
+    """Return a whole tensor as stored."""
     return tensor.values()

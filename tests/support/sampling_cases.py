@@ -1,4 +1,4 @@
-"""Random wishes of sampling, as `Ops.sample` takes them."""
+"""Random parameters of `Ops.sample`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from model.ops.interface import Array, Bias, Penalties, SamplingArrays, TokenMas
 
 
 def random_bias(rng: np.random.Generator, rows: int, vocab: int) -> Bias:
-    """Some rows without any; ids outside the vocabulary, forbidden tokens and, at most twice a row, the same token."""
+    """Return biases: some rows have none; ids outside the vocabulary, forbidden tokens, tokens twice in a row."""
     ids = [rng.permutation(vocab)[: rng.integers(0, 9)] for _ in range(rows)]
     ids = [np.concatenate([row, row[:1], [-1, vocab, 2**31 - 1]]) if len(row) else row for row in ids]
     count = sum(map(len, ids))
@@ -20,7 +20,7 @@ def random_bias(rng: np.random.Generator, rows: int, vocab: int) -> Bias:
 
 
 def random_penalties(rng: np.random.Generator, rows: int, vocab: int) -> Penalties:
-    """Some rows that have seen nothing; ids outside the vocabulary; prompt-only tokens."""
+    """Return penalties: some rows have seen no token; ids outside the vocabulary; prompt-only tokens."""
     ids = [rng.permutation(vocab)[: rng.integers(0, 2000) * (row % 3 > 0)] for row in range(rows)]
     ids = [np.concatenate([row, [-1, vocab]]) for row in ids]
     count = sum(map(len, ids))
@@ -35,7 +35,7 @@ def random_penalties(rng: np.random.Generator, rows: int, vocab: int) -> Penalti
 
 
 def random_mask(rng: np.random.Generator, rows: int, vocab: int) -> TokenMask:
-    """Every third row without one; one row that allows a single token; the last words cut off."""
+    """Return a mask: none for every third row, one row with a single token, the last words cut off."""
     num_words = max(1, -(-vocab // 32) - 1)
     words = rng.integers(0, 2**32, (rows, num_words), np.uint32, endpoint=False)
     words[0] = 0
@@ -47,7 +47,7 @@ def random_mask(rng: np.random.Generator, rows: int, vocab: int) -> TokenMask:
 
 
 def random_options(rng: np.random.Generator, rows: int, vocab: int, **fixed) -> SamplingArrays:
-    """Every mix of greedy, plain and filtered rows; `fixed` replaces whole columns or the other fields."""
+    """Return parameters of greedy, plain and filtered rows; `fixed` replaces columns or other fields."""
 
     def one_of(values, dtype):
         return rng.choice(np.array(values, dtype), rows)
@@ -69,7 +69,7 @@ def random_options(rng: np.random.Generator, rows: int, vocab: int, **fixed) -> 
 
 
 def uploaded(options: SamplingArrays, upload: Callable[[np.ndarray], Array]) -> SamplingArrays:
-    """The same with every array where `upload` puts it."""
+    """Return the parameters with every array uploaded."""
     return SamplingArrays(**{key: _uploaded(each, upload) for key, each in vars(options).items()})
 
 

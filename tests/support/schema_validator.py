@@ -1,6 +1,6 @@
-"""Whether a JSON value is what a JSON schema allows: the keywords of drafts 7 to 2020-12, as their texts say it.
+"""Validator of JSON values, with the keywords of drafts 7 to 2020-12.
 
-`format` is a comment here. References are within the schema, by pointer or anchor. Says nothing of malformed schemas.
+`format` has no effect. References are within the schema, by pointer or anchor. Schemas must be well-formed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TYPES = {
 
 @dataclass
 class _Result:
-    """Of one value against one schema: what has been spoken of counts only where it is valid."""
+    """Result of one value and schema: evaluated properties and items count only if it is valid."""
 
     is_valid: bool = True
     names: set[str] = field(default_factory=set)
@@ -34,12 +34,12 @@ class _Result:
 
 
 def is_valid(value: Any, schema: Any) -> bool:
-    """Whether `value` is what `schema` allows."""
+    """Return whether `schema` allows `value`."""
     return _check(value, schema, schema).is_valid
 
 
 def key_of(value: Any) -> str:
-    """The same for values that JSON Schema takes for equal: 1 and 1.0, but not true."""
+    """Return a key, equal for values that JSON Schema takes for equal: 1 and 1.0, but not true."""
     if isinstance(value, float) and value.is_integer():
         return json.dumps(int(value))
     if isinstance(value, list):

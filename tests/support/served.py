@@ -44,11 +44,11 @@ class Served:
         return "".join(self.lines)
 
     def descendants(self) -> set[int]:
-        """Process ids of everything it started, directly or not."""
+        """Return the process ids of all its descendants."""
         return descendants_of(self.process.pid)
 
     def terminate(self, number: int = signal.SIGTERM, timeout_s: float = 30) -> int:
-        """Send the signal and wait for the end; the exit status."""
+        """Send the signal and wait for the end; return the exit status."""
         self.process.send_signal(number)
         status = self.process.wait(timeout_s)
         self._collector.join(timeout_s)
@@ -78,7 +78,7 @@ class Served:
 
 
 def descendants_of(ancestor: int) -> set[int]:
-    """Process ids of everything that this process started, directly or not."""
+    """Return the process ids of all descendants of a process."""
     parents = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -93,7 +93,7 @@ def descendants_of(ancestor: int) -> set[int]:
 
 
 def alive(pids: set[int]) -> set[int]:
-    """Those of the processes that still run (a zombie does not)."""
+    """Return the processes that still run (a zombie does not)."""
     running = set()
     for pid in pids:
         try:

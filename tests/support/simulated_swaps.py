@@ -1,4 +1,4 @@
-"""A machine with a second tier that is not there: a clock that steps move on while two lanes carry blocks beside."""
+"""A simulated machine with a host tier: steps advance a clock while two lanes copy blocks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from service.engine.step import FinishedTransfer, StepPlan, StepResult
 
 H200 = MACHINES["llama-3.1-8b-h200"]
 RATES = Rates(token_s=H200.costs.token_s, pair_s=6e-10, block_out_s=4.0e-5, block_in_s=4.0e-5, transfer_s=5e-5)
-"""2 MiB blocks at what an H200's bus was measured to carry, and its prompts."""
+"""Blocks of 2 MiB at an H200's measured bus and prompt rates."""
 
 COPY_SLOWDOWN = 0.06
-"""Of a step while the bus is busy in both directions all the time."""
+"""Slowdown of a step while the bus is busy in both directions."""
 
 
 class SimulatedCosts(SwapCostModel):
-    """What the simulation itself takes says nothing of the machine: a step takes what the executor says."""
+    """Costs on simulated time: a step takes what the executor says."""
 
     def __init__(self, rates: Rates, block_size: int, executor: SwappingExecutor):
         super().__init__(replace(rates), block_size)  # it corrects its own
@@ -41,7 +41,7 @@ class SimulatedCosts(SwapCostModel):
 
 
 class SwappingExecutor(SimulatedExecutor):
-    """Transfers of one direction follow one another; each begins when the step before it is done."""
+    """Executor whose transfers of one direction run in order, each after the preceding step."""
 
     def __init__(self, clock: SimulatedClock, num_host_blocks: int, rates: Rates = RATES):
         super().__init__(clock, H200.costs)
@@ -105,7 +105,7 @@ def replay(
     max_len: int = 8192,
     prefix_caching: bool = False,
 ) -> Outcome:
-    """Requests of these (prompt, output) lengths at once, to their ends."""
+    """Run requests of these (prompt, output) lengths at once to their ends."""
     clock = SimulatedClock()
     if mode == "recompute" and not prefix_caching:  # else the host keeps what is evicted
         num_host_blocks = 0
@@ -142,6 +142,6 @@ def replay(
 
 
 def num_blocks_needed(lengths: Seq[tuple[int, int]]) -> int:
-    """So that nobody has to wait for room or leave."""
+    """Return the blocks with which no sequence waits or is preempted."""
     plenty = sum(-(-sum(both) // 16) for both in lengths)
     return replay(lengths, plenty, "recompute").most_blocks

@@ -70,7 +70,7 @@ class Source:
 
 
 def sources(*folders: str) -> list[Source]:
-    """All modules below these folders of the repository, by name."""
+    """Return all modules below these folders, by name."""
     found = []
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -86,12 +86,12 @@ def _source(name: str, path: Path) -> Source:
 
 
 def is_within(name: str, room: str) -> bool:
-    """Whether a dotted name is a module or package, or stands inside it."""
+    """Return whether a dotted name is a module or package, or is inside it."""
     return name == room or name.startswith(room + ".")
 
 
 def module_graph(modules: list[Source], deferred: bool = True) -> dict[str, set[str]]:
-    """Which of these modules each of them imports; without `deferred` only what an import of the module itself runs."""
+    """Return each module's imports among these; without `deferred` only those run by importing it."""
     names = {module.name for module in modules}
     graph: dict[str, set[str]] = {}
     for module in modules:

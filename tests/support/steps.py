@@ -1,4 +1,4 @@
-"""Steps of chunks in a small cache, and the same computed sequence after sequence."""
+"""Steps of chunks in a small cache, and the same sequences computed one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK_SIZE, MAX_BLOCKS, MAX_ROWS = 8, 24, 12
 
 
 def step(model: Llama, chunks: list[tuple[int, int]]) -> ForwardInputs:
-    """Chunks of (start, length), those of one token first; each chunk's last row is asked for its logits."""
+    """Build a step of chunks (start, length), one-token chunks first, with logits of each chunk's last row."""
     starts, lengths = np.array(chunks, np.int32).T
     ends, rng = np.cumsum(lengths), np.random.default_rng(len(chunks))
     positions = np.concatenate([np.arange(start, start + length) for start, length in chunks]).astype(np.int32)

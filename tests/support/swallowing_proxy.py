@@ -1,4 +1,4 @@
-"""A port in front of a Redis that loses commands and answers, by the name of what was asked."""
+"""A proxy in front of Redis that loses commands and answers, by command."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ HANDSHAKE = frozenset({"HELLO", "AUTH", "CLIENT", "SELECT", "INFO", "ROLE", "PIN
 
 
 class Fate(Enum):
-    """What becomes of a command."""
+    """Fate of a command."""
 
     ANSWERED = "answered"
     SWALLOWED = "swallowed"  # Redis executes it; its answer is dropped, and the connection closed
-    LATE = "late"  # Redis executes it; its answer comes after the client's timeout
+    LATE = "late"  # Redis executes it; its answer arrives after the client's timeout
     LOST = "lost"  # Redis never sees it; the connection is closed
 
 
@@ -36,7 +36,7 @@ def answered(_: str) -> Fate:
 
 
 def at_random(dice: random.Random, share: float, but: frozenset[str] = BLOCKING | HANDSHAKE) -> Choose:
-    """A fault for this share of the commands, but for those named: answers swallowed, late, or commands lost."""
+    """Return a choice of faults for this share of commands, except those named."""
 
     def choose(name: str) -> Fate:
         if name in but or dice.random() >= share:
@@ -47,7 +47,7 @@ def at_random(dice: random.Random, share: float, but: frozenset[str] = BLOCKING 
 
 
 def once(*names: str, fate: Fate = Fate.SWALLOWED) -> Choose:
-    """Of each of these the first."""
+    """Return a choice of faults for the first of each of these commands."""
     left = set(names)
 
     def choose(name: str) -> Fate:
@@ -60,12 +60,12 @@ def once(*names: str, fate: Fate = Fate.SWALLOWED) -> Choose:
 
 
 def script_names() -> dict[bytes, str]:
-    """Every script of the queue by its digest: `submit`, `publish`, ..."""
+    """Return the names of the queue's scripts by digest."""
     return {script_of(name)[1].encode(): name for name in script_paths() if name not in COMMON_SCRIPTS}
 
 
 class SwallowingProxy:
-    """`choose` says what becomes of each command, named by its script or by itself; `counts` what became of them."""
+    """Proxy; `choose` returns the fate of each command, by its name or its script's; `counts` counts fates."""
 
     def __init__(self, url: str, choose: Choose = answered, late_s: float = 1.5) -> None:
         parts = urlsplit(url)
@@ -121,7 +121,7 @@ class SwallowingProxy:
 
 
 class _Link:
-    """One connection through the proxy."""
+    """Connection through the proxy."""
 
     def __init__(self, client, behind, proxy: SwallowingProxy) -> None:
         self._client, self._behind, self._proxy = client, behind, proxy

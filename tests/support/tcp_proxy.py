@@ -1,4 +1,4 @@
-"""A port in front of others on this machine, on the test's event loop: it can lead elsewhere, or fall silent."""
+"""A TCP proxy on the test's event loop, which can be redirected or fall silent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 
 class Proxy:
-    """`behind` is the port to which new connections lead."""
+    """`behind`: port of new connections."""
 
     def __init__(self, behind: int):
         self.behind = behind
@@ -17,7 +17,7 @@ class Proxy:
         self._silent: set[asyncio.StreamWriter] = set()
 
     def fall_silent(self) -> None:
-        """The connections that are there carry nothing more, either way, and stay open; those to come are sound."""
+        """Carry nothing more on open connections, which stay open; new ones work."""
         self._silent |= self._open
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

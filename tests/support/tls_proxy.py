@@ -1,4 +1,4 @@
-"""A port that speaks TLS in front of a unix socket, or another port, that does not; on a thread of its own."""
+"""A TLS proxy in front of a unix socket or a port, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.certificates import Certificates
 
 @contextmanager
 def tls_in_front_of(behind: Path | int, made: Certificates) -> Iterator[int]:
-    """The port, on every address: 127.0.0.2 is one that no certificate names."""
+    """Yield the port, on every address: no certificate names 127.0.0.2."""
     loop = asyncio.new_event_loop()
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(made.certificate, made.key)

@@ -1,4 +1,4 @@
-"""8-bit weights of any kind for tests, and their values in float64."""
+"""8-bit weights for tests, and their values in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages for tests, and how tests read them."""
+"""Messages for tests, and readers of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATIENCE_S = 10.0
 
 
 async def persist(act: Callable[[], Awaitable], within_s: float = 2 * PATIENCE_S):
-    """Ask until the queue answers, as all who speak to it do."""
+    """Repeat a call until the queue answers."""
     async with asyncio.timeout(within_s):
         while True:
             try:
@@ -54,7 +54,7 @@ def make_card(worker_id: str, **changes) -> WorkerCard:
 
 
 async def take(events: AsyncIterator[Event], count: int) -> list[int]:
-    """The numbers of the next events."""
+    """Return the numbers of the next events."""
     async with asyncio.timeout(PATIENCE_S):
         return [(await anext(events)).number for _ in range(count)]
 
@@ -66,14 +66,14 @@ async def read_to_end(events: AsyncIterator[Event]) -> list[Event]:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job came out."""
+    """End of a followed job."""
 
     numbers: list[int]
     reason: EndReason | None
 
 
 async def follow_begun(queue: QueuePair) -> AsyncIterator[Event]:
-    """Events of JOB1 behind its first, which was told after it was submitted and claimed."""
+    """Follow JOB1 after its first event, which was published after its submission and claim."""
     events = queue.follow("JOB1")
     await queue.submit(make_job())
     await queue.fetch(1, 1.0)

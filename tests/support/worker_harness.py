@@ -1,4 +1,4 @@
-"""A worker without its process: job loop and engine thread wired as the process wires them, a scripted model."""
+"""A worker without its process: job loop and engine thread wired as in the process, with a scripted model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUMBERS = itertools.count()
 
 
 class WorkerHarness:
-    """Serves jobs inside `async with`. `dead` has what ended the engine."""
+    """Worker that serves jobs inside `async with`. `dead` has what ended the engine."""
 
     def __init__(self, queue, step_s=0.0, executor=None, name="w", tracing=NO_TRACING):
         self.queue, self.name = queue, name
@@ -71,17 +71,17 @@ class WorkerHarness:
         self.job_loop._slots = SlotCapacity(NUM_SLOTS, 1024 * 4)
 
     async def die(self):
-        """As by SIGKILL: nothing more is said, and the lease stands."""
+        """Stop at once, as by SIGKILL; the lease stays."""
         self.duties.cancel()
         await asyncio.wait({self.duties})
 
     async def retire(self):
-        """As a process that ends by itself, with nothing left to do: its lease ends too."""
+        """Stop like a process that ends by itself: the lease ends too."""
         await self.die()
         await self.queue.retire(self.name)
 
     async def submit(self, prompt, deadline_s=None, model=None, tenant="t", **params):
-        """Submit a job and follow it; (id, iterator of its events)."""
+        """Submit a job; return its id and an iterator of its events."""
         job_id = f"JOB{next(NUMBERS)}"
         events = self.queue.follow(job_id)
         sampling = SamplingParams(**{"max_tokens": 5} | params)
@@ -95,7 +95,7 @@ class WorkerHarness:
 
 
 async def read_events(events, heard=(), within_s=10):
-    """(tokens, end, usage) of a followed job, of which these events were heard before; numbers run without gap."""
+    """Return (tokens, end, usage) of a followed job, given its earlier events; numbers must run without gap."""
     heard = list(heard)
     async with asyncio.timeout(within_s):
         async for event in events:

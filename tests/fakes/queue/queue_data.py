@@ -1,4 +1,4 @@
-"""Shared state of the queues in memory: jobs, claims, leases, logs. The reference of what the scripts do."""
+"""Shared state of the queues in memory: jobs, claims, leases, logs. The reference of the Lua scripts."""
 
 from __future__ import annotations
 

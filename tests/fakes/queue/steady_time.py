@@ -1,4 +1,4 @@
-"""Unix time as it was when this process began, carried on by a clock that is never set."""
+"""Unix time at this process's start, advanced by the monotonic clock."""
 
 from __future__ import annotations
 

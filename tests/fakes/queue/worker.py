@@ -1,4 +1,4 @@
-"""The queue as workers use it, in memory: the reference of what the queue on Redis does."""
+"""The workers' end of the queue in memory, the reference of the queue on Redis."""
 
 from __future__ import annotations
 

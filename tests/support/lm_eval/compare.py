@@ -1,4 +1,4 @@
-"""lm-eval against a running server, and what it measured against Hugging Face transformers on the same model.
+"""Compare lm-eval's results on a running server with Hugging Face transformers on the same model.
 
 In an environment of its own: `pip install 'lm-eval[api]' transformers torch`. From the root, while `quire serve` runs:
 
@@ -24,14 +24,14 @@ MAX_NEW_TOKENS = 24
 
 
 class Reference:
-    """The demo model in float32, as transformers run it."""
+    """The demo model in transformers, in float32."""
 
     def __init__(self, folder: Path):
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def loglikelihood(self, start: str, end: str) -> tuple[float, bool]:
-        """How likely `end` is behind `start`, and whether each of its tokens is the likeliest in its place."""
+        """Return the log-likelihood of `end` after `start`, and whether each of its tokens is the likeliest."""
         num_start, token_ids = len(self._ids(start)), self._ids(start + end)
         with torch.inference_mode():
             logits = self._model(torch.tensor([token_ids])).logits[0, num_start - 1 : -1]
@@ -40,7 +40,7 @@ class Reference:
         return float(logprobs.sum()), bool((logits.argmax(-1) == ids).all())
 
     def sentence(self, start: str) -> str:
-        """How it goes on, greedily, up to its full stop."""
+        """Return the greedy continuation, up to its full stop."""
         ids = self._ids(start)
         said = self._model.generate(
             torch.tensor([ids]),
