@@ -1,7 +1,7 @@
-"""Clients that leave at any moment: how soon the blocks of their requests are free, and whether any are left.
+"""Clients that leave at random moments: how soon the blocks of their requests are freed, and whether any leak.
 
-`python -m tests.chaos.cancels --times 10000` opens streams at a real gateway over a real Redis and a worker on the demo
-model, all but Redis in this process, drops each at a random moment, and notes when the engine gave up what it held.
+`python -m tests.chaos.cancels --times 10000` opens streams at a gateway with a real Redis and a worker with the demo
+model, all but Redis in this process, drops each at a random moment, and notes when the engine freed its blocks.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Notes:
     num_whole: int = 0
 
     def two_steps_s(self, moment_s: float) -> float:
-        """How long the next two steps took that ended after the moment."""
+        """Return the duration of the next two steps that ended after the moment."""
         first = bisect(self.step_ended_at_s, moment_s)
         return sum(self.step_s[first : first + 2])
 
 
 def watched(built: BuiltEngine, notes: Notes) -> BuiltEngine:
-    """The engine tells when it lets go of a request that is cancelled, and how long its steps take."""
+    """Note when the engine drops a cancelled request, and how long its steps take."""
     engine, cancel, step = built.engine, built.engine.cancel, built.engine.step
 
     def cancel_and_note(request_id: str, reason: EndReason, branch: int | None = None) -> None:
@@ -77,7 +77,7 @@ def watched(built: BuiltEngine, notes: Notes) -> BuiltEngine:
 
 @asynccontextmanager
 async def working(redis_url: str, built: BuiltEngine) -> AsyncIterator[EngineThread]:
-    """A worker, wired as its process wires it."""
+    """Run a worker, wired as in its process."""
     queue = await open_pair(redis_url)
     memory = built.memory
     sizes = {"max_model_len": memory.max_model_len, "num_blocks": memory.num_blocks, "block_size": memory.block_size}
@@ -109,7 +109,7 @@ async def working(redis_url: str, built: BuiltEngine) -> AsyncIterator[EngineThr
 
 
 async def leave(http: aiohttp.ClientSession, url: str, chance: random.Random, notes: Notes) -> None:
-    """One request whose client goes away."""
+    """Send a request and leave."""
     body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "stream": True}
     body |= chance.choice(({}, {"n": 3}, {"temperature": 0}, {"logprobs": 2}))
     async with http.post(f"{url}/v1/completions", json=body) as response:
@@ -158,7 +158,7 @@ async def run(redis_url: str, times: int, num_at_once: int) -> dict[str, object]
 
 
 async def _idle(engine: EngineThread, built: BuiltEngine) -> EngineStats:
-    """What the engine says once it has nothing to do."""
+    """Return the engine's statistics once it is idle."""
     async with asyncio.timeout(PATIENCE_S):
         while built.engine.has_work:
             await asyncio.sleep(0.02)

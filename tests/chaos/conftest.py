@@ -1,4 +1,4 @@
-"""One fleet for a module, ended with it; goldens for all; the figures at the end."""
+"""A fleet per module, shared goldens, and the figures at the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    """The figures; as JSON too, to the file that CHAOS_OUT names."""
+    """Print the figures, and write them as JSON to the file that CHAOS_OUT names."""
     if figures := noted():
         terminalreporter.section("figures of the chaos suite")
         for name, value in figures.items():

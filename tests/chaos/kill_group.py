@@ -1,9 +1,9 @@
-"""SIGKILL of one of two workers under 64 streams, each beside the same stream undisturbed.
+"""SIGKILL of one of two workers under 64 streams, each compared with the same stream undisturbed.
 
     python -m tests.chaos.kill_group --device cuda --ranks 2
 
-Two workers of one `quire serve` on the demo model in float32: of two ranks each, over the same two GPUs if there are no
-four. The worker dies once half of the streams have begun; the other one goes on with its requests.
+Two workers of one `quire serve` with the demo model in float32, of two ranks each, on the same two GPUs if there are
+not four. The worker dies once half of the streams have begun; the other one resumes its requests.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def pid_of(served: Served, name: str) -> int:
 class Tally:
     num_identical: int
     num_streams: int
-    num_cut: int  # streams that went on at the other worker
+    num_cut: int  # streams resumed by the other worker
     longest_gap_s: float
     median_gap_s: float  # of the longest gap of each stream
 

@@ -1,11 +1,11 @@
-"""A storm of lost answers: commands to Redis are executed and their answers dropped, or late, or the commands are lost.
+"""A storm of lost answers: Redis executes commands but its answers are lost or late, or the commands are lost.
 
-`python -m tests.chaos.lost_answers --times 5000` asks two real gateways on the demo model, each behind a proxy that
-loses answers, as does the one before the worker and the one before the producers: whole answers, streams that are
-dropped and taken up again at either gateway, background requests, stored responses, entries of producers that are
-written again where their XADD was not answered, requests without a key, and a few batches. Each is asked for until it
-is answered, under the same Idempotency-Key or id. Every text must be what it is when nothing happens, each under one
-id, with every event and reply once; none may come back cancelled, and the queue must know of no job beside them.
+`python -m tests.chaos.lost_answers --times 5000` runs two gateways with the demo model, a worker and producers, each
+behind a proxy that loses answers: whole answers, streams that are dropped and resumed at either gateway, background
+requests, stored responses, producers' entries that are rewritten after an unanswered XADD, requests without a key, and
+a few batches. Each is repeated under the same Idempotency-Key or id until it is answered. Every text must equal that of
+an undisturbed run, under one id, with every event and reply once; none may be cancelled, and the queue must hold no
+other job.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ SAMPLING = ({"temperature": 0}, {"temperature": 1, "seed": 7}, {"temperature": 0
 
 @dataclass(frozen=True)
 class Wish:
-    """What is asked, and how its answer is heard."""
+    """A request and the way its answer is read."""
 
     kind: str
     path: str
     body: str  # JSON
-    golden_of: str  # the plain request that has the same answer
+    golden_of: str  # plain request with the same answer
 
     def fields(self) -> dict[str, Any]:
         return json.loads(self.body)
@@ -128,8 +128,8 @@ class Storm:
         self._numbers = itertools.count(1)
         self.tally = Tally()
         self.goldens: dict[str, str] = {}
-        self.ids: set[str] = set()  # of requests that clients know of
-        self.num_unnamed = 0  # jobs whose ids clients do not hear
+        self.ids: set[str] = set()  # of requests known to clients
+        self.num_unnamed = 0  # jobs whose ids clients never receive
 
     async def ask(self, wish: Wish) -> None:
         name = f"{wish.kind} {next(self._numbers)}"
@@ -177,7 +177,7 @@ class Storm:
         return text_of(ended if wish.path == RESPONSES else ended["response"])
 
     async def _stored(self, path: str) -> dict[str, Any]:
-        """Of a request or a response, once it has ended."""
+        """Return the stored answer of a request or response once it has ended."""
         while True:
             status, answer = await self._try("GET", path)
             if status == 200 and answer["status"] not in ("queued", "in_progress"):
@@ -217,7 +217,7 @@ class Storm:
             await asyncio.sleep(RETRY_S)
 
     async def _read_some(self, wish: Wish, name: str, received: dict[int, str]) -> tuple[int, bool]:
-        """Status, and whether the stream was read to its end; it may be dropped before."""
+        """Return status, and whether the stream was read to its end; it may be dropped before."""
         self.tally.num_tries += 1
         drop_after = self._dice.choice((None, None, None, self._dice.randint(1, 12)))
         headers = {"Content-Type": "application/json", **_key(name)}
@@ -259,7 +259,7 @@ class Storm:
             return 200, is_done
 
     async def _produce(self, wish: Wish, name: str) -> str:
-        """Writes an entry until that is answered, and reads its replies."""
+        """Write an entry until Redis answers, and read its replies."""
         job_id = name.replace(" ", "-")
         job = {"v": 1, "id": job_id, "endpoint": wish.path, "body": wish.fields()}
         self.num_unnamed += 1
@@ -289,7 +289,7 @@ class Storm:
                 await asyncio.sleep(RETRY_S / 3)
 
     async def batch(self, wanted: list[Wish]) -> None:
-        """Uploads some requests as a batch, waits for it, and reads its answers."""
+        """Upload some requests as a batch, wait for it, and read its answers."""
         self.tally.by_kind["batch"] = self.tally.by_kind.get("batch", 0) + 1
         self.tally.num_requests += len(wanted)
         self.num_unnamed += len(wanted)
@@ -331,16 +331,16 @@ class Storm:
                     try:
                         return await response.text()
                     except aiohttp.ClientPayloadError:
-                        pass  # cut off, and known to be
+                        pass  # cut off, as expected
             await asyncio.sleep(RETRY_S)
 
 
 class Cancelled(Exception):
-    """Nobody asked for that."""
+    """A request was cancelled that no client cancelled."""
 
 
 class Doubled(Exception):
-    """Something was there twice."""
+    """An event, reply or job occurred twice."""
 
 
 def _key(name: str) -> dict[str, str]:
@@ -362,7 +362,7 @@ async def golden(http: aiohttp.ClientSession, url: str, wish: Wish) -> str:
 
 @asynccontextmanager
 async def open_house(folder: Path):
-    """Two gateways and a worker, each behind a proxy of its own, all of them sound at first; and one for producers."""
+    """Open two gateways, a worker and a producers' connection, each behind its own proxy, without faults at first."""
     fleet = Fleet(folder, lease_s=5.0)
     try:
         async with AsyncExitStack() as opened:
@@ -394,7 +394,7 @@ async def open_house(folder: Path):
 async def run(
     folder: Path, times: int, num_at_once: int, share: float, num_batches: int = 1, seed: int = 1, max_tokens: int = 12
 ) -> Tally:
-    """`share` of all commands get a fault."""
+    """Run the storm; `share` of all commands get a fault."""
     dice = random.Random(seed)
     async with open_house(folder) as (fleet, urls, http, producer, proxies):
         storm, wanted = Storm(urls, http, producer, dice), options(max_tokens)
@@ -422,7 +422,7 @@ async def run(
 
 
 async def _check_queue(fleet: Fleet, storm: Storm, before: set[bytes], within_s: float = 30.0) -> None:
-    """Nothing is left in it, and it has had no job beside those that were asked for."""
+    """Check that the queue is empty and had no jobs but those requested."""
     give_up_s, left = time.monotonic() + within_s, ["not looked yet"]
     with redis.Redis.from_url(fleet.redis.url) as redis_client:
         while left and time.monotonic() < give_up_s:

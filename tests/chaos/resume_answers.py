@@ -1,12 +1,11 @@
-"""Whole answers whose workers are killed under them, each beside the same answer when nothing happens.
+"""Answers whose workers are killed meanwhile, each compared with the same answer undisturbed.
 
-`python -m tests.chaos.resume_answers --times 1000` asks a real gateway on the demo model, kills workers at the claim,
-in the prefill, behind a token and before the end, and goes on until so many answers were taken over by another worker
-and compared. Every kind takes its turn: greedy, seeded, penalised, several choices, the best of more, beams,
-log-probabilities, stop strings, a form that the answer must have, Anthropic's messages; streamed and not. Texts and
-ends must be byte for byte the same, and log-probabilities as near as batches of other sizes let them be. With
-`--drafting` the workers draft by n-gram, suffix and EAGLE-3 in turn, so that another drafter resumes; the answers to
-compare with come without drafts.
+`python -m tests.chaos.resume_answers --times 1000` asks a gateway with the demo model, kills workers at the claim, in
+the prefill, after a token and before the end, until this many answers were resumed by another worker and compared.
+Kinds in turn: greedy, seeded, penalised, several choices, best_of, beams, log-probabilities, stop strings, structured
+output, Anthropic's messages; streamed and not. Texts and ends must be equal byte for byte, log-probabilities up to the
+rounding of other batch sizes. With `--drafting` the workers draft by n-gram, suffix and EAGLE-3 in turn, so that
+another drafter resumes; the answers to compare with come without drafts.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Wish:
 
 @dataclass
 class Answer:
-    """Of each choice, its text and how it ended; log-probabilities apart, for they are numbers."""
+    """Text and end of each choice; log-probabilities apart."""
 
     choices: dict[int, tuple[str, str | None]]
     logprobs: list[float]
@@ -89,7 +88,7 @@ class Answer:
 
 @dataclass
 class Tally:
-    """What came of it. `num_resumed`: compared, and taken over at least once."""
+    """Results. `num_resumed`: answers compared that were resumed at least once."""
 
     num_resumed: int = 0
     num_compared: int = 0
@@ -121,7 +120,7 @@ def options(num_subjects: int) -> list[Wish]:
 
 
 async def ask(http: aiohttp.ClientSession, url: str, wish: Wish) -> tuple[str, Answer]:
-    """The request's id, and what was answered."""
+    """Send a request; return its id and answer."""
     async with http.post(url + wish.path, data=wish.body, headers={"Content-Type": "application/json"}) as response:
         data = await response.text()
         assert response.status == 200, (wish, data)
@@ -156,7 +155,7 @@ def _read(frames: list[str]) -> Answer:
 
 
 def _read_message(frames: list[str]) -> Answer:
-    """One text block, whole or in events, each of which comes once and in its order."""
+    """Read a message of one text block, whole or as events, each once and in order."""
     events = [json.loads(frame) for frame in frames]
     if events[0]["type"] == "message":
         (block,) = events[0]["content"]
@@ -170,7 +169,7 @@ def _read_message(frames: list[str]) -> Answer:
 
 @asynccontextmanager
 async def open_house(folder: Path):
-    """A gateway on the fleet's Redis, and clients for it."""
+    """Open a gateway on the fleet's Redis, and its clients."""
     fleet = Fleet(folder, lease_s=LEASE_S)
     try:
         settings = Settings(
@@ -195,7 +194,7 @@ async def run(
     needed: frozenset[str] = frozenset(),
     drafting: tuple[str, ...] = (),
 ) -> Tally:
-    """Round after round, until answers of all `needed` kinds were resumed: `num_at_once` requests, and a kill."""
+    """Run rounds of `num_at_once` requests and a kill until answers of all `needed` kinds were resumed."""
     tally = Tally()
     async with open_house(folder) as (fleet, http, url):
         await fleet.have(NUM_WORKERS, STEP_S)

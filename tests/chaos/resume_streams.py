@@ -1,8 +1,8 @@
-"""Streams that are dropped at random bytes and taken up again at another gateway, beside one that nobody drops.
+"""Streams dropped at random bytes and resumed at another gateway, each compared with one that is not dropped.
 
-`python -m tests.chaos.resume_streams --times 1000` prints how many came out byte for byte the same. Two gateways, one
-real Redis, a scripted worker; every kind of answer takes its turn: choices, the best of more, stop strings,
-log-probabilities, usage in chunks, characters of several bytes.
+`python -m tests.chaos.resume_streams --times 1000` prints how many were equal byte for byte. Two gateways, one real
+Redis, a scripted worker; kinds of answers in turn: choices, best_of, stop strings, log-probabilities, usage in chunks,
+characters of several bytes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Tally:
 
 
 async def run(redis_url: str, folder: Path, times: int, num_at_once: int, seed: int) -> Tally:
-    """`times` requests, each dropped at least once while it runs."""
+    """Run `times` requests, each dropped at least once."""
     tally, chance = Tally(), random.Random(seed)
     seeds = [chance.getrandbits(32) for _ in range(times)]
     at_once = asyncio.Semaphore(num_at_once)
@@ -100,7 +100,7 @@ async def _compare(fleet: GatewayFleet, http: aiohttp.ClientSession, kind, chanc
 
 
 async def _read_some(response: aiohttp.ClientResponse, most_bytes: int) -> tuple[bytes, bool]:
-    """Reads up to so many bytes and drops the connection; the whole rest, and true, where it ends before."""
+    """Read up to this many bytes and drop the connection; return what was read, and whether it was the whole rest."""
     found = b""
     async for data in response.content.iter_any():
         found += data
@@ -120,7 +120,7 @@ async def _read_all(http: aiohttp.ClientSession, url: str) -> bytes:
 
 
 def _whole_events(data: bytes) -> tuple[bytes, int]:
-    """What a client keeps of a stream that broke off: its whole events, and the number of the last."""
+    """Return a cut stream's complete events, and the number of the last."""
     kept = data[: data.rfind(b"\n\n") + 2] if b"\n\n" in data else b""
     ids = re.findall(rb"^id: (\d+)$", kept, re.MULTILINE)
     return kept, int(ids[-1]) if ids else 0

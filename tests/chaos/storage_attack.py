@@ -1,8 +1,8 @@
-"""One tenant stores, uploads and batches as much as it can, while another chats.
+"""One tenant stores, uploads and batches as much as it can while another chats.
 
-`python -m tests.chaos.storage_attack [--out FILE]` attacks a whole service on the demo model, a case after the other,
-and prints for each how much memory its gateways and Redis came to, how long the other tenant waited for its chats, and
-how long the service took to end. Leaves with 0 only if all of it is within the bounds.
+`python -m tests.chaos.storage_attack [--out FILE]` attacks a whole service with the demo model, case by case, and
+prints the peak memory of gateways and Redis, the other tenant's waits, and the time that the service took to end. Exits
+with 0 only if all are within bounds.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Figures:
 
 
 class Attack:
-    """What a case works with."""
+    """Clients and files of a case."""
 
     def __init__(self, served: Served, http: aiohttp.ClientSession, model: str, scale: float):
         self.url = served.url
@@ -98,7 +98,7 @@ class Attack:
             return await response.json()
 
     async def upload(self, pieces: Pieces, num_bytes: int | None = None) -> str | None:
-        """The file's id. `num_bytes`: its length, told beforehand; None: not told."""
+        """Upload a file; return its id. `num_bytes`: declared length; None: chunked."""
         head = (
             b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
             b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
@@ -129,7 +129,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def rows(num_rows: int, num_bytes: int, model: str) -> Pieces:
-    """A file of so many lines of about so many bytes, 64 MiB in all at most."""
+    """Return a file of this many lines of about this many bytes, at most 64 MiB."""
 
     def pieces() -> Iterator[bytes]:
         block, size, total = [], 0, 0
@@ -151,7 +151,7 @@ def rows(num_rows: int, num_bytes: int, model: str) -> Pieces:
 
 
 async def bomb(attack: Attack, files: list[Pieces], num_batches: int, for_s: float) -> None:
-    """Batches of each file, for a while; until each of them has failed, if that is sooner."""
+    """Run batches of each file for a while, or until each has failed."""
     ids = [await attack.upload(file) for file in files]
     batches = [
         await attack.post(
@@ -205,20 +205,20 @@ async def parallel_uploads_of_untold_length(attack: Attack) -> None:
 
 
 async def parallel_bodies(attack: Attack) -> None:
-    """Bodies of the greatest length."""
+    """Send bodies of the maximum length."""
     body = {"model": attack.model, "prompt": "x", "user": "y" * (2 * MIB - 4096)}
     data = json.dumps(body).encode()
     await asyncio.gather(*(attack.post(COMPLETIONS, data) for _ in range(int(200 * attack.scale))))
 
 
 async def parallel_brackets(attack: Attack) -> None:
-    """The same, made of what takes longest to parse."""
+    """Send bodies of the maximum length that take longest to parse."""
     data = json.dumps({"model": attack.model, "prompt": "x", "user": [[]] * 500_000}).encode()
     await asyncio.gather(*(attack.post(COMPLETIONS, data) for _ in range(int(100 * attack.scale))))
 
 
 async def stored_responses(attack: Attack) -> None:
-    """What costs no token and is stored: text for the model is short, everything else is long."""
+    """Store responses with short text for the model and long other fields, which cost no tokens."""
     note = [{"type": "x", "text": "y" * 1000}] * 1900
 
     part = {"type": "output_text", "text": "x", "annotations": note, "logprobs": []}
@@ -237,7 +237,7 @@ async def stored_responses(attack: Attack) -> None:
 
 
 async def records_of_requests(attack: Attack) -> None:
-    """Requests in the background whose bodies are long and whose prompts are short."""
+    """Send background requests with long bodies and short prompts."""
     schema = {"type": "object", "description": "d" * 60_000, "properties": {}}
     wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     body = {"model": attack.model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
@@ -272,13 +272,13 @@ FLAGS = {
     "stored_responses": ("--max-stored-bytes-per-tenant", str(32 * MIB)),
     "records_of_requests": ("--max-stored-bytes-per-tenant", str(32 * MIB)),
 }
-"""Where reaching the default bound would take an hour."""
+"""Flags of cases that would take an hour to reach the default bound."""
 
 
 async def run(
     folder: Path, case: str, scale: float = 1.0, *, takes_over: bool = True, flags: tuple[str, ...] | None = None
 ) -> Figures:
-    """One case on a service of its own; with batches, another gateway takes over in the end."""
+    """Run one case on a service of its own; with batches, another gateway takes over at the end."""
     figures = Figures(case)
     flags = FLAGS.get(case, ()) if flags is None else flags
     served = Served(folder / "data", "--api-key", f"{ATTACKER},{OTHER}", "--drain-timeout", str(DRAIN_S), *flags)
@@ -308,7 +308,7 @@ async def run(
 
 
 def _second_gateway(folder: Path, redis_url: str, for_s: float = 20.0) -> float:
-    """How far another comes that shares the batches."""
+    """Run another gateway on the same queue for a while; return its peak memory, MiB."""
     with tempfile.TemporaryDirectory(prefix="quire-") as short:
         part = Part(Path(short) / "second", "gateway", "--port", "0", "--redis-url", redis_url, "--drain-timeout", "1")
         try:
@@ -321,8 +321,8 @@ def _second_gateway(folder: Path, redis_url: str, for_s: float = 20.0) -> float:
 
 @contextmanager
 def chatting(url: str, model: str, figures: Figures) -> Iterator[None]:
-    """Meanwhile another tenant chats, one chat after the other: in a process of its own, so that only the service can
-    make it wait."""
+    """While inside, another tenant chats, one chat at a time, from its own process: only the service can make it
+    wait."""
     spawning = multiprocessing.get_context("spawn")
     stop, received = spawning.Event(), spawning.SimpleQueue()
     process = spawning.Process(target=_chat, args=(url, model, stop, received), daemon=True)
@@ -342,7 +342,7 @@ def chatting(url: str, model: str, figures: Figures) -> Iterator[None]:
 
 
 def _chat(url: str, model: str, stop: Event, received: SimpleQueue) -> None:
-    """Tells how long each chat took, or what failed."""
+    """Put the seconds of each chat into `received`, or the error."""
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}).encode()
     headers = {**bearer(OTHER), "Content-Type": "application/json"}
     waits: list[float] = []
@@ -361,7 +361,7 @@ def _chat(url: str, model: str, stop: Event, received: SimpleQueue) -> None:
 
 
 def peak_mib(pid: int) -> float:
-    """The most memory that the process has had."""
+    """Return the process's peak memory."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) / 1024

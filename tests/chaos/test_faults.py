@@ -1,4 +1,4 @@
-"""Every fault of the list, again and again, with every answer compared to what it is when nothing happens."""
+"""Every fault of the list, repeatedly, with each answer compared with the undisturbed one."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ async def test_with_the_lease_of_a_service_the_next_token_comes_in_time(tmp_path
 
 
 def _gaps_over(story, moment_s: float) -> list[float]:
-    """Waits between events that end after the moment."""
+    """Return the waits between events that end after the moment."""
     times = [moment_s, *(seen_s for seen_s in story.seen_at_s if seen_s > moment_s)]
     return [later - earlier for earlier, later in itertools.pairwise(times)] or [0.0]
 
 
 async def test_leaving_under_load_again_and_again(fleet, goldens):
-    """A rolling restart: a new worker is there before an old one is told to leave."""
+    """A rolling restart: a new worker is ready before an old one gets SIGTERM."""
     await fleet.have(2)
     gateway = await fleet.gateway()
     waits_s, statuses = [], []
@@ -147,7 +147,7 @@ async def test_stopped_past_its_lease_and_woken(fleet, goldens):
 
 
 async def test_a_poison_job_kills_three_engines_and_all_others_complete(tmp_path, goldens):
-    with closing(Fleet(tmp_path)) as fleet:  # where no engine has just died of anything else
+    with closing(Fleet(tmp_path)) as fleet:  # no engine has just died of another cause
         await _poison(fleet, goldens)
 
 
@@ -198,7 +198,7 @@ async def test_cancels_at_any_moment_leave_nothing(fleet):
 
 
 async def test_a_storm_of_kills_loses_nothing(tmp_path, goldens):
-    """Many short jobs, a worker killed every few seconds, whichever it is, while another is there."""
+    """Many short jobs; every few seconds a random worker is killed while another one is alive."""
     fleet, dice = Fleet(tmp_path, flags=("--max-num-seqs=16",)), random.Random(11)
     try:
         async with fleet.kept(3, step_s=0.0):
@@ -239,7 +239,7 @@ async def _storm(fleet, dice: random.Random) -> None:
 
 
 def _short(number: int) -> tuple[tuple[int, ...], dict]:
-    """Prompt and wishes, one of sixty kinds."""
+    """Return prompt and parameters of one of sixty kinds."""
     kind = number % 60
     options = {"temperature": (0.0, 1.0, 0.7)[kind % 3], "seed": kind, "max_tokens": 4 + kind % 13, "ignore_eos": True}
     if kind % 10 == 9:

@@ -1,4 +1,4 @@
-"""Redis killed, emptied, full, slow, cut off, under running requests: none hangs, none says anything twice."""
+"""Redis killed, emptied, full, slow or cut off under running requests: none hangs or repeats an event."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def run_some(teller: Storyteller, rounds: int = 2) -> None:
 
 @pytest.fixture
 async def running(fleet):
-    """Two workers and a gateway, with jobs that have begun."""
+    """Run two workers and a gateway, with started jobs."""
     await fleet.have(2)
     gateway = await fleet.gateway()
     teller = Storyteller(gateway)
@@ -51,7 +51,7 @@ async def finish(fleet, teller, goldens) -> None:
 
 
 async def test_killed_and_back_with_its_data(fleet, running, goldens):
-    await asyncio.sleep(1.1)  # everysec: what was written by then is on disk
+    await asyncio.sleep(1.1)  # everysec: earlier writes are on disk
     fleet.kill_redis()
     await asyncio.sleep(0.5)
     fleet.start_redis()
@@ -62,7 +62,7 @@ async def test_killed_and_back_with_its_data(fleet, running, goldens):
 
 
 async def test_killed_at_once_again_and_again(fleet, running, goldens):
-    """The last second of writes may be gone each time: workers tell it again."""
+    """Up to a second of writes is lost each time: workers write it again."""
     for _ in range(3):
         await asyncio.sleep(0.3)
         fleet.kill_redis()
@@ -120,7 +120,7 @@ async def test_connections_cut_again_and_again(fleet, running, goldens):
 
 
 async def test_emptied_while_no_worker_is_there(tmp_path, goldens, monkeypatch):
-    """What nobody can bring back ends with a name; what was only queued is submitted again."""
+    """Jobs that cannot be restored end with LOST; jobs that were only queued are submitted again."""
     monkeypatch.setattr("service.queue.redis.follower.LOST_AFTER_S", 3.0)
     fleet = Fleet(tmp_path)
     try:

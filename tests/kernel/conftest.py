@@ -1,4 +1,4 @@
-"""Opens the GPU for the tests of kernels; without one they are skipped and say why."""
+"""Opens the GPU for kernel tests, which are skipped with a reason without one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.kernel_checks import NUMPY_DTYPES
 
 @cache
 def missing() -> str | None:
-    """What these tests need and this machine lacks."""
+    """Return what these tests need and this machine lacks."""
     for package in ("nvmath", "cupy"):
         if find_spec(package) is None:
             return f"needs the packages of the cuda extra: no {package}"
@@ -27,7 +27,7 @@ def missing() -> str | None:
 
 
 class SkippedModule(pytest.Module):
-    """Skipped whole: reporting each of some 2,700 tests takes 25 s of CPU time."""
+    """Module skipped as a whole: reporting each of some 2,700 tests takes 25 s of CPU time."""
 
     def collect(self):
         assert self.obj is not None  # imported: a wrong import is found without a GPU too
@@ -40,7 +40,7 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 @pytest.fixture(scope="session")
 def open_ops():
-    """Name of a dtype, dtype of the cache -> the GPU backend in them, poisoned; one backend a pair."""
+    """Return a function: names of the dtypes of activations and cache -> poisoned GPU backend, one per pair."""
     backend = importlib.import_module("tests.fakes.poisoned_ops")
     opened = {}
 
@@ -55,7 +55,7 @@ def open_ops():
 
 @pytest.fixture(scope="session")
 def open_hopper_ops(open_ops):
-    """As `open_ops`, for kernels of Hopper's own instructions."""
+    """Return a function like `open_ops`, for kernels with Hopper's instructions."""
 
     def open_(dtype: str, kv_dtype: np.dtype | None = None):
         ops = open_ops(dtype, kv_dtype)
@@ -68,5 +68,5 @@ def open_hopper_ops(open_ops):
 
 @pytest.fixture
 def rng(request) -> np.random.Generator:
-    """Fresh inputs for each test, the same at each run."""
+    """Return a generator per test, seeded alike in each run."""
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))

@@ -1,4 +1,4 @@
-"""`quire check` on the device: the pool it tells of is the one that a worker's engine then makes."""
+"""`quire check` on the device reports the pool that a worker's engine then makes."""
 
 import re
 import subprocess
@@ -56,7 +56,7 @@ def said(program):
 
 
 def test_check_tells_the_pool_that_is_made(open_ops):
-    ops = open_ops("bfloat16")  # or skips where there is no GPU
+    ops = open_ops("bfloat16")  # or skips without a GPU
     if ops.memory_bytes()[0] < CARD_BYTES:
         pytest.skip("others have the card's memory")
     said(MAKE)  # compiles what the cache lacks: with that comes a second warm-up, which grows other staging memory

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("width", [64, 4096, 5, 9000])
 @pytest.mark.parametrize("num_rows", [0, 1, 300])
 def test_both_halves_are_normed(open_ops, rng, dtype, width, num_rows):
-    """An unknown id gives zeros beside its hidden state."""
+    """An unknown id gives zeros next to its hidden state."""
     ops, reference = open_ops(dtype), NumpyOps(NUMPY_DTYPES[dtype])
     table, hidden = normal(rng, (37, width), dtype), normal(rng, (num_rows, width), dtype)
     weights = normal(rng, (width,), dtype), normal(rng, (width,), dtype)

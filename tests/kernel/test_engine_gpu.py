@@ -84,7 +84,7 @@ GRAMMARS = [
 
 
 def test_grammars_allow_the_same(engines, on_numpy):
-    """Masks are built beside captured steps that run ahead; those beside them have none."""
+    """Masks are built during captured steps that run ahead; other sequences of the batch have none."""
     ours, theirs = (run_all(made.make(), GRAMMARS) for made in (engines, on_numpy))
     assert {name: received[0] for name, received in ours.items()} == {
         name: received[0] for name, received in theirs.items()
@@ -104,7 +104,7 @@ def test_prompts_are_scored_alike(engines, on_numpy):
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_prompts_are_pooled_alike(engines, on_numpy, pooling):
-    """Chunk by chunk, beside others that decode."""
+    """Chunk by chunk, while others decode."""
     options = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, pooling=pooling)
     vectors = []
     for made in (engines, on_numpy):

@@ -1,4 +1,4 @@
-"""The whole engine on the device with all that its memory can do, while every block that nobody holds is NaN."""
+"""The whole engine on the device with every memory operation, while unheld blocks are NaN."""
 
 import time
 

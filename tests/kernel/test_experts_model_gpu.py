@@ -39,7 +39,7 @@ def row_errors(logits, expected) -> np.ndarray:
 
 @pytest.mark.parametrize("quantization", ["auto", "fp8"])
 def test_captured_steps_are_those_by_themselves(open_ops, tmp_path, quantization):
-    """Decodes of sizes with and without padding, and beside chunks; few rows may take another expert."""
+    """Decodes of sizes with and without padding, and with chunks; few rows may take another expert."""
     ops = open_ops("bfloat16")
     model = expert_model(tmp_path, ops, quantization)
     kv = allocate(ops, model.config, MAX_ROWS * MAX_BLOCKS, BLOCK_SIZE)

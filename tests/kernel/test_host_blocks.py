@@ -1,4 +1,4 @@
-"""Copies between the cache and pinned memory: what arrives, beside what work, and how fast."""
+"""Copies between the cache and pinned memory: correctness, overlap, speed."""
 
 import time
 

@@ -213,7 +213,7 @@ def test_no_sequences_are_no_work(open_ops, rng):
 
 @pytest.mark.parametrize(("num_sequences", "group"), [(64, 64), (256, 8), (512, 512), (64, 1)])
 def test_speed_of_what_is_common(open_ops, rng, num_sequences, group):
-    """2,048 tokens in common and 96 of its own for each; the last case has nobody alike."""
+    """Sequences with 2,048 common and 96 own tokens; those of the last case share nothing."""
     open_ops("bfloat16")
     ops = importlib.import_module("model.ops.gpu.ops").CudaOps(NUMPY_DTYPES["bfloat16"])
     heads, num_common, num_layers = Heads("bfloat16", 128, 4, 8, 16), 128, 2

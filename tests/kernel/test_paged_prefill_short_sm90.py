@@ -1,4 +1,4 @@
-"""Prefill attention of few rows on Hopper against its reference, alone in its step and beside others."""
+"""Prefill attention of few rows on Hopper against its reference, alone in its step and with others."""
 
 from __future__ import annotations
 

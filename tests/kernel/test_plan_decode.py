@@ -95,8 +95,8 @@ def test_a_long_sequence_is_cut_to_fill_the_device_and_even_ones_stay_whole(open
 
 
 def beginnings(rng: np.random.Generator, families: list[tuple[int, int]]) -> tuple[list[int], np.ndarray]:
-    """(sequences, blocks in common) of each family -> lengths and tables, in random order. Behind what a family has in
-    common each has blocks of its own, and behind its context's end anything."""
+    """(sequences, blocks in common) of each family -> lengths and tables, in random order. After the common blocks each
+    has its own, and past its context's end anything."""
     tables = np.arange(sum(count for count, _ in families) * MAX_BLOCKS, dtype=np.int32).reshape(-1, MAX_BLOCKS)
     lengths, row = [], 0
     for count, num_common in families:
@@ -167,7 +167,7 @@ def test_fewer_blocks_in_common_than_it_pays_for_are_read_by_each(open_ops, rng)
 
 
 def test_speed(open_ops, rng):
-    """It stands once in a step: a few microseconds are what it may take."""
+    """It runs once per step and may take a few microseconds."""
     ops = open_ops("bfloat16")
     kv = ops.empty((1, 1, 2, KV_HEADS, BLOCK_SIZE, 128), ops.dtype)
     for name, families in (("nobody alike", [(1, 0)] * 512), ("all alike", [(512, 60)]), ("pairs", [(2, 60)] * 256)):

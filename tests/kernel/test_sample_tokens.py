@@ -1,4 +1,4 @@
-"""sample_tokens against NumpyOps.sample: the same token ids, whatever the wishes and the logits."""
+"""sample_tokens against NumpyOps.sample: the same token ids for any parameters and logits."""
 
 import numpy as np
 import pytest

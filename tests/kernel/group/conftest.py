@@ -1,4 +1,4 @@
-"""Groups of GPUs for these tests: two ranks on one card, and a rank on each of 2 and 4 cards where these are."""
+"""Groups of GPUs for these tests: two ranks on one card, and a rank on each of 2 and 4 cards if present."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.kernel_checks import NUMPY_DTYPES
 CARDS = {"2 cards": (0, 1), "one card": (0, 0), "4 cards": (0, 1, 2, 3)}
 
 ORDER = ("test_open", "test_sum_add_rms_norm", "test_late_rank", "test_sum_ranks", "test_many_sums")
-"""The first facts first: peers reach each other, one sum is right, a hang ends. Then all else, by name."""
+"""Basic tests first: peers reach each other, one sum is right, a hang ends. Then all others, by name."""
 
 LIMIT_S = 100
 
@@ -45,7 +45,7 @@ def open_cards():
 
 @pytest.fixture(scope="session", params=CARDS)
 def open_group(request, open_cards):
-    """As `open_cards`, one group a dtype."""
+    """Return a function like `open_cards`, with one group per dtype."""
     opened = {}
 
     def open_(dtype: str, kv_dtype: np.dtype | None = None):
