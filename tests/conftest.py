@@ -1,6 +1,5 @@
-"""For every test: hypothesis never fails for slowness, in CI it draws the same cases each time, and logs stay apart.
-
-New cases are for the bench and the desk; a check of a change must give the same answer twice.
+"""Setup of every test: hypothesis ignores slowness and draws the same cases in CI, so that a check gives the same
+answer twice; logs stay apart.
 """
 
 import gc

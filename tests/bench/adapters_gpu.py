@@ -2,7 +2,7 @@
 
 1. A decode of `--sequences` over `--adapters` against the same of the base model, in one engine with --enable-lora.
 2. The base model's decode in that engine against one without --enable-lora, in turns.
-3. A decode beside which a short request comes every EVERY steps, with adapters that are in a slot and then with ones
+3. A decode during which a short request arrives every EVERY steps, with adapters that are in a slot and then with ones
    that are read from disk: the gaps between tokens, and the time from a request to a written slot.
 
 `--folder` should be in memory or the page cache. Rank and shape are those of `--model-config` with random weights.
@@ -38,7 +38,7 @@ EVERY = 20
 
 TURNS = 3
 UNTIMED_STEPS = 5
-"""At the start of a turn."""
+"""Figures at the start of a turn."""
 
 SETTLING_STEPS = 200
 STARTING_STEPS = 128

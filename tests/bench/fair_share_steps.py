@@ -1,5 +1,5 @@
-"""The flood of `fair_share` in virtual time: real queue, slots and engine on a device that computes nothing. A step
-takes `--step-ms` whatever it contains, so the figures are the same on any machine."""
+"""The flood of `fair_share` in virtual time: real queue, slots and engine on a device that computes nothing. Every step
+takes `--step-ms`, so that the figures are the same on any machine."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     python -m tests.bench.host_steps [--batch 512] [--context 1000] [--steps 200] [--drafts 8] [--out FILE]
 
 Scheduler, KV manager, engine and executor are real; the device takes no time and samples zeros. Copies and launches on
-a GPU are not in these figures. With `--drafts`, each decode has so many, of which DRAFT_RATE are right, and a step is
+a GPU are not in these figures. With `--drafts N`, each decode has N, of which DRAFT_RATE are right, and a step is
 exposed from the arrival of its tokens to the launch of the next.
 """
 
@@ -54,7 +54,7 @@ class IdleOps(NumpyOps):
 
     name = "cuda"
     arrived_s = exposed_s = 0.0
-    """When the last tokens arrived; from then to the next launch."""
+    """Time when the last tokens arrived; the exposed time runs from there to the next launch."""
 
     def capture(self, work: Callable[[], None], warm_up_run: Callable[[], None] | None = None) -> Callable[[], None]:
         return self._replay

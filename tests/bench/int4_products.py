@@ -1,4 +1,4 @@
-"""How long the four products of a Llama-3.1-8B layer take with 4-bit weights in groups of 128, by rows.
+"""Time the four products of a Llama-3.1-8B layer with 4-bit weights in groups of 128, by rows.
 
 `python -m tests.bench.int4_products --out FILE` on a GPU. A graph goes through the weights of many layers in turn, so
 that they come from memory. Columns, in us: each product alone, a layer, and the layer in bf16. `unpacked` is a layer

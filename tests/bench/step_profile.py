@@ -1,12 +1,12 @@
-"""What each kernel adds to a decode step, by PyTorch's profiler, which sees every kernel of the process.
+"""Profile the kernels of decode steps with PyTorch's profiler, which sees every kernel of the process.
 
     python -m tests.bench.step_profile --model-config llama-3.1-8b --batch 1,64,256,512 [--context N,...]
         [--tensor-parallel-size N] [--out FILE]
 
-Random weights, and random keys and values instead of those of prompts. With several contexts every batch is looked at
-with each of them that the pool has room for, and what grows from a step to one of twice the batch or context is told.
-Of several ranks the first one's kernels are shown; a sum's time includes its wait for the peers. A script of its own,
-because only it wants PyTorch, and that in the engine's process.
+Random weights, and random keys and values instead of those of prompts. With several contexts, every batch is measured
+with each that fits the pool, and the growth from a step to one of twice the batch or context is printed. Of several
+ranks the first one's kernels are shown; a sum's time includes its wait for the peers. A script of its own, because only
+it wants PyTorch, and that in the engine's process.
 """
 
 from __future__ import annotations

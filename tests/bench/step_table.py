@@ -1,4 +1,4 @@
-"""What each operation adds to a step, from the kernels that a profiler saw.
+"""Time that each operation adds to a step, from a profiler's kernels.
 
 A kernel may start while the previous one runs, and then waits: it adds the time from the previous end, or its own start
 if later, to its own end.

@@ -1,4 +1,4 @@
-"""Time the sum of a group's parts, its residual add and norm, by each path and size, beside NCCL's all-reduce.
+"""Time the sum of a group's parts, its residual add and norm, by each path and size, and NCCL's all-reduce.
 
     python -m tests.bench.sums --ranks 2
 

@@ -1,4 +1,4 @@
-"""Where the command begins."""
+"""The command's entry point."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BEGIN = "from service.cli.entry import run; raise SystemExit(run())"
 
 @pytest.mark.parametrize("last_import", ["argparse", "numpy", "asyncio"])
 def test_ctrl_c_among_the_imports_ends_it_without_a_word(last_import):
-    """Each is told, 70 kB of them in all, on a pipe that holds 4: nothing goes on until it is emptied."""
+    """Each is printed, 70 kB in all, to a pipe that holds 4: nothing continues until it is read."""
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
     command = [sys.executable, "-X", "importtime", "-c", BEGIN, "completion", "bash"]

@@ -250,8 +250,8 @@ UNREAD = [*STREAMS, *WHOLE, b"/v1/models", b"/nowhere", b"/livez\r\nExpect: x"]
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux lists its connections")
 async def test_nothing_is_held_for_those_who_never_read(served):
-    """Whether an answer is longer than what kernels and server hold, shorter, or many in a row: a client that reads
-    nothing has lost its connection after the write timeout, also where the server has closed it already."""
+    """A client that reads nothing loses its connection after the write timeout: for an answer longer or shorter than
+    all buffers, for many in a row, and if the server has closed it already."""
     auth = f"Authorization: Bearer {KEY}\r\n"
     async with AsyncExitStack() as clients:
         for asked in UNREAD:

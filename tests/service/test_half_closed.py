@@ -1,4 +1,4 @@
-"""Clients that close their own side of the connection behind their request, at a real gateway on its own event loop."""
+"""Clients that half-close their connection after their request, at a real gateway on its own event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Forms that nobody can compile, sent to a real service by HTTP, a producer and a batch: others notice nothing."""
+"""Grammars that cannot be compiled, sent to a real service by HTTP, a producer and a batch: other tenants notice
+nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ GUEST, ATTACKER = "sk-guest-0123456789", "sk-attacker-0123456789"
 PRODUCER = "attacker"
 MAX_GATEWAY_BYTES = 600 << 20
 SLOWEST_S = 8.0
-"""Of a guest's chat, on a machine where others test as well; an idle one answers in a tenth of a second."""
+"""Bound of another tenant's chat on a busy machine; an idle one answers in a tenth of a second."""
 ATTACK_S = 6.0
 DRAIN_S = 5
 FORM = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this ma
 
 
 def opened(url: str, profile: str, *flags: str) -> str:
-    """The page as it stands after five seconds of its own time."""
+    """The page after five seconds of its own time."""
     command = [CHROMIUM, *QUIET, f"--user-data-dir={profile}", "--virtual-time-budget=5000", *flags, "--dump-dom", url]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 

@@ -1,4 +1,4 @@
-"""What other users of the host can see of `quire serve`: neither a prompt on the disk nor a key in the process list."""
+"""Other users of the host see neither a prompt on the disk nor a key in the process list."""
 
 import json
 import os

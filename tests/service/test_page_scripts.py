@@ -29,7 +29,7 @@ def scripts(tmp_path_factory):
 
 
 def run(folder, script: str, given: object = None) -> object:
-    """What `script` leaves in `answer`; it finds `given` in scope."""
+    """Return what `script` assigns to `answer`, with `given` in scope."""
     imports = "\n".join(f'import * as {name} from "./{name}.mjs";' for name in MODULES)
     text = f"{imports}\nconst given = {json.dumps(given)};\nlet answer;\n{script}\nconsole.log(JSON.stringify(answer));"
     (folder / "script.mjs").write_text(text)

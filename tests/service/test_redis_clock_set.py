@@ -1,4 +1,4 @@
-"""The clock of the machine of Redis is set by an hour, under a real gateway and worker: nobody fails for it."""
+"""The clock of Redis' machine jumps by an hour under a real gateway and worker: no request fails."""
 
 from __future__ import annotations
 

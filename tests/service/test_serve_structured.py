@@ -88,7 +88,7 @@ def test_calls_that_must_be_and_their_results(client):
 
 
 def test_echo_scores_what_was_generated_as_it_was(client):
-    """What a loglikelihood asks for: the same tokens, once generated and once given."""
+    """Log-likelihood of the same tokens, once generated and once given."""
     prompt = client.completions.create(model="demo", prompt="Once upon a time", max_tokens=1, echo=True, logprobs=1)
     assert prompt.choices[0].logprobs.token_logprobs[0] is None
     common = {"model": "demo", "temperature": 0, "logprobs": 2}

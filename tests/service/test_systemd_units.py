@@ -22,9 +22,9 @@ GATEWAY, WORKER, TARGET = "quire-gateway.service", "quire-worker@.service", "qui
 MOST_EXPOSED = {GATEWAY: 1.5, WORKER: 2.0}
 """systemd's own measure, 0 to 10: what may be called safe ends at 2."""
 GOODBYE_S = 13.0
-"""What a part needs behind its drain time: the last words, the card, the thread, the connections."""
+"""Seconds that a process needs after its drain time: last events, card, thread, connections."""
 MOST_GATEWAYS = 16
-"""Of --api-server-count in one unit."""
+"""Value of --api-server-count in one unit."""
 ANALYZE = shutil.which("systemd-analyze")
 
 needs_systemd = pytest.mark.skipif(ANALYZE is None, reason="systemd-analyze is not installed")

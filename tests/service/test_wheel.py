@@ -1,4 +1,4 @@
-"""The wheel: one import root, everything inside, and a service beside a foreign `service` and `model`."""
+"""The wheel: one import root, everything inside, and a service next to a foreign `service` and `model`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_sdist_has_what_the_wheel_is_built_from(built):
 
 
 def test_it_runs_beside_foreign_packages_of_the_old_names(built, tmp_path):
-    """`quire check` in a folder with another `service` and `model`: whoever imports these gets an error."""
+    """`quire check` in a folder with another `service` and `model`, whose import is an error."""
     site, foreign = tmp_path / "site", tmp_path / "foreign"
     (wheel,) = built.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)

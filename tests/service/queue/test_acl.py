@@ -66,7 +66,7 @@ RIGHTS = {
     keys.reply_of("bob", "1"): (RW, NO, NO),
     "somebody:elses": (NO, NO, NO),
 }
-"""Of each key on the page, what gateway, worker and the producer `alice` may do with it."""
+"""Rights of gateway, worker and producer `alice` on each key of the page."""
 FORBIDDEN = (
     "FLUSHALL", "FLUSHDB", "KEYS *", "SCAN 0", "RANDOMKEY", "DBSIZE", "CONFIG GET *", "CONFIG SET maxmemory 1",
     "SHUTDOWN", "ACL LIST", "ACL SETUSER x on", "ACL WHOAMI", "CLIENT LIST", "CLIENT KILL 1.2.3.4:5",

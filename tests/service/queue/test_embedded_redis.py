@@ -33,7 +33,7 @@ time.sleep(60)
 
 
 def has_ended(pid: int) -> bool:
-    """Whether the process is gone, or a zombie that nobody has buried yet."""
+    """Return whether the process has ended, zombies included."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -305,7 +305,7 @@ def test_a_folder_that_cannot_be_made_is_one_clear_line(tmp_path):
 
 
 def write_until_killed(server: EmbeddedRedis, after_s: float) -> int:
-    """How many entries the server has said that it took, before it was killed."""
+    """Return the number of entries that the server acknowledged before it was killed."""
     killer = threading.Timer(after_s, os.kill, (server.pid, signal.SIGKILL))
     num_taken = 0
     with Redis.from_url(server.url) as redis, suppress(RedisError):

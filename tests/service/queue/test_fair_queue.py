@@ -1,4 +1,4 @@
-"""Who is served next, and how much may wait: the same in memory and in Redis."""
+"""The order and bounds of waiting jobs, equal in memory and in Redis."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_claims_stop_where_the_room_ends(queue):
     assert await claimed(0) == []
     await queue.publish(make_events("L1", range(1, 61)))
     await queue.hand_back(["L1"])
-    assert await claimed(8, 130) == ["L1"]  # with what was told of it
+    assert await claimed(8, 130) == ["L1"]  # with its history
     assert await claimed(3) == ["L2", "L3", "N0"]
 
 

@@ -1,4 +1,4 @@
-"""What every queue promises when workers die, come back, leave, or are killed by a job."""
+"""Guarantees of every queue when workers die, return, leave, or are killed by a job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTHING_LOST = Lease(frozenset(), False)
 
 
 async def until_taken_over(worker) -> int:
-    """What a living worker does: beat, and look for the dead. How many jobs it put back."""
+    """Renew the lease and take over from dead workers; return the number of jobs put back."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             await worker.renew()

@@ -1,4 +1,4 @@
-"""Answers of Redis that are lost on their way: each act is done once, and whoever did it comes to know."""
+"""Lost answers of Redis: each command takes effect once, and its caller learns the result."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ async def test_what_could_not_be_sent_is_refused_at_once(redis_url):
     async with swallowing(redis_url) as proxy:
         queue = await open_pair(proxy.url, timeout_s=PATIENCE_S)
         await queue.now_s()
-    async with asyncio.timeout(PATIENCE_S):  # nobody listens there now
+    async with asyncio.timeout(PATIENCE_S):  # no process listens there now
         with pytest.raises(QueueUnavailable) as refused:
             await persist_refusal(lambda: queue.submit(make_job()))
     assert not isinstance(refused.value, OutcomeUnknown)

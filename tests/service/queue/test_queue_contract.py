@@ -1,4 +1,4 @@
-"""What every queue promises, memory and Redis alike."""
+"""Guarantees of every queue, in memory and on Redis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a queue tells of the jobs that nobody has: how many wait in each lane, and since when."""
+"""The unclaimed jobs that a queue reports: their number in each lane, and since when they wait."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.support.wire import PATIENCE_S, make_job
 LEASE_S = 0.3
 NOBODY = Lane(0, None)
 CLOCKS_PART_S = 0.05
-"""At most, within a test: Redis time is carried on by our own clock."""
+"""Largest difference of clocks within a test: Redis time is advanced by our own clock."""
 
 
 def tells(lane: Lane, num_jobs: int, span: tuple[float, float]) -> bool:
-    """Whether so many wait, the first of them since some moment of the span."""
+    """Return whether this many wait, the first since a moment of the span."""
     begin_s, end_s = span
     return lane.num_jobs == num_jobs and begin_s - CLOCKS_PART_S <= lane.oldest_at_s <= end_s + CLOCKS_PART_S
 

@@ -52,7 +52,7 @@ def test_every_field_is_on_the_page(kind):
 
 
 async def answer_one(queue, replies: Sequence[Reply]) -> IngressJob:
-    """What a queue door does."""
+    """Answer one entry as a gateway does; return its job."""
     (entry,) = await queue.ingress.fetch_entries(["alice"], 1, 10.0)
     job = decode(IngressJob, entry.payload)
     assert (await queue.ingress.begin_replies(entry, job.id)).standing is Standing.OURS
@@ -136,7 +136,7 @@ async def test_the_access_rules_are_enough_for_doors_and_workers(open_queue, gua
 
 
 async def work_that_fails(gateway, worker, worker_url, open_queue):
-    """What a worker may have to say beside the usual."""
+    """Make the calls that a worker makes when jobs fail."""
     for number in (3, 4):
         await gateway.submit(make_job(f"JOB{number}", deadline_s=await gateway.now_s() + 60))
     await worker.fetch(2, 1.0)

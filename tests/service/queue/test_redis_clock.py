@@ -22,12 +22,12 @@ SET_CLOCK = f"""(function()
   local time = redis.call('TIME')
   return {{tonumber(time[1]) + tonumber(redis.call('GET', '{SHIFT}') or '0'), time[2]}}
 end)()"""
-"""What Redis' clock tells the scripts, as far as the test sets it."""
+"""Redis' clock as the scripts read it, shifted by the test."""
 
 
 @pytest.fixture
 def set_clock(monkeypatch, redis):
-    """Sets Redis' clock, by so many seconds, as its scripts see it."""
+    """Shift Redis' clock by this many seconds for its scripts."""
     script_of = redis_link.script_of
 
     def with_a_clock_that_is_set(name):
@@ -54,7 +54,7 @@ async def test_the_clock_of_the_queue_goes_on(open_queue, set_clock, by_s):
 
 
 def redis_slack_s() -> float:
-    """A set of so much is no jump."""
+    """A change by this much is no jump."""
     return 1.5
 
 
@@ -66,7 +66,7 @@ async def test_the_difference_is_made_up_for_slowly(open_queue, set_clock, redis
         await queue.queue_position("J")
         set_clock(by_s)
         await queue.queue_position("J")
-        redis.hset(keys.CLOCK, "wall", float(redis.hget(keys.CLOCK, "wall")) - 100)  # nobody has asked for 100 s
+        redis.hset(keys.CLOCK, "wall", float(redis.hget(keys.CLOCK, "wall")) - 100)  # no caller has asked for 100 s
         queue._link._spoke_at_s -= 100
         before_s = float(redis.hget(keys.CLOCK, "queue"))
         await queue.queue_position("J")

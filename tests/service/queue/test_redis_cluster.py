@@ -58,7 +58,7 @@ def _is_up(node: Server) -> bool:
 
 
 def move_slot(source: Server, target: Server) -> None:
-    """As whoever balances a Cluster does."""
+    """Move the slot as rebalancing a Cluster does."""
     source_id, target_id = (node.ask("CLUSTER", "MYID").decode() for node in (source, target))
     target.ask("CLUSTER", "SETSLOT", str(SLOT), "IMPORTING", source_id)
     source.ask("CLUSTER", "SETSLOT", str(SLOT), "MIGRATING", target_id)
@@ -153,8 +153,8 @@ async def test_the_queue_goes_where_its_slot_goes(nodes, queue: QueuePair, monke
 
 @pytest.fixture
 def behind_tls(nodes, tmp_path) -> Iterator[tuple[int, Certificates]]:
-    """The port of the second node, and its certificate: servers without TLS of their own, behind ports that have it.
-    Those are what the nodes tell of each other."""
+    """Yield the second node's port and certificate: servers without TLS after TLS proxies, whose ports the nodes
+    announce."""
     if OPENSSL is None:
         pytest.skip("openssl is not installed, which makes the certificates")
     made = make_certificates(tmp_path / "tls")

@@ -34,7 +34,7 @@ def cluster(request, tmp_path):
 
 
 class Reader:
-    """Of one followed job: what it is told, wherever its reader pauses."""
+    """Events of one followed job, wherever its reader pauses."""
 
     def __init__(self, prompt, events):
         self._prompt, self._events = prompt, events
@@ -74,8 +74,8 @@ async def test_every_token_is_sent_once_though_the_primary_dies(cluster):
 
 @pytest.mark.parametrize("cluster", ["plain"], indirect=True)
 async def test_what_the_replica_lacks_is_sent_again(cluster):
-    """Of jobs that run or wait nothing is lost, as long as their worker and their door live; of a request's record
-    there is no second copy."""
+    """Nothing of running and waiting jobs is lost while their worker and gateway live; a request's record has no second
+    copy."""
     gateway, queue = [await open_pair(cluster.url, timeout_s=1.0) for _ in range(2)]
     try:
         async with WorkerHarness(queue, step_s=STEP_S) as worker:

@@ -1,4 +1,4 @@
-"""Followers on Redis: other doors, gaps, slow readers, and what they leave behind."""
+"""Followers on Redis: other gateways, gaps, slow readers, and what they leave."""
 
 from __future__ import annotations
 

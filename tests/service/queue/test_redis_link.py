@@ -1,4 +1,4 @@
-"""The way to Redis: what is cancelled ends, and whoever does not answer holds nobody up for long."""
+"""The link to Redis: cancelled calls end, and a silent server delays no caller for long."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def mute() -> AsyncIterator[int]:
 
 
 async def test_a_cancel_at_any_moment_ends_its_task(link: RedisLink):
-    """As each closes its own; redis-py lost one in three of such cancels under Python 3.11."""
+    """Each call closes its own connection; redis-py lost one in three of such cancels under Python 3.11."""
 
     async def ask_on() -> NoReturn:
         while True:
@@ -79,7 +79,7 @@ async def test_a_redis_that_says_nothing_is_unavailable(mute):
 
 @pytest.mark.parametrize("form", ["redis+cluster://{}", "redis+sentinel://{}/quire"])
 async def test_those_who_say_nothing_are_asked_last(mute, form):
-    """More of them than fit into the time of a command: the next one begins behind them."""
+    """More of them than fit into a command's time: the next one begins after them."""
     asked = 0
 
     async def count(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

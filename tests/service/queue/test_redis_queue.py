@@ -1,4 +1,4 @@
-"""What only the Redis queue promises: its keys and their lives, sharing, and nothing lost between two hands."""
+"""Guarantees of the Redis queue alone: keys and their lifetimes, sharing, and no loss between two workers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What leads nowhere is left soon: readers and commands find the way again without waiting for a look, a lease or each
-other's timeouts."""
+"""Dead connections are left soon: readers and commands recover without waiting for a poll, a lease or each other's
+timeouts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Server]]:
 
 
 async def _name(link: RedisLink) -> int:
-    """Of the connection that is taken first."""
+    """Return the id of the connection that is taken first."""
     async with link.commands() as redis:
         return await redis.client_id()
 
@@ -64,8 +64,8 @@ async def _soon_cancelled(queue, job_id: str) -> None:
 
 
 async def test_none_goes_on_reading_from_a_replica(start):
-    """Its address now leads to another, as behind a name or a virtual one; it keeps its connections, and would answer
-    their reads for ever."""
+    """Its address now leads to another server, like a name or a virtual address; it keeps its connections, and would
+    answer their reads for ever."""
     old, new = start("old"), start("new")
     async with proxy_to(old.port) as proxy:
         queue = await open_pair(f"redis://127.0.0.1:{proxy.port}")
@@ -144,7 +144,7 @@ async def test_what_is_connected_stays_so_where_no_more_are_let_in(start):
 
 
 def _slots_at(port: int) -> bytes:
-    """What a node says to CLUSTER SLOTS that believes that all of them are at this one."""
+    """Answer to CLUSTER SLOTS of a node that believes this one has all slots."""
     return b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % port
 
 
@@ -167,7 +167,7 @@ async def test_who_reported_a_wrong_way_is_asked_last(start, wrong):
 
 
 async def test_streams_that_begin_anew_are_read_from_there(open_queue, redis):
-    """With smaller ids than those read before: Redis has lost them, and its clock was set back."""
+    """Events with smaller ids than those read before: Redis has lost them, and its clock was set back."""
     queue = await open_queue()
     events = await follow_begun(queue)
     redis.xadd(keys.feed("door1"), {"m": b"\x90"}, id=IN_FUTURE)
@@ -184,7 +184,7 @@ async def test_streams_that_begin_anew_are_read_from_there(open_queue, redis):
 
 
 async def test_more_than_redis_takes_at_once_is_sent_in_parts(open_queue, redis):
-    """A worker that holds long prompts, and has computed on through an outage: told in one, it would be refused for
+    """A worker with long prompts that computed through an outage: restored in one call, it would be refused for
     ever."""
     queue = await open_queue()
     jobs = [make_job(f"J{number}", prompt=b"\0" * (1 << 20)) for number in range(18)]

@@ -1,4 +1,4 @@
-"""Which of several workers claims a job: the one with its prefix, or one with less to do."""
+"""The worker that claims a job among several: the one with its prefix, or a less busy one."""
 
 from __future__ import annotations
 

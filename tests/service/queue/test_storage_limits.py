@@ -1,4 +1,4 @@
-"""What a tenant may store, in bytes, and what is left to the queue: in memory and on Redis alike."""
+"""Bytes that a tenant may store and that stay reserved for the queue, in memory and on Redis."""
 
 from __future__ import annotations
 

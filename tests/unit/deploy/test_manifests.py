@@ -144,7 +144,7 @@ def compose(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", COMPOSE)
 def test_compose_accepts_every_file(name):
-    """By compose-spec's schema, of the package check-jsonschema."""
+    """Validate by compose-spec's schema, of the package check-jsonschema."""
     COMPOSE_SCHEMA.validate(compose(name))
 
 

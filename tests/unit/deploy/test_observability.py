@@ -1,4 +1,4 @@
-"""What dashboards and alerts ask for is what a gateway exports."""
+"""Dashboards and alerts use only metrics that a gateway exports."""
 
 from __future__ import annotations
 

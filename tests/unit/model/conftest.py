@@ -8,7 +8,7 @@ from tests.support.make_tokenizers import ALL_STYLES
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By style, a model folder that has a tokenizer of that style."""
+    """Return model folders by the style of their tokenizer."""
     root = tmp_path_factory.mktemp("tokenizers")
     return {style.__name__: style(root / style.__name__) for style in ALL_STYLES}
 

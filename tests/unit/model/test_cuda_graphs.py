@@ -31,7 +31,7 @@ from tests.support.steps import BLOCK_SIZE, MAX_BLOCKS, MAX_ROWS, by_itself, ste
 
 
 class QuietOps(NumpyOps):
-    """Padding is computed from whatever memory holds, which NumPy would warn of."""
+    """Padding is computed from undefined memory, of which NumPy would warn."""
 
     def temporary(self, shape, dtype):
         return np.zeros(shape, dtype)

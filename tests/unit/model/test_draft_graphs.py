@@ -9,7 +9,7 @@ from tests.support.draft_heads import NUM_DRAFTS, RECORDS, RUNS, draft_alone, pr
 
 
 def test_captured_drafts_are_the_same_with_padding():
-    """Five sequences in the buffers of eight; then one more sequence than is captured."""
+    """Five sequences in the buffers of eight; then more sequences than are captured."""
     ops, stored = NumpyOps(np.dtype(np.float32)), random_head(7)
     wanted, step = draft_alone(ops, stored), prepared_step(ops, stored)
     graphs = DraftGraphs(step.head, step.kv, np.zeros(50, np.int32), [1, 8], NUM_DRAFTS + 2, 40)

@@ -1,4 +1,4 @@
-"""Which folders hold a model without its head."""
+"""Folders that hold a model without its head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an installation is imported from."""
+"""The folder that an installation is imported from."""
 
 import os
 

@@ -37,7 +37,7 @@ for _ in range(20):
     for thread in threads:
         thread.join()
 """
-"""With msgspec's own functions, this dies in the first rounds."""
+"""msgspec's own functions crash in the first rounds."""
 
 
 class Body(msgspec.Struct):

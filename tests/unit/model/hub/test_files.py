@@ -1,4 +1,4 @@
-"""Which files of a repository are served, and what is said of one that has none."""
+"""Files of a repository that are served, and the error for one that has none."""
 
 import pytest
 

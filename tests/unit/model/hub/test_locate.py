@@ -1,4 +1,4 @@
-"""What a typed model means: a folder first, then the cache, and no network where offline."""
+"""Meaning of a typed model: a folder first, then the cache, and no network if offline."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What is folded into weights while they are read."""
+"""Differences of families that are folded into weights during reading."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_every_format(folder: Path):
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_groups_of_every_format_that_divide(tmp_path: Path, name: str):
-    """Those of desc_act are of inputs of both ranks."""
+    """Groups of desc_act have inputs of both ranks."""
     folder = double_mlp(FORMATS / name, tmp_path / "model", mixes_groups=name == "gptq_desc_act")
     ops, config = group_of(2), ModelConfig.read(folder)
     weights = load_model(folder, config, ops, 64).weights

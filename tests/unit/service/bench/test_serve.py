@@ -42,7 +42,7 @@ def plan(num_requests: int, **more) -> Plan:
 
 
 async def bench(*flags) -> int:
-    """`quire bench serve` beside the loop that serves it."""
+    """Run `quire bench serve` in a thread next to the loop that serves it."""
     return await asyncio.to_thread(main, ["bench", "serve", *map(str, flags)])
 
 
@@ -123,7 +123,7 @@ async def test_a_run_against_a_gateway(model_folder, trace, tmp_path, capsys):
 
 
 async def test_latency_counts_from_when_a_request_was_due(trace, tmp_path):
-    """A service that stalls everybody for a while makes those wait who were due in that while."""
+    """A stall of the service delays the requests that were due during it."""
     opened_at_s = None
 
     async def stalled(request: web.Request) -> web.StreamResponse:
@@ -313,7 +313,7 @@ signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def test_a_long_answer_is_handed_over_whole():
-    """Its writes are interrupted: the pipe is full until nobody can doubt it."""
+    """Its writes are interrupted: the pipe stays full for a while."""
     command = [sys.executable, "-u", "-c", INTERRUPTED]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, env=script_environment(), **pipes) as client:

@@ -1,4 +1,4 @@
-"""What is told of a step beside one of twice the batch or the context."""
+"""Growth of a step to one of twice the batch or context."""
 
 from __future__ import annotations
 

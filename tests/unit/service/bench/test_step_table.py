@@ -1,4 +1,4 @@
-"""What kernels add to a step, told from their beginnings and ends."""
+"""Time that kernels add to a step, by their starts and ends."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_ranks_are_reported(capsys: pytest.CaptureFixture[str]):
 
 
 def test_slots_of_adapters_are_reported(capsys: pytest.CaptureFixture[str]):
-    """Of all seven projections of Llama-3.1-8B, rank 16 takes 80 MiB."""
+    """Adapters of rank 16 on all seven projections of Llama-3.1-8B take 80 MiB."""
     settings = Settings(model_config="llama-3.1-8b", device="cpu", load_format="dummy", dtype="bfloat16")
     settings = replace(settings, enable_lora=True, max_loras=8, max_lora_rank=16)
     run_check(settings, argparse.Namespace(length=None))

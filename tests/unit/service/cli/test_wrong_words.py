@@ -1,4 +1,4 @@
-"""What a wrong word on the command line gets: one line that names it, and what may have been meant; exit status 2."""
+"""A wrong word on the command line gets one line with it and a suggestion, and exit status 2."""
 
 from importlib.metadata import version
 

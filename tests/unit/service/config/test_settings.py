@@ -1,4 +1,4 @@
-"""Where a setting comes from, what it may be, and how it travels to the parts of a service."""
+"""Sources and bounds of settings, and their way to child processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters in an engine: each request gets what it gets alone, whatever runs beside it; a bad adapter ends its own."""
+"""Adapters in an engine: each request gets its answer alone, in any batch; a bad adapter ends only its own requests."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_prefixes_are_found_by_adapter(engines, sources):
 
 
 def test_ranks_say_what_one_rank_says(requests, alone):
-    """With drafts and preemption; some requests go on from what one rank sent."""
+    """Drafts and preemption on two ranks; some requests resume from one rank's output."""
     engines = DemoEngines(group_of(2), num_layers=TWO_LAYERS)
     how = {"num_blocks": 40, "num_host_blocks": 20, "drafter": NgramDrafter(1, 4), "prefix_caching": True}
     received = received_in_need(engines.make(num_adapter_slots=2, max_num_seqs=9, **how), requests)

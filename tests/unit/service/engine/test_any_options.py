@@ -92,7 +92,7 @@ def fp8_ahead():
 
 
 def drawn_requests(seed: int, adapters: Sequence[AdapterSource] = ()) -> list[EngineRequest]:
-    """Of two tenants; most begin alike. With `adapters`, two of three requests have one."""
+    """Return requests of two tenants; most share a prefix. With `adapters`, two of three requests have one."""
     rng = random.Random(seed)
     requests = []
     for number in range(NUM_REQUESTS):
@@ -114,7 +114,7 @@ def drawn_requests(seed: int, adapters: Sequence[AdapterSource] = ()) -> list[En
 
 
 def received_in_need(engine, requests: list[EngineRequest], rng: random.Random) -> dict[str, Received]:
-    """They come while others run, and now and then somebody has to leave."""
+    """Requests arrive while others run, and some are preempted."""
     scheduler, waiting, received = engine._scheduler, list(requests), {}
     while waiting or engine.has_work:
         if waiting:
@@ -132,7 +132,7 @@ def numbers(logprobs: list[TokenLogprob]) -> list[float]:
 
 
 def mean_logprobs(received: Received, request: EngineRequest) -> list[float]:
-    """Of what the branches that answer have generated: before its own, the first tells what the prompt has."""
+    """Return the tokens that the answering branches emitted; the first branch also has the prompt's."""
     num_received = 0 if request.sampling.prompt_logprobs is None else len(request.prompt) - 1
     own = [received.logprobs[branch][num_received if branch == 0 else 0 :] for branch in received.choices]
     return [np.mean([one.logprob for one in logprobs]) for logprobs in own]
@@ -162,7 +162,7 @@ def check_together_in_need_as_alone(
         wanted, got = run_steps(alone)[request.request_id], received[request.request_id]
         assert got.by_branch() == wanted.by_branch(), request
         assert (got.end, got.num_output_tokens) == (wanted.end, wanted.num_output_tokens), request
-        if request.sampling.ranks_branches:  # equals may stand in any order
+        if request.sampling.ranks_branches:  # equals may be in any order
             np.testing.assert_allclose(mean_logprobs(got, request), mean_logprobs(wanted, request), atol=atol)
         else:
             assert got.choices == wanted.choices

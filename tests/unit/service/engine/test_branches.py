@@ -40,7 +40,7 @@ def request(name, prompt, history=(), **params):
 
 
 def alone(prompt, branch, max_tokens, stops=frozenset({EOS})):
-    """What the scripted model says in this branch after the prompt, and why it ends."""
+    """Return the scripted model's tokens in this branch, and why it ends."""
     tokens = list(prompt)
     while True:
         tokens.append(next_token(tokens, branch))
@@ -74,7 +74,7 @@ def test_branches_say_what_each_would_say_alone(make_engine, prompt):
 
 @pytest.mark.parametrize(("prompt", "n", "max_tokens"), [((1, 2, 9, 8, 8), 1, 3), ((1, 2, 9), 2, 1)])
 def test_what_the_cache_has_keeps_none_out_of_a_pool_that_is_just_large_enough(make_engine, prompt, n, max_tokens):
-    """Its block begins as one of theirs does: to share that, and to copy it, would take one more than there are."""
+    """Its block begins like one of theirs: sharing and copying that one would take more blocks than there are."""
     engine, _ = make_engine(num_blocks=2)
     engine.add_request(request("before", [1, 2, 3, 4, 5], max_tokens=1))
     run_steps(engine)
@@ -240,7 +240,7 @@ def assert_beams(received, prompt, stops=frozenset({EOS}), **params):
     assert received.end is reasons[0]
 
 
-STOPS = tuple(range(0, 60, 3))  # so many that beams often end
+STOPS = tuple(range(0, 60, 3))  # beams end often
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8, 16])
@@ -350,7 +350,7 @@ def test_a_past_with_its_end_untold_is_ended_without_a_step(make_engine):
 
 
 def test_beams_start_over_and_tell_what_is_left(make_engine, monkeypatch):
-    """An engine that died while it told its answers, piece by piece."""
+    """An engine that died after emitting parts of its answers."""
     monkeypatch.setattr(beam_search, "MAX_PIECE_TOKENS", 3)
     params = {"beam": BeamSearch(width=2), "n": 2, "max_tokens": 7, "logprobs": 1}
     engine, _ = make_engine()

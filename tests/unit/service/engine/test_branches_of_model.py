@@ -88,7 +88,7 @@ SHAPED = (
 
 @pytest.mark.parametrize("shape", SHAPED, ids=str)
 def test_what_shapes_a_sample_shapes_a_beam(engine_of, plain, shape):
-    """Beside requests of other kinds, whose log-probabilities are of the logits as they are."""
+    """Next to requests of other kinds, whose log-probabilities are of the raw logits."""
     params = {"beam": BeamSearch(width=4), "n": 4, "max_tokens": 8, **shape}
     other = {"temperature": 1.0, "seed": 3, "max_tokens": 8, "n": 2, "best_of": 2, "logprobs": 2, "ignore_eos": True}
     engine = engine_of(max_num_seqs=7)

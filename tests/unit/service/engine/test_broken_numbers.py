@@ -1,4 +1,4 @@
-"""A token for which the model has no numbers: whoever has it ends with an error, and nobody else hears of it."""
+"""A token whose logits are NaN: its requests end with an error, and no others are affected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TAIL = tuple(range(200, 200 + 2 * BLOCK_SIZE))
 
 @pytest.fixture(scope="module", params=[NumpyOps, AheadOps])
 def engines(request):
-    """Of a model that takes one token in and gives NaN out; the token itself may be drawn as ever."""
+    """Make a model that returns NaN after one token, which may itself be sampled."""
     made = DemoEngines(request.param(FLOAT32), num_layers=TWO_LAYERS)
     weights = made.model.weights
     embedding = np.array(weights.embedding)
@@ -37,7 +37,7 @@ def request_of(name: str, prompt: tuple[int, ...], **params) -> EngineRequest:
 
 
 def finish(engine) -> dict[str, tuple[list[int], EndReason | None]]:
-    """By request its tokens and its end."""
+    """Return each request's tokens and end."""
     received: dict[str, tuple[list[int], EndReason | None]] = {}
     while engine.has_work:
         engine.step()
@@ -51,7 +51,7 @@ def finish(engine) -> dict[str, tuple[list[int], EndReason | None]]:
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
 @pytest.mark.parametrize("num_common", [len(BEGINNING), len(BEGINNING) - 3])
 def test_who_begins_alike_gets_what_it_would_get_alone(engines, num_steps, num_common):
-    """It comes beside the other, while that is under way, or when it is over; what both begin with is shared."""
+    """It arrives with the other, during it or after it; their common prefix is shared."""
     common = BEGINNING[:num_common]
     good = request_of("good", (*common, 7, *TAIL))
     alone = engines.make(prefix_caching=True)

@@ -1,4 +1,4 @@
-"""The engine on a scripted model: every request gets the tokens it would get alone, whatever else happens."""
+"""The engine on a scripted model: every request gets its tokens alone, in any batch."""
 
 from itertools import pairwise
 
@@ -48,7 +48,7 @@ def request(name, prompt, **params):
 
 
 def alone(prompt, max_tokens, stops=frozenset({EOS})):
-    """What the scripted model says after the prompt, and why it ends."""
+    """Return the scripted model's tokens after the prompt, and why it ends."""
     tokens = list(prompt)
     while True:
         tokens.append(next_token(tokens))

@@ -1,4 +1,4 @@
-"""What a request held is free when its end has been told, and does not wait for Python's collector."""
+"""A request's memory is freed at its end, without Python's garbage collector."""
 
 import gc
 import weakref
@@ -37,7 +37,7 @@ def scripted():
 
 
 def begin(engine, name, params):
-    """The request's group and its sequences, as somebody sees them who does not keep them."""
+    """Weak references to the request's group and sequences."""
     engine.add_request(
         EngineRequest(request_id=name, prompt=(1, 2, 3, 4, 5), sampling=SamplingParams(max_tokens=6, **params))
     )

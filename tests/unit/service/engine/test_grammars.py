@@ -1,5 +1,5 @@
-"""Grammars in the engine: every answer fits, beside others that have none, in every kind of request, and after a
-crash; a bad one fails its own request alone."""
+"""Grammars in the engine: every answer matches, next to others without, in every kind of request, and after a crash; a
+bad one fails only its request."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def ask(name: str, grammar: str | None, history: tuple[BranchHistory, ...] = (),
 
 
 def run(engine, *requests, max_steps=None):
-    """By request and branch its tokens, and by request its end."""
+    """Return tokens by request and branch, and ends by request."""
     received, ends = defaultdict(list), {}
     for request in requests:
         engine.add_request(request)
@@ -83,7 +83,7 @@ def run(engine, *requests, max_steps=None):
 
 
 def preempt_all(engine):
-    """Whoever runs has to begin again."""
+    """Preempt all running groups."""
     scheduler = engine._scheduler
     for group in {sequence.group for sequence in engine.running}:
         scheduler.preemption._preempt(group, scheduler.running)
@@ -198,7 +198,7 @@ def test_beams_hold_to_the_grammar(engines):
 CHOICES = choice_grammar(["yes", "no", "the cat", "the cat sat"])
 FORM = {"properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}}, "required": ["a", "b"], "type": "object"}
 FEW = (CHOICES, regex_grammar("(red|green|blue)( and (red|green|blue))?"), json_grammar(FORM, whitespace=COMPACT))
-"""Somewhere in each of them fewer tokens are allowed than a search is wide, and more behind it."""
+"""Each grammar allows fewer tokens than the beam width at some position, and more after it."""
 
 
 @pytest.mark.parametrize("params", [{"min_tokens": 12}, {"ignore_eos": True}], ids=str)
@@ -271,7 +271,7 @@ def test_another_engine_goes_on_behind_what_was_received(engines):
 
 
 def test_a_branch_that_ended_outside_its_grammar_does_not_fail_the_others(engines):
-    """At a stop id that its text did not allow to follow, but allowed to end: nothing of it is done again."""
+    """It ended at a stop id that the grammar allowed as an end only: nothing is repeated."""
     stop, *letters = TOKENIZER.encode("!")[-1], *TOKENIZER.encode("abc")[1:]
     ended = BranchHistory(token_ids=(*letters, stop), end=EndReason.STOP)
     params = {"n": 2, "best_of": 2, "stop_token_ids": (stop,)}

@@ -97,7 +97,7 @@ def test_drafts_and_copied_heads_change_no_token(one_rank):
 
 
 def test_settings_build_a_divided_engine():
-    """With scales of an fp8 cache measured on all ranks, and a first generation."""
+    """The scales of an fp8 cache are measured on all ranks, and a first generation runs."""
     folder = str(Golden.load("llama31_bf16").folder)
     sizes = {"max_model_len": 64, "max_num_batched_tokens": 32, "num_gpu_blocks": 8, "swap_space": 0.01}
     settings = Settings(model=folder, device="cpu", kv_cache_dtype="fp8", **sizes)

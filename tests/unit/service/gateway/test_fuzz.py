@@ -202,7 +202,7 @@ def test_any_body(gateways, case):
         return
     there = gateways.queue(payload)
     if late or (error and error["code"] == "invalid_json") or (there and there["code"] == "invalid_message"):
-        return  # time, NaN and the like are told apart by other words
+        return  # time limits, NaN and the like have other messages
     if there and there["param"] == "logprobs" and not error:
         return  # what replies do not carry
     assert (there and (there["param"], there["code"])) == (error and (error["param"], error["code"]))

@@ -140,7 +140,8 @@ class FuzzedGateway:
         self.response = b""
 
     def fault(self, request):
-        """What is wrong with the answer to these bytes; None for one whole answer below 500, worded as it should be."""
+        """Return what is wrong with the answer to these bytes; None for one whole answer below 500 in the right
+        form."""
         return self._runner.run(self._fault(request))
 
     async def _fault(self, request):
@@ -164,7 +165,7 @@ class FuzzedGateway:
 
 
 def _has_error_fields(answer):
-    """Of OpenAI's API, or Anthropic's."""
+    """Return whether it is an error of OpenAI's API, or Anthropic's."""
     is_anthropic = set(answer) == {"type", "error", "request_id"}
     return set(answer["error"]) == ({"type", "message"} if is_anthropic else ERROR_FIELDS)
 
@@ -185,7 +186,7 @@ def gateway(request, model_folder):
 
 
 LOCKED = pytest.mark.parametrize("gateway", ["locked"], indirect=True)
-"""For what keys and hosts have no part in."""
+"""For errors that do not depend on keys and hosts."""
 
 
 @st.composite

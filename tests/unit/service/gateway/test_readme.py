@@ -1,4 +1,4 @@
-"""README.md beside the gateway names every field of every body and every route, and the values that ask for nothing."""
+"""The gateway's README.md names every field of every body, every route, and the values without effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tenant that has stored all that it may is told over HTTP, and what frees room; and that others go on."""
+"""A tenant with a full quota gets refusals over HTTP and can free room; other tenants continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One line an event, whatever is in it."""
+"""One line per event, for any content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Prometheus sees."""
+"""Metrics as Prometheus reads them."""
 
 import math
 
@@ -108,7 +108,7 @@ NUMBERS = {
         for source in ("grammar", "ngram", "suffix", "eagle3", "draft_model")
     },
 }
-"""What a worker says: a value of its own, and where it stands on the page."""
+"""A statistic of a worker, with its value and its line in the exposition."""
 
 
 def test_numbers_of_the_workers():

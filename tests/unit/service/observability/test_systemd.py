@@ -1,4 +1,4 @@
-"""What the supervisor hears: only where there is one, only as often as it wants."""
+"""Notifications, only with a supervisor and only at its interval."""
 
 from __future__ import annotations
 

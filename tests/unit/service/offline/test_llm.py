@@ -1,4 +1,4 @@
-"""The demo model behind `LLM`: shapes, order, texts, errors."""
+"""`LLM` with the demo model: shapes, order, texts, errors."""
 
 from __future__ import annotations
 

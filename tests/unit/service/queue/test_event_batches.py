@@ -14,7 +14,7 @@ ENDED = Event(job_id="J", number=2, end=EndReason.LENGTH, usage=Usage(prompt_tok
 
 
 def batch_of(*events: bytes) -> bytes:
-    """As `publish.lua` writes it."""
+    """Pack events as `publish.lua` does."""
     return msgpack.Packer().pack_array_header(len(events)) + b"".join(events)
 
 

@@ -1,4 +1,4 @@
-"""What a foreign producer may write: any body that JSON could hold, so deep and no deeper, under a plain name."""
+"""Entries of foreign producers: any body that JSON can hold, up to a depth, under a plain name."""
 
 from __future__ import annotations
 

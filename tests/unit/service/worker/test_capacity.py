@@ -1,4 +1,4 @@
-"""What a worker may claim: never more than its engine can begin, nor all of it for one of several tenants."""
+"""A worker claims no more than its engine can start, and not all of it for one of several tenants."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What of an output goes into which event."""
+"""The split of outputs into events."""
 
 from dataclasses import fields
 

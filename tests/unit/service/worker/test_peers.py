@@ -1,4 +1,4 @@
-"""What a worker finds out from the cards of others: a foreign model is waited for, then refused."""
+"""Checks of other workers' cards: a worker of another model is waited for, then refused."""
 
 from __future__ import annotations
 

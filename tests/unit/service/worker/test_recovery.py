@@ -1,4 +1,4 @@
-"""Workers that die, hang, leave or are fooled: whoever goes on with their requests, clients see one answer."""
+"""Workers that die, hang or leave: whichever worker resumes their requests, clients see one answer."""
 
 import asyncio
 import time
@@ -90,7 +90,7 @@ async def test_what_is_left_after_the_drain_waits_for_the_next_worker(data, time
 
 
 async def test_who_lost_its_jobs_stops_computing_them(data):
-    """Its heart stood still past the lease; then it goes on as if nothing had been."""
+    """It sends no heartbeat until its lease has expired, then continues."""
     async with join(data, step_s=0.005, name="zombie") as zombie, join(data, name="heir") as heir:
         heir.claims_nothing()
         job_id, events = await zombie.submit([5], max_tokens=500)

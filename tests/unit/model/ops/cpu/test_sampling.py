@@ -43,7 +43,7 @@ def sample(logits: np.ndarray, **changes: Any) -> Sampled:
 
 
 def draws(logits: list[float], num_draws: int = 4000, **changes: Any) -> np.ndarray:
-    """How often each token is drawn: int[V]."""
+    """Return how often each token is drawn, int[V]."""
     rows = np.tile(np.array(logits, np.float32), (num_draws, 1))
     return np.bincount(sample(rows, **changes).token_ids, minlength=len(logits))
 

@@ -6,7 +6,7 @@ CHUNK = 1024
 
 
 class Memory:
-    """Hands out addresses far apart, so that chunks are told from one another."""
+    """Allocator of addresses far apart, so that chunks are distinguishable."""
 
     def __init__(self):
         self.sizes: list[int] = []

@@ -1,4 +1,4 @@
-"""What the attention launchers ask for, without a GPU: tiles that fit every architecture, grids the host can know."""
+"""Attention launches, without a GPU: tiles that fit every architecture, grids from host integers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RecordingOps:
         return np.empty(shape, dtype)
 
     def most_clusters(self, name, cluster, *, threads, shared_bytes, **defines):
-        """Those of an H200 whose units of up to 18 multiprocessors lack some here and there."""
+        """Clusters that an H200 runs at once: some of its units of up to 18 multiprocessors lack a few."""
         return {8: 15, 7: 15, 6: 17, 5: 22, 4: 30, 3: 39, 2: 66}[cluster]
 
     def launch(self, name, grid, args, *, threads, shared_bytes=0, overlaps=False, cluster=1, **defines):

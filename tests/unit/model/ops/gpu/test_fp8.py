@@ -1,4 +1,4 @@
-"""Which kernel computes a product with e4m3 weights, by device and rows. No GPU is needed."""
+"""Kernels of products with e4m3 weights, by device and rows. No GPU is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which builds products with 4-bit weights take."""
+"""Builds of products with 4-bit weights."""
 
 import pytest
 

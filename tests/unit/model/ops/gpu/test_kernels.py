@@ -18,7 +18,7 @@ KERNEL = ("copy_blocks", "90a", {"QUIRE_DTYPE": 2})
 
 @pytest.fixture
 def compiled(monkeypatch) -> list:
-    """What is really compiled from here on."""
+    """Record what is compiled from here on."""
     calls = []
     compile_cubin = kernels.compile_cubin
 

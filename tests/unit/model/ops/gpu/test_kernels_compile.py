@@ -24,11 +24,11 @@ BUILDS = (
     ("bfloat16", "89"), ("bfloat16", "90a"), ("bfloat16", "120"),
 )  # fmt: skip
 EVERY_VALUE = (("bfloat16", "80"), ("bfloat16", "90a"))
-"""Where each value of each define is compiled; elsewhere the first build, and the last where fp8 units begin.
-QUIRE_COMPILE_ALL=1: all."""
+"""Architectures for which each value of each define is compiled; for others the first build, and the last where fp8
+units begin. QUIRE_COMPILE_ALL=1: all."""
 AS_LAUNCHED = ("bfloat16", "90a")
-"""Where the first build of each kernel is optimised as production does. The other builds pass the same front end,
-translation and assembler; QUIRE_COMPILE_ALL=1 optimises all."""
+"""Architectures for which the first build of each kernel is optimised as in production. The other builds pass the same
+front end, translation and assembler; QUIRE_COMPILE_ALL=1 optimises all."""
 QUICK = "--Ofast-compile=max"
 DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 SHAPE = {"HEAD_DIM": 128, "BLOCK_SIZE": 16}

@@ -1,4 +1,4 @@
-"""What the driver would be given, read by a driver that only looks."""
+"""Arguments of the driver's launch call, recorded by a fake driver."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_a_sum_of_products_is_in_rank_order_and_rounded_once(rng, dtype: str):
 
 
 def test_columns_of_a_rank_take_inputs_of_all(rng):
-    """As GPTQ's desc_act orders them, for one matrix and for one of each expert."""
+    """Input orders of GPTQ's desc_act, for one matrix and for one of each expert."""
     ops, x, order = group_of(2), floats(rng, 3, 64), rng.permutation(64).astype(np.int32)
     whole = Weight(
         rng.integers(0, 256, (8, 32)).astype(np.uint8), WeightFormat.INT4, floats(rng, 8, 4), group_size=16,

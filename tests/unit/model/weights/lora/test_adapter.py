@@ -1,4 +1,4 @@
-"""What an adapter's folder may hold, and what is refused: one line that names the file and the field or tensor."""
+"""Folders of adapters, and refusals: one line that names the file and the field or tensor."""
 
 import json
 from dataclasses import replace

@@ -27,8 +27,8 @@ def test_where_a_curve_crosses_the_limit():
 
 
 def test_ratios_are_the_first_policys_over_the_others():
-    """A policy of 20 sequences and 40 tokens a second beside one of 5 and 10; latencies double at what each keeps up
-    with: 4 and 1 requests a second."""
+    """Compare a policy of 20 sequences and 40 tokens a second with one of 5 and 10; latencies double at what each keeps
+    up with: 4 and 1 requests a second."""
     policies = [SimpleNamespace(name="a", keeps=4.0), SimpleNamespace(name="b", keeps=1.0)]
 
     def replay(plan):

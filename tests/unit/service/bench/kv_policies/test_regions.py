@@ -14,7 +14,7 @@ ALLOCATORS = {"best-fit": BestFit, "buddy": Buddy}
 
 
 class RegionMachine(RuleBasedStateMachine):
-    """Takes and gives back at random, beside a plain set of the blocks that are held."""
+    """Allocate and free at random, and compare with a plain set of held blocks."""
 
     make = BestFit
 

@@ -1,4 +1,4 @@
-"""What branches save by sharing: by hand on one request, in a simulation, and with the demo model."""
+"""Blocks saved by sharing: by hand for one request, in a simulation, and with the demo model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the drafter keeps between steps: keys and values lie where the prefix cache, forks and swaps find them."""
+"""State of the drafter between steps: keys and values lie where the prefix cache, forks and swaps find them."""
 
 import numpy as np
 import pytest

@@ -14,7 +14,7 @@ STEEP = StepCost([1, 1000], [0.001, 1.0])
 
 
 class Names:
-    """Stands for a sequence: hashable, and weakly referable."""
+    """Substitute of a sequence: hashable and weakly referable."""
 
 
 def choose(lengths, sequences, most, token_s=0.0):

@@ -10,7 +10,7 @@ class Tokens:
 
 
 class CountingDrafter(FakeDrafter):
-    """Guesses that each token is one more than the last; nothing after 99."""
+    """Drafter that guesses the last token plus 1; nothing after 99."""
 
     num_calls = 0
 
@@ -35,7 +35,7 @@ def test_several_tokens_of_one_step_are_compared_in_order():
     one.token_ids.extend((11, 12, 13, 50))
     ((_, shadow),) = shadows.look([one])
     assert (shadow.streak, shadow.drafts[:2]) == (0, (51, 52))
-    one.token_ids.extend(range(51, 60))  # one more than were guessed
+    one.token_ids.extend(range(51, 60))  # beyond the guesses
     assert shadows.look([one])[0][1].streak == 8
 
 

@@ -7,7 +7,7 @@ LIMITS = {"max_depth": 24, "max_requests": 3, "max_spec_factor": 1.0, "min_token
 
 
 class Output:
-    """Stands for a sequence."""
+    """Substitute of a sequence."""
 
     def __init__(self, prompt, output, tenant="one"):
         self.group = SimpleNamespace(tenant=tenant)

@@ -18,7 +18,7 @@ BLOCK, MAX_ROWS, MAX_BLOCKS = 4, 9, 12
 
 
 def sequence(number: int, rng: random.Random) -> Sequence:
-    """Of 1 to 20 tokens, with all its blocks."""
+    """Make a sequence of 1 to 20 tokens, with all its blocks."""
     prompt = tuple(rng.choices(range(100), k=rng.randrange(1, 21)))
     request = EngineRequest(request_id=str(number), prompt=prompt, sampling=SamplingParams(max_tokens=20))
     made = SequenceGroup(request, frozenset()).branches[0]
@@ -58,7 +58,7 @@ class Steps:
         return StepPlan(chunks, changed_tables=tuple(chunk for chunk in chunks if chunk.sequence in changed))
 
     def settle(self, plan: StepPlan) -> None:
-        """As the engine does: the step before is known, this one is pending."""
+        """Update sequences as the engine does: the previous step is known, this one is pending."""
         for one in self.running:
             if one.num_pending_tokens:
                 one.num_pending_tokens = 0

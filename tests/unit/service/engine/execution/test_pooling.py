@@ -1,4 +1,4 @@
-"""Embeddings: the hidden states of a whole prompt as one vector, however it is cut up and whatever is cached."""
+"""Embeddings: the hidden states of a whole prompt as one vector, for any chunks and any cached prefix."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def engines():
 
 @pytest.fixture(scope="module")
 def expected(engines):
-    """By pooling, the vector of a prompt computed at once by the model alone."""
+    """Return, by pooling, a prompt's vector, computed at once by the model alone."""
 
     def vector(pooling: str, prompt=PROMPT) -> np.ndarray:
         rows = PagedSequences(engines.model, 1, len(prompt), 16).hidden(np.array(prompt)).astype(np.float64)
@@ -44,7 +44,7 @@ def ask(name: str, prompt=PROMPT, pooling: str | None = "mean", **params) -> Eng
 
 
 def run(engine, *requests) -> dict[str, np.ndarray]:
-    """By request its vector, told once and with its end; none where none is told."""
+    """Return each request's vector, emitted once with its end; none without one."""
     received = {}
     for request in requests:
         engine.add_request(request)

@@ -1,4 +1,4 @@
-"""How likely the tokens of prompts were: what generation says of the same tokens, however the prompt is cut up."""
+"""Log-probabilities of prompt tokens equal those of generating the same tokens, for any chunks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ask(name: str, prompt=START, num_scored_tokens=0, **params) -> EngineRequest
 
 
 def run(engine, *requests):
-    """By request what was told of its prompt and of its answer: token ids and log-probabilities of each."""
+    """Return token ids and log-probabilities of each request's prompt and answer."""
     scored, said = defaultdict(lambda: ([], [])), defaultdict(lambda: ([], []))
     for request in requests:
         engine.add_request(request)

@@ -185,7 +185,7 @@ def test_short_sequences_are_computed_and_long_ones_copied():
 
 
 def test_copies_hold_up_one_of_many_until_all_wait_for_the_bus():
-    """Blocks of 1 ms each way beside steps of 10 ms: 20 of them out and in, of tokens that take 0.25 ms each."""
+    """Blocks of 1 ms each way during steps of 10 ms: 20 of them out and in, of tokens that take 0.25 ms each."""
     costs = SwapCostModel(rates(block_s=1e-3, token_s=2.5e-4), SIZE)
     costs.on_decode_step(0.01)
     recompute_s = costs.recompute_s(0, 20 * SIZE)

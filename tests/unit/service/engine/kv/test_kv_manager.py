@@ -35,7 +35,7 @@ def forked(kv, parent, num_tokens=None):
 
 
 def write(kv, writer, num_tokens=1):
-    """What `extend` asks to be copied for so many more tokens."""
+    """Return the copies that `extend` records for this many more tokens."""
     kv.extend(writer, writer.num_computed_tokens + num_tokens)
     writer.num_computed_tokens += num_tokens
     return kv.drain_copies()

@@ -1,4 +1,4 @@
-"""How large the pool becomes, and what `quire check` says of it."""
+"""The size of the pool, and the report of `quire check`."""
 
 import re
 from dataclasses import replace
@@ -23,7 +23,7 @@ GIB = 1 << 30
 
 
 class SizedOps(NumpyOps):
-    """A device of 80 GiB with so much free."""
+    """A device of 80 GiB with this much free."""
 
     def __init__(self, name, free_bytes):
         super().__init__(np.dtype(np.float16))

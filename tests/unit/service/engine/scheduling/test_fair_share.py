@@ -1,4 +1,4 @@
-"""Tenants share an engine: what one holds beyond its share is called back when others come, and lost by nobody."""
+"""Tenants share an engine: holdings over a share are reclaimed when others arrive, and no token is lost."""
 
 import pytest
 
@@ -37,7 +37,7 @@ class EngineLoad:
         self.received = {}
 
     def ask(self, tenant, count=1, prompt_len=3, max_tokens=40, **params):
-        """So many requests; their ids are the tenant's name and their numbers."""
+        """Add this many requests; their ids are the tenant's name and their numbers."""
         for _ in range(count):
             number = len(self.asked)
             sampling = SamplingParams(**{"max_tokens": max_tokens, "ignore_eos": True} | params)

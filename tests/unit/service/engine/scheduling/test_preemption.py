@@ -1,5 +1,5 @@
 """Swap or recompute by cost, on a simulated H200 and ones with a slower bus: `auto` is as good as the better of both,
-and better than either where the bus is what everybody waits for.
+and better than either where the bus is the bottleneck.
 
 `python -m tests.unit.service.engine.scheduling.test_preemption` prints the whole table of tests/bench/RESULTS.md.
 """
@@ -27,7 +27,7 @@ blocks_needed = functools.cache(num_blocks_needed)
 
 
 def outcomes(lengths, times, modes=("auto", "swap", "recompute"), *, prefix_caching=False):
-    """By mode, on a bus that is `times` slower."""
+    """Return figures by mode, on a bus `times` slower."""
     lengths = tuple(lengths)
     num_blocks = int(0.4 * blocks_needed(lengths))
     own_times = {"recompute": times if prefix_caching else 1}  # else it has no host blocks
@@ -52,7 +52,7 @@ def test_auto_is_never_far_behind_the_better_way(times):
 
 @pytest.mark.parametrize("times", [1, 10])
 def test_auto_swaps_where_others_hardly_feel_it(times):
-    """Ten times slower a copy takes longer than computing does, but nobody waits for it except the victim."""
+    """On a ten times slower bus a copy takes longer than computing, but only the victim waits for it."""
     by_mode = outcomes(mixed_lengths(150, seed=1), times, ("auto", "recompute"))
     assert by_mode["auto"].total_s < by_mode["recompute"].total_s
     assert by_mode["auto"].num_swapped > 0.9 * by_mode["auto"].num_preemptions

@@ -1,4 +1,4 @@
-"""What a start measures of prompts and of copies."""
+"""Rates of prompts and copies that a start measures."""
 
 from __future__ import annotations
 

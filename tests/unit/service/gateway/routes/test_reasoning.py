@@ -173,7 +173,7 @@ async def test_a_budget_and_rules_reach_the_worker(gateway):
         await message_of(gateway, thinking_token_budget=9, chat_template_kwargs=options)
         budget = gateway.worker.jobs[-1].sampling.rules.reasoning
         assert (budget.max_tokens, budget.end_ids, budget.is_open) == (9, end_ids, is_open)
-    # Its template opens the reasoning whatever the effort is.
+    # Its template opens the reasoning for any effort.
     await message_of(gateway, reasoning_effort="none", chat_template_kwargs={"forced": True})
     assert gateway.worker.jobs[-1].sampling.rules.reasoning.max_tokens == 0
     await message_of(gateway, thinking_token_budget=9, reasoning_effort="none")

@@ -1,4 +1,4 @@
-"""A password from a file becomes part of the URL, whatever characters it has; what is no password is refused."""
+"""A password from a file becomes part of the URL, with any characters; an unusable file is refused."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ STAGING_BYTES = 64
 
 
 class LateStream:
-    """Copies when a caller waits for the stream, or for an event behind them."""
+    """Copies take effect when a caller waits for the stream, or for an event after them."""
 
     def __init__(self, **_):
         self.ptr, self.waiting, self.waited_for = self, [], []

@@ -1,4 +1,4 @@
-"""Which build of the experts' kernels is taken, and that its shared memory is what the device has. No GPU is needed."""
+"""Builds of the experts' kernels, whose shared memory fits the device. No GPU is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers of experts take the kernels of several operations. No GPU is needed."""
+"""Layers of experts that take the fused kernels. No GPU is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernels multiply by experts, by device, format and rows. No GPU is needed."""
+"""Kernels that multiply by experts, by device, format and rows. No GPU is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is launched for a sum: every rank's kernel is loaded before the first is launched, each on its own device."""
+"""Launches of a sum: every rank's kernel is loaded before the first is launched, each on its own device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a group of GPUs does in its own way: fused sums, graphs replayed together, errors, one tuning."""
+"""Operations special to a group of GPUs: fused sums, graphs replayed together, errors, one tuning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which path a sum takes."""
+"""The path of a sum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernel computes a product with 8-bit weights and 16-bit inputs, by device and rows. No GPU is needed."""
+"""Kernels of products with 8-bit weights and 16-bit inputs, by device and rows. No GPU is needed."""
 
 from __future__ import annotations
 
