@@ -47,17 +47,16 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "eagle3": ("model", "revision", "num_speculative_tokens"),
     "draft_model": ("model", "revision", "num_speculative_tokens"),
 }
-_BOUNDS: Mapping[str, tuple[float, float]] = {
+_BOUNDS: Mapping[str, tuple[int, int]] = {
     "num_speculative_tokens": (1, MAX_SPECULATIVE_TOKENS),
     "prompt_lookup_min": (1, MAX_LOOKUP_TOKENS),
     "prompt_lookup_max": (1, MAX_LOOKUP_TOKENS),
     "suffix_decoding_max_tree_depth": (3, 1024),
     "suffix_decoding_max_cached_requests": (0, 1 << 20),
-    "suffix_decoding_max_spec_factor": (0.0, 16.0),
-    "suffix_decoding_min_token_prob": (0.0, 1.0),
+    "suffix_decoding_max_spec_factor": (0, 16),
+    "suffix_decoding_min_token_prob": (0, 1),
 }
 _FLOATS = ("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob")
-_NOT_BUILT = ("eagle", "medusa", "mlp_speculator", "mtp", "dflash", "dspark", "extract_hidden_states", "custom_class")
 _ALIASES = {"ngram_gpu": "ngram"}
 _NGRAM_MODELS = ("ngram", "[ngram]")
 _IGNORED = (
@@ -84,8 +83,10 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
     """Raises ValueError with what is allowed."""
     try:
         given = json.loads(text)
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from None
+    except (ValueError, RecursionError):
+        raise ValueError("not JSON: a number of too many digits, or too many levels") from None
     if not isinstance(given, dict):
         raise ValueError('a JSON object such as {"method": "ngram", "num_speculative_tokens": 4}')
     given = {key: value for key, value in given.items() if value is not None}
@@ -101,22 +102,24 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
     if method == "suffix":
         given.setdefault("num_speculative_tokens", MAX_SPECULATIVE_TOKENS)
     values = {key: _checked(key, value) for key, value in given.items()}
+    if "revision" in given and "model" not in given:
+        raise ValueError("revision needs model")
     values = _with_both_lengths(values) if method == "ngram" else values
     return SpeculativeConfig(method=method, ignored=ignored, **values)
 
 
 def _method(given: dict[str, Any]) -> str:
     """Take the method from `given`; a model's without one is known once its config is read."""
-    inferred = "draft_model" if "model" in given else None
-    if "method" not in given and given.get("model") in _NGRAM_MODELS:
-        inferred = "ngram"
-        del given["model"]
-    method, methods = given.pop("method", inferred), ", ".join(_KEYS)
-    method = _ALIASES.get(method, method) if isinstance(method, str) else None
-    if method is not None and (method in _NOT_BUILT or method.endswith("_mtp")):
-        raise ValueError(f"method {method} is not supported ({methods})")
-    if method is None or method not in _KEYS:
+    method, methods = given.pop("method", None), ", ".join(_KEYS)
+    if method is None and "model" in given:
+        method = "ngram" if given["model"] in _NGRAM_MODELS else "draft_model"
+    if not isinstance(method, str):
         raise ValueError(f"method must be one of {methods}")
+    method = _ALIASES.get(method, method)
+    if method not in _KEYS:
+        raise ValueError(f"method {method} is not supported ({methods})")
+    if method == "ngram" and given.get("model") in _NGRAM_MODELS:
+        del given["model"]
     return method
 
 
@@ -144,7 +147,7 @@ def _checked(key: str, value: Any) -> Any:
     allowed = (int, float) if is_float else int
     if isinstance(value, bool) or not isinstance(value, allowed) or not low <= value <= high:
         what = "a number" if is_float else "a whole number"
-        raise ValueError(f"{key} must be {what} from {low:g} to {high:g}")
+        raise ValueError(f"{key} must be {what} from {low} to {high}")
     return float(value) if is_float else value
 
 
