@@ -126,6 +126,8 @@ class _Trial(NamedTuple):
 class DraftLengths:
     cost: StepCost | None = None
     """None: as many as there are."""
+    is_idle: bool = False
+    """Whether the last choice found no drafts worth their time, and no trial due."""
     _budget_s: float = 0.0  # for trials
     _trial: _Trial | None = None  # if the last choice is one
     _refund_s: float = 0.0  # of a trial's charge for each accepted draft of the last step with drafts
@@ -143,6 +145,7 @@ class DraftLengths:
     def choose(self, gains: Gains, num_rows: int, drafting: Drafting = FREE) -> list[int]:
         """Return each sequence's number of drafts with the most expected tokens/s, for a step of `num_rows` decodes.
         `gains`: as Acceptance.gains."""
+        self.is_idle = False
         counts, self._trial = self._choose(_table(gains), num_rows, drafting)
         return counts
 
@@ -191,7 +194,8 @@ class DraftLengths:
             is_due = self._budget_s > lost_s
             return (nothing, _Trial(plain_s, num_rows, lost_s)) if is_due else (_counts(table, best.chosen), None)
         trial = self._due_trial(self.cost, table, num_rows, expected_s, drafting)
-        return (nothing, None) if trial is None else trial
+        self.is_idle = trial is None
+        return trial or (nothing, None)
 
     def _drafted_s(self, cost: StepCost, num_rows: int, num_drafts: int) -> np.ndarray:
         """Return seconds of steps with 1 to `num_drafts` drafts. After a plain step, drafts cost two overlaps."""

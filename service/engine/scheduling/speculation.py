@@ -20,7 +20,7 @@ MAX_SILENT, SILENT_STEPS = 3, 100
 HOPE = 0.9
 """Acceptance of a head or draft model that a trial supposes: what it was before says nothing about the next text."""
 IDLE_STEPS = 8
-"""Steps without a choice of a head's or draft model's drafts after one of none."""
+"""Steps until drafts of a head or draft model are considered again."""
 SEQUENCES_PER_WAIT, MAX_WAIT = 8, 3
 """After a step that drafts nothing, guesses are not compared for one step per 8 sequences, at most 3. The next
 comparison covers all tokens since."""
@@ -256,7 +256,7 @@ class Speculation:
         self._asked, self._chosen = (sequences, num_rows), None
         if not any(chosen):
             self.lengths.on_planned(0)
-            self._steps_to_wait = IDLE_STEPS
+            self._steps_to_wait = IDLE_STEPS if self.lengths.is_idle else 0
         kept = {
             one: count
             for (one, most), wanted in zip(asked.items(), chosen, strict=True)

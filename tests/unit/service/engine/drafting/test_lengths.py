@@ -100,6 +100,7 @@ def test_drafts_that_pay_are_left_out_for_a_trial():
         lengths.on_planned(sum(chosen))
         lengths.on_step(1, sum(chosen), 1.0)
         counts.append(sum(chosen))
+        assert not lengths.is_idle
     assert 3 * PLAIN_STEPS <= counts.count(0) < 0.02 * len(counts)
 
 
@@ -108,6 +109,7 @@ def test_a_trial_waits_until_something_is_drafted():
     for _ in range(4):
         lengths.on_step(1, 1, 3.0)
     assert lengths.choose([[0.5]], 1) == [0]
+    assert lengths.is_idle
     for _ in range(600):
         lengths.on_step(1, 0, 1.0)
     for _ in range(2):
