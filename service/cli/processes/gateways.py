@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from shutil import disk_usage
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -22,6 +23,8 @@ from service.observability.gateway_group import VARIABLE, GatewayGroup, forget_o
 from service.observability.logs import PROCESS_NAME
 
 MAX_PORT = 65535
+SHARED_BYTES = 2 << 20
+"""Files of a gateway that the others read: open requests and metrics, 1.1 MB, more after restarts."""
 
 _Address = tuple[Any, ...]
 
@@ -33,12 +36,27 @@ def open_gateways(settings: Settings) -> Iterator[ChildGroup]:
     if num == 1:
         yield ChildGroup([RestartingChild(GATEWAY, settings, restarts_s=())])
         return
-    with (
-        reserved_port(settings.host, settings.port) as port,
-        TemporaryDirectory(prefix="quire-", ignore_cleanup_errors=True) as folder,
-    ):
-        groups = [GatewayGroup(Path(folder), index, num) for index in range(num)]
+    with reserved_port(settings.host, settings.port) as port, _shared_folder(num) as folder:
+        groups = [GatewayGroup(folder, index, num) for index in range(num)]
         yield ChildGroup([_member(replace(settings, port=port), group) for group in groups])
+
+
+@contextmanager
+def _shared_folder(num_gateways: int) -> Iterator[Path]:
+    """Yield the folder of the files that gateways map; a write to such a file on a full disk would kill its process.
+    Raises StartupError."""
+    try:
+        folder = TemporaryDirectory(prefix="quire-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise StartupError(f"--api-server-count: the gateways share files in TMPDIR: {error.strerror}") from None
+    with folder as path:
+        needed, free = num_gateways * SHARED_BYTES, disk_usage(path).free
+        if free < needed:
+            raise StartupError(
+                f"--api-server-count: {num_gateways} gateways need {needed >> 20} MiB in {Path(path).parent} (TMPDIR), "
+                f"{free >> 20} are free"
+            )
+        yield Path(path)
 
 
 def require_ports(settings: Settings) -> None:

@@ -1,10 +1,12 @@
 import socket
+from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from service.cli.processes.gateways import require_ports, reserved_port, share_of
+from service.cli.processes import gateways
+from service.cli.processes.gateways import open_gateways, require_ports, reserved_port, share_of
 from service.config.settings import Settings
 from service.errors import StartupError
 from service.observability.gateway_group import GatewayGroup
@@ -41,6 +43,14 @@ def test_a_port_that_others_listen_on_is_refused(shared):
         pytest.raises(StartupError, match=r"^cannot listen on 127\.0\.0\.1:\d+: Address already in use$"),
         reserved_port("127.0.0.1", server.getsockname()[1]),
     ):
+        pass
+
+
+def test_a_full_disk_for_shared_files_is_refused(monkeypatch):
+    """They are mapped: a write to a page that the disk has no room for is a bus error."""
+    monkeypatch.setattr(gateways, "disk_usage", lambda path: namedtuple("Usage", "free")(3 << 20))
+    refused = r"^--api-server-count: 2 gateways need 4 MiB in .* \(TMPDIR\), 3 are free$"
+    with pytest.raises(StartupError, match=refused), open_gateways(Settings(api_server_count=2, port=0)):
         pass
 
 
