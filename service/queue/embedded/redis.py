@@ -169,7 +169,11 @@ def _socket_path(folder: DataFolder) -> Path:
     path = folder.path / SOCKETS / SOCKET
     if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
         return folder.socket_folder() / SOCKET
-    return Path(tempfile.mkdtemp(prefix="quire-", dir="/tmp")) / SOCKET
+    try:
+        return Path(tempfile.mkdtemp(prefix="quire-", dir="/tmp")) / SOCKET
+    except OSError as error:
+        message = f"--data-dir: {path} is too long for a socket, and /tmp cannot be written: {error.strerror}"
+        raise StartupError(message) from None
 
 
 def _command(program: str, data_dir: Path, socket_path: Path) -> list[str]:

@@ -9,10 +9,12 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from redis import Redis
@@ -302,6 +304,12 @@ def test_a_folder_that_cannot_be_made_is_one_clear_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StartupError, match=r"--data-dir: .*/file/data cannot be written: Not a directory"):
         EmbeddedRedis.start(tmp_path / "file" / "data")
+
+
+def test_a_long_path_without_a_tmp_is_one_clear_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "mkdtemp", Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(StartupError, match="too long for a socket, and /tmp cannot be written: Permission denied"):
+        EmbeddedRedis.start(tmp_path / ("x" * 120))
 
 
 def write_until_killed(server: EmbeddedRedis, after_s: float) -> int:
