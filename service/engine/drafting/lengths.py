@@ -126,8 +126,7 @@ class _Trial(NamedTuple):
 class DraftLengths:
     cost: StepCost | None = None
     """None: as many as there are."""
-    is_idle: bool = False
-    """Whether the last choice found no drafts worth their time, and no trial due."""
+    is_idle: bool = False  # no drafts were worth their time in the last choice, and no trial was due
     _budget_s: float = 0.0  # for trials
     _trial: _Trial | None = None  # if the last choice is one
     _refund_s: float = 0.0  # of a trial's charge for each accepted draft of the last step with drafts
