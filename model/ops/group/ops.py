@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from model.ops.collectives import Collectives
-from model.ops.experts import add_norm_experts
+from model.ops.experts import add_norm_experts, gated_experts
 from model.ops.group.arrays import GroupArray, PartialSums, SplitArray, divided, joined, on_rank, product_split
 from model.ops.group.device import GroupDevice
 from model.ops.interface import (
@@ -213,7 +213,9 @@ class GroupOps(GroupDevice):
 
     def gated_experts(self, x: Array, gate_up: Weight, down: Weight, groups: ExpertGroups, weights: Array) -> Array:
         """Return `PartialSums` for stacks divided by columns."""
-        arrays = self._inputs(x, gate_up), gate_up, down, groups, weights
+        if down.input_order is not None:  # its inputs are gathered
+            return gated_experts(self, x, (gate_up, down), groups, weights)
+        arrays = x, gate_up, down, groups, weights
         out = self._each(lambda ops, *own: ops.gated_experts(*own), *arrays)
         return PartialSums(out.parts) if _is_by_columns(down) else out
 

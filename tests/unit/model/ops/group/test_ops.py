@@ -77,6 +77,26 @@ def test_columns_of_a_rank_take_inputs_of_all(rng):
     np.testing.assert_allclose(sum(experts.parts), ONE.linear(x, whole), rtol=1e-4, atol=1e-4)
 
 
+def test_gated_experts_take_inputs_of_all(rng):
+    """The columns of down, as GPTQ's desc_act orders them."""
+    ops, x, order = group_of(2), floats(rng, 3, 8), rng.permutation(64).astype(np.int32)
+    gate_up, codes = Weight(floats(rng, 1, 128, 8)), rng.integers(0, 256, (1, 8, 32)).astype(np.uint8)
+    down = Weight(codes, WeightFormat.INT4, floats(rng, 1, 8, 4), group_size=16, input_order=order[None])
+    rows, columns = Split(1, (Section(64), Section(64))), Split(1, (Section(64),))
+    own_gate_up = Weight(replace(split_on(ops, gate_up.data, rows), split=replace(rows, axis=0)))
+    own_down = replace(
+        down,
+        data=replace(split_on(ops, codes, Split(2, (Section(32),))), split=columns),
+        scale=split_on(ops, down.scale, Split(2, (Section(4),))),
+        input_order=split_on(ops, order[None], columns),
+    )
+    ids, weights = np.zeros((3, 1), np.int32), np.ones((3, 1), np.float32)
+    expected = ONE.gated_experts(x, gate_up, down, ONE.group_by_expert(ids, 1), weights)
+    groups = ops.group_by_expert(ops.upload(ids), 1)
+    gated = ops.gated_experts(ops.upload(x), own_gate_up, own_down, groups, ops.upload(weights))
+    np.testing.assert_allclose(sum(gated.parts), expected, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", ["rms_norm_quantised", "add_rms_norm_quantised"])
 def test_quantising_norms_take_sums(rng, name: str):
     ops, parts, ones = group_of(2), [floats(rng, 3, 8) for _ in range(2)], np.ones(8, np.float32)
