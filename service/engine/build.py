@@ -100,6 +100,13 @@ def read_model_config(settings: Settings) -> ModelConfig:
 
 def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     """Load, size, warm up and try the model. Raises StartupError."""
+    try:
+        return _build_engine(settings, progress=progress)
+    except MemoryError as error:  # also of a GPU that another process fills meanwhile
+        raise StartupError(f"memory: {error or 'none is left'} (lower --num-gpu-blocks or --swap-space)") from None
+
+
+def _build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     config = read_model_config(settings)
     grammars = Grammars(partial(grammar_compiler, settings, config))
     ops = open_devices(settings, config)

@@ -109,3 +109,13 @@ def test_settings_build_a_divided_engine():
     assert built.executor.num_host_blocks == whole.executor.num_host_blocks > 0
     with pytest.raises(StartupError, match=r"8 does not divide 4 attention heads \(1, 2, 4\)"):
         build_engine(replace(settings, tensor_parallel_size=8), progress=False)
+
+
+def test_memory_that_runs_out_is_one_line(monkeypatch):
+    def full(*_: object) -> None:
+        raise MemoryError("Unable to allocate 1.00 GiB")
+
+    monkeypatch.setattr(NumpyOps, "empty", full)
+    folder = str(Golden.load("llama31_bf16").folder)
+    with pytest.raises(StartupError, match=r"^memory: Unable to allocate 1.00 GiB \(lower --num-gpu-blocks"):
+        build_engine(Settings(model=folder, device="cpu", tensor_parallel_size=2, max_model_len=64), progress=False)
