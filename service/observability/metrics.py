@@ -126,7 +126,7 @@ class GatewayMetrics:
         )
         self._ended = Counter(REQUESTS_ENDED, "Ended requests, by reason.", ("reason",), registry=self._registry)
         self._open = Gauge(
-            OPEN_REQUESTS, "Open requests of this gateway.", registry=self._registry, multiprocess_mode="livesum"
+            OPEN_REQUESTS, "Open requests on this port.", registry=self._registry, multiprocess_mode="livesum"
         )
         self._queue_depth = self._fleet_gauge(QUEUE_DEPTH, "Jobs waiting for a worker.")
         self._lane_depth = self._fleet_gauge(QUEUE_LANE_DEPTH, "Jobs waiting for a worker, by lane.", "lane")
