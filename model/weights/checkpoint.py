@@ -228,7 +228,15 @@ def _read_matrices(
         module_tensors.finish()
         for suffix in own:
             del tensors[f"{module}.{suffix}"]
+        if f"{module}.bias" not in shapes:
+            _drop_zeros(tensors, f"{module}.bias")
     return matrices
+
+
+def _drop_zeros(tensors: dict[str, StoredTensor], name: str) -> None:
+    """Drop a bias that the model lacks, as AutoGPTQ stores one for every matrix. Raises ModelError unless it is 0."""
+    if (bias := tensors.pop(name, None)) is not None and bias.values().any():
+        raise bias.error("is not 0, but the model has no such bias")
 
 
 def is_projection(name: str) -> bool:

@@ -45,8 +45,9 @@ TWISTS: dict[str, str] = {
             *("dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "granitemoeshared", "hunyuan_v1_moe"),
             *("llama4", "mellum", "minimax_m2", "phimoe", "qwen2_moe"),
         ),
+        "code that transformers does not have": ("minicpm",),
         "layers without attention": ("falcon_h1", "jamba", "lfm2", "nemotron_h", "qwen3_next"),
-        "tensors of a form of its own": ("baichuan", "chatglm", "internlm2", "minicpm", "qwen"),
+        "tensors of a form of its own": ("baichuan", "chatglm", "exaone", "internlm2", "qwen"),
     }.items()
     for model_type in model_types
 }

@@ -29,7 +29,7 @@ REFUSED = {
     "fan_in_fan_out": "transposed weights are not supported (false)",
     "trainable_token_indices": "trained embeddings are not supported (plain LoRA)",
     "layer_replication": "replicated layers are not supported (plain LoRA)",
-    "target_parameters": "parameters of experts are not supported (target_modules)",
+    "target_parameters": "adapters of experts and routers are not supported (target_modules of other layers)",
     "alora_invocation_tokens": "activated LoRA is not supported (plain LoRA)",
     "use_qalora": "QALoRA is not supported (plain LoRA)",
     "use_bdlora": "block-diagonal LoRA is not supported (plain LoRA)",

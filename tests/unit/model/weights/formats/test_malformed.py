@@ -146,6 +146,7 @@ MALFORMED: list[tuple[str, str, Change]] = [
     ("gptq", f"'{Q}.qzeros': holds a zero point other than 8", say(checkpoint_format="gptq_v2")),
     ("gptq", f"'{Q}.g_idx': reorders the inputs", put(f"{Q}.g_idx", shifted_groups)),
     ("gptq", f"'{Q}.scales': shape is", say(group_size=64)),
+    ("gptq", f"'{Q}.bias': is not 0, but the model has no such bias", put(f"{Q}.bias", np.ones(128, np.float16))),
     ("gptq_desc_act", f"'{Q}.g_idx': is no order of groups", put(f"{Q}.g_idx", all_in_one_group)),
     ("gptq_desc_act", f"{Q} and {K}: g_idx differs", put(f"{K}.g_idx", shifted_groups)),
     ("gptq", f"{Q} and {K}: are in two formats", say(dynamic={".*k_proj": {"sym": False}})),
@@ -182,6 +183,12 @@ def test_a_malformed_folder_is_refused_by_name(tmp_path: Path, golden: str, prob
         load_model(folder, ModelConfig.read(folder), NumpyOps(), 16)
     assert "\n" not in str(error.value)
     assert str(folder) in str(error.value) or "model.layers.0." in str(error.value)
+
+
+def test_zero_biases_of_every_matrix_are_left_out(tmp_path: Path):
+    change = put(f"{Q}.bias", np.zeros(128, np.float16))
+    folder = broken_folder(tmp_path / "model", "gptq", change)
+    load_model(folder, ModelConfig.read(folder), NumpyOps(), 16)
 
 
 def test_there_are_forty():

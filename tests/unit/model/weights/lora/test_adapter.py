@@ -39,7 +39,7 @@ CONFIGS = {
     "transposed": ({"fan_in_fan_out": True}, "fan_in_fan_out: transposed weights"),
     "trained tokens": ({"trainable_token_indices": [3]}, "trainable_token_indices: trained embeddings"),
     "replicated layers": ({"layer_replication": [[0, 2]]}, "layer_replication: replicated layers"),
-    "experts": ({"target_parameters": ["experts.w1"]}, "target_parameters: parameters of experts"),
+    "experts": ({"target_parameters": ["experts.w1"]}, "target_parameters: adapters of experts and routers"),
     "activated": ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens: activated LoRA"),
     "PiSSA": ({"init_lora_weights": "pissa"}, "init_lora_weights: 'pissa' changes the base model's weights"),
     "unknown switch": ({"use_wonders": True}, "use_wonders: is not known here"),
