@@ -85,7 +85,7 @@ NO_TRACING = NoTracing()
 
 
 def open_tracing(role: str, environ: Mapping[str, str]) -> Tracing:
-    """Open tracing as OpenTelemetry's variables say. Raises StartupError for an unsupported protocol."""
+    """Open tracing as OpenTelemetry's variables say. Raises StartupError for a wrong one."""
     if not any(environ.get(name) for name in ENDPOINTS):
         return NO_TRACING
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or environ.get("OTEL_TRACES_EXPORTER") == "none":
@@ -96,9 +96,15 @@ def open_tracing(role: str, environ: Mapping[str, str]) -> Tracing:
     for name in PROTOCOLS:
         if environ.get(name, PROTOCOL) != PROTOCOL:
             raise StartupError(f"{name}: {environ[name]!r} is not supported ({PROTOCOL})")
+    for name in ENDPOINTS:
+        if (url := environ.get(name)) and not url.startswith(("http://", "https://")):
+            raise StartupError(f"{name}: {url!r} is not supported (an http or https URL)")
     from service.observability.otel import open_otel  # only if needed
 
-    return open_otel(role)
+    try:
+        return open_otel(role)
+    except ValueError as error:
+        raise StartupError(f"OTEL_...: a variable has a wrong value: {error}") from None
 
 
 def read_traceparent(text: str | None) -> str | None:

@@ -232,9 +232,18 @@ def test_an_endpoint_without_the_extra_is_told_of(monkeypatch, caplog):
     assert "quire[otel]" in caplog.text
 
 
-def test_another_protocol_is_refused():
-    with pytest.raises(StartupError, match="http/protobuf"):
-        open_tracing("gateway", {**ENDPOINT, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "http/protobuf"),
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "localhost:4318", "'localhost:4318' is not supported"),
+        ("OTEL_BSP_SCHEDULE_DELAY", "-5", "schedule_delay_millis must be positive"),
+    ],
+)
+def test_wrong_variables_are_refused(name, value, reason, monkeypatch):
+    monkeypatch.setenv(name, value)  # the SDK reads its own
+    with pytest.raises(StartupError, match=f"^OTEL_.*: .*{reason}"):
+        open_tracing("gateway", {**ENDPOINT, name: value})
 
 
 def test_no_exporter_is_loaded_unless_asked_for():
