@@ -26,10 +26,12 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def take_model_argument(flags: argparse.Namespace) -> None:
-    """Set `flags.model` from the positional argument. Raises StartupError if the two differ."""
+    """Set `flags.model` from the positional argument. Raises StartupError if the two differ, or it is a flag."""
     word = getattr(flags, "model_argument", None)
     if word is None:
         return
+    if word.startswith("--"):  # argparse takes an unknown flag with a blank in its value for an argument
+        raise StartupError(f"{word.partition('=')[0]}: unknown argument")
     if flags.model not in (None, word):
         raise StartupError(f"--model: {flags.model} and the argument {word} differ (give one)")
     flags.model = word

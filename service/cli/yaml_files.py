@@ -40,7 +40,7 @@ def _words(path: str) -> Iterator[str]:
             found = yaml.safe_load(file)
     except OSError as error:
         raise StartupError(f"--config: {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # ValueError: a date's, or UTF-8's
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1})" if mark is not None else ""
         raise StartupError(f"--config: {path}: no valid YAML{where}") from None
@@ -48,10 +48,13 @@ def _words(path: str) -> Iterator[str]:
         raise StartupError(f"--config: {path}: wrong form (lines of `flag: value`)")
     for name, value in found.items():
         if isinstance(value, list):
-            yield from (f"--{name}", *map(_text, value))
+            yield from (f"--{name}", *(_text(each, path, name) for each in value))
         elif value is not None:
-            yield f"--{name}={_text(value)}"
+            yield f"--{name}={_text(value, path, name)}"
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+def _text(value: Any, path: str, name: str) -> str:
+    try:
+        return value if isinstance(value, str) else json.dumps(value, default=str)
+    except (ValueError, TypeError, RecursionError):  # an alias within itself, or a key that JSON has not
+        raise StartupError(f"--config: {path}: {name}: wrong form (a value as in JSON)") from None

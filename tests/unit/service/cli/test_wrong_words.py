@@ -35,6 +35,7 @@ from service.offline import public
         (["key", "bob", "--nam", "x"], "quire key: --nam: unknown argument (did you mean --tenant?)"),
         (["check", "--api-key=secret"], "quire check: --api-key: not a flag of quire check (of gateway, serve)"),
         (["serve", "--zzz"], "quire serve: --zzz: unknown argument"),
+        (["serve", '--zzz={"a": 1}'], "quire serve: --zzz: unknown argument"),
         (["bench", "queue", "--prt", "1"], "quire bench: --prt: unknown argument (did you mean --plot?)"),
         (["--verison"], "quire: --verison: unknown argument (did you mean --version?)"),
         (["key", "a:b"], "quire key: the name must be 1 to 64 letters, digits, '.', '_' or '-'"),
