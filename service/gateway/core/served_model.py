@@ -13,7 +13,7 @@ from typing import Any
 from model.config import ModelConfig, generation_defaults, overriding_defaults
 from model.errors import ModelError
 from model.sampling_params import ReasoningBudget, TokenRules
-from model.text.chat_template import ChatTemplate, TemplateError
+from model.text.chat_template import OWN_VARIABLES, ChatTemplate, TemplateError
 from model.text.grammar_compiler import TokenTable
 from model.text.grammar_task import GrammarSpec, GrammarTask, ReasoningRule
 from model.text.reasoning import (
@@ -116,7 +116,7 @@ class ServedModel:
             reasoning_ids=frozenset(i for text in markers if (i := tokenizer.special_id(text)) is not None),
             tokens=TokenTable.of(tokenizer, config.vocab_size, config.eos_token_ids),
             defaults=defaults,
-            template_defaults=json.loads(settings.default_chat_template_kwargs or "{}"),
+            template_defaults=_template_defaults(settings),
             created_s=int(time.time()),
             adapters=adapters,
             fingerprint="fp_" + hashlib.sha256(f"{name} {config}".encode()).hexdigest()[:10],
@@ -329,6 +329,14 @@ class ServedModel:
 
 def _name_of(value: object, known: Mapping[str, object]) -> str | None:
     return next((name for name, one in known.items() if one == value), None)
+
+
+def _template_defaults(settings: Settings) -> Mapping[str, Any]:
+    found: dict[str, Any] = json.loads(settings.default_chat_template_kwargs or "{}")
+    for name in found:
+        if name in OWN_VARIABLES:
+            raise StartupError(f"--default-chat-template-kwargs: {name} is set by the request")
+    return found
 
 
 def _reasoning_format(settings: Settings, template: ChatTemplate | None) -> ReasoningFormat | None:

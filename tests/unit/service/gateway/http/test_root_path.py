@@ -1,6 +1,11 @@
 """A gateway after a proxy that leaves its prefix on the paths."""
 
+import pytest
+
+from service.config.settings import Settings
+from service.errors import StartupError
 from service.gateway.core.request import CHAT, COMPLETIONS
+from service.gateway.core.served_model import ServedModel
 from service.queue.codec import unpack_ids
 from tests.support.gateway import MODEL, open_gateway
 
@@ -35,3 +40,9 @@ async def test_template_variables_have_defaults(model_folder):
         await gateway.post(CHAT, {**chat, "chat_template_kwargs": {"mood": "the"}})
         texts = [gateway.model.tokenizer.decode(unpack_ids(job.prompt)) for job in gateway.worker.jobs]
     assert texts == ["hisadTom", "hitheTom"]
+
+
+def test_a_default_of_what_requests_set_is_refused(model_folder):
+    settings = Settings(model=model_folder, default_chat_template_kwargs='{"mood": "sad", "tools": []}')
+    with pytest.raises(StartupError, match="^--default-chat-template-kwargs: tools is set by the request$"):
+        ServedModel.read(settings)
