@@ -44,5 +44,5 @@ async def test_template_variables_have_defaults(model_folder):
 
 def test_a_default_of_what_requests_set_is_refused(model_folder):
     settings = Settings(model=model_folder, default_chat_template_kwargs='{"mood": "sad", "tools": []}')
-    with pytest.raises(StartupError, match="^--default-chat-template-kwargs: tools is set by the request$"):
+    with pytest.raises(StartupError, match=r"^--default-chat-template-kwargs: tools is set by the request$"):
         ServedModel.read(settings)
