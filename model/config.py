@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from model.config_fields import MAX_TOKEN_ID, Fields
-from model.dtypes import NUMPY_DTYPES
 from model.errors import ModelError
 from model.families.configs.family import ExpertsConfig, Family, LayerTensors, Multipliers
 from model.families.configs.mistral import DEFAULT_TOKEN_IDS, WRAPPED, WRAPPER, WRAPPER_ARCHITECTURE
@@ -19,6 +18,7 @@ from model.rope_config import RopeConfig, read_rope
 from model.stored_names import is_base_model
 
 CONFIG_BYTES = 1 << 20
+DTYPES = ("float32", "float16", "bfloat16")
 SAMPLING_FIELDS = frozenset(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"))
 
 
@@ -257,6 +257,6 @@ def _heads(fields: Fields, family: Family) -> tuple[int, int, int]:
 def _dtype(fields: Fields) -> str:
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     dtype: str = fields.text(name, "float32")
-    if dtype not in NUMPY_DTYPES:
-        raise fields.error(name, f"{dtype!r} is not supported (known: {', '.join(NUMPY_DTYPES)})")
+    if dtype not in DTYPES:
+        raise fields.error(name, f"{dtype!r} is not supported (known: {', '.join(DTYPES)})")
     return dtype

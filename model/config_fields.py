@@ -10,6 +10,9 @@ from model.errors import ModelError
 
 MAX_TOKEN_ID = (1 << 31) - 1
 
+NO_WINDOW = 1 << 30
+"""Window of a layer that attends to all tokens."""
+
 REQUIRED = object()
 
 

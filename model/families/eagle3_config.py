@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from model.config import ModelConfig
-from model.config_fields import Fields
+from model.config_fields import NO_WINDOW, Fields
 from model.families.configs.family import llama_scaling
 from model.json_files import read_json_object
-from model.ops.interface import NO_WINDOW
 from model.rope_config import RopeConfig, RopeRules, read_rope
 
 LAYER = "layers.0."
@@ -113,8 +111,9 @@ class Eagle3Config:
         """Elements of the states that are normed together."""
         return self.hidden_size * (len(self.state_layers) if self.norm_before_fc else 1)
 
-    def num_bytes(self, dtype: np.dtype) -> int:
-        return dtype.itemsize * sum(int(np.prod(shape)) for shape in self.shapes().values())
+    @property
+    def num_weights(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes().values())
 
 
 def is_eagle3(raw: Mapping[str, Any]) -> bool:

@@ -21,13 +21,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from model.config_fields import NO_WINDOW as NO_WINDOW
 from model.ops.host_blocks import HostBlocks
 from model.ops.packing import TableRows
 from model.ops.weight import Array as Array
 from model.ops.weight import ExpertWeights, Weight, WeightFormat
-
-NO_WINDOW = 1 << 30
-"""Window of a layer that attends to all tokens."""
 
 MAX_EXACT_ROWS = 24
 """Most rows of `Ops.exact_rows`: holds a sequence with 16 drafts."""

@@ -18,7 +18,7 @@ from service.errors import StartupError
 from service.observability.systemd import Supervisor
 from service.observability.tracing import Tracing, open_tracing
 from service.queue.interface import GatewayQueue, QueueUnavailable, WorkerQueue
-from service.queue.redis.address import with_password
+from service.queue.redis.password import with_password
 from service.shutdown import Shutdown
 
 log = logging.getLogger("quire.cli")

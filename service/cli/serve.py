@@ -21,7 +21,7 @@ from service.errors import StartupError
 from service.observability.logs import fields
 from service.observability.systemd import Supervisor
 from service.queue.embedded.redis import EmbeddedRedis
-from service.queue.redis.connect import own_name
+from service.queue.process_name import own_name
 from service.shutdown import Shutdown
 
 log = logging.getLogger("quire.serve")

@@ -83,6 +83,8 @@ GATES = {
     "model.hub.locate": ("model.hub.download",),
     "service.observability.tracing": ("service.observability.otel",),
     "service.cli.verbs": ("service",),
+    "service.cli.processes.workers": ("service.cli.processes.hand_over",),
+    "service.gateway.core.adapter_files": ("model.weights.lora.adapter",),
     "service.offline.public": ("service.offline.api",),
 }
 """The only imports inside functions: optional or slow dependencies and the command line's verbs, loaded on demand."""
@@ -269,8 +271,15 @@ def test_a_gate_opens_for_its_own_module_only():
     assert hidden_imports([gate, backend]) == gpu_imports([gate, backend]) == []
 
 
-@pytest.mark.parametrize("program", ["import service.gateway.process", EVERY_VERB])
-def test_nothing_loads_cupy_before_it_is_asked_to(program):
-    program += f"; import sys; sys.exit(any(name.split('.')[0] in {GPU_PACKAGES} for name in sys.modules))"
+@pytest.mark.parametrize(
+    ("program", "slow"),
+    [
+        ("import service.cli.serve, service.cli.main", (*GPU_PACKAGES, "numpy", "redis")),
+        ("import service.cli.gateway, service.cli.main", (*GPU_PACKAGES, "numpy")),
+        (EVERY_VERB, GPU_PACKAGES),
+    ],
+)
+def test_a_process_does_not_load_what_it_may_never_use(program, slow):
+    program += f"; import sys; print(*{{name.split('.')[0] for name in sys.modules}} & {{*{slow}}})"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")

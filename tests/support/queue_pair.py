@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from service.queue.interface import GatewayQueue, WorkerQueue
-from service.queue.redis.connect import LEASE_S, TIMEOUT_S, join_as_worker, own_name
+from service.queue.process_name import own_name
+from service.queue.redis.connect import LEASE_S, TIMEOUT_S, join_as_worker
 from service.queue.redis.gateway import RedisGatewayQueue
 from service.queue.redis.link import open_link
 from tests.fakes.queue.gateway import MemoryGatewayQueue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from model.config_fields import Fields
+from model.config_fields import NO_WINDOW, Fields
 from model.families.configs.family import (
     NORM_AFTER,
     Family,
@@ -11,7 +11,6 @@ from model.families.configs.family import (
     no_biases,
     windows_of_types,
 )
-from model.ops.interface import NO_WINDOW
 from model.rope_config import RopeConfig
 
 

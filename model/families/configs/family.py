@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from model.config_fields import Fields
-from model.ops.interface import NO_WINDOW
+from model.config_fields import NO_WINDOW, Fields
 from model.rope_config import RopeConfig, RopeRules
 
 LAYER_TYPES = ("full_attention", "sliding_attention")

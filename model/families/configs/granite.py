@@ -5,9 +5,8 @@ Granite 4 (`granitemoehybrid`) is served where all layers have attention and an 
 
 from __future__ import annotations
 
-from model.config_fields import Fields
+from model.config_fields import NO_WINDOW, Fields
 from model.families.configs.family import ExpertsConfig, Family, LayerTensors, Multipliers, llama_biases
-from model.ops.interface import NO_WINDOW
 from model.rope_config import RopeConfig
 
 

@@ -5,9 +5,8 @@ Mistral Small 3.1, 3.2 and Ministral 3 are wrapped (`mistral3`): one of these in
 
 from __future__ import annotations
 
-from model.config_fields import Fields
+from model.config_fields import NO_WINDOW, Fields
 from model.families.configs.family import Family, layer_types, no_biases, window_of_all, windows_of_types
-from model.ops.interface import NO_WINDOW
 from model.rope_config import RopeRules
 
 WRAPPER = "mistral3"

@@ -5,7 +5,7 @@ OLMoE has experts, and norms before attention and MLP.
 
 from __future__ import annotations
 
-from model.config_fields import Fields
+from model.config_fields import NO_WINDOW, Fields
 from model.families.configs.family import (
     NORM_AFTER,
     ExpertsConfig,
@@ -15,7 +15,6 @@ from model.families.configs.family import (
     llama_scaling,
     windows_of_types,
 )
-from model.ops.interface import NO_WINDOW
 from model.rope_config import RopeConfig, RopeRules, read_rope
 
 RULES = RopeRules(default_theta=500000.0)

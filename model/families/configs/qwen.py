@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from model.config_fields import Fields
+from model.config_fields import NO_WINDOW, Fields
 from model.families.configs.family import LAYER_TYPES, Biases, Family, layer_types, windows_of_types
-from model.ops.interface import NO_WINDOW
 
 
 def _windows(fields: Fields, num_layers: int) -> tuple[int, ...]:

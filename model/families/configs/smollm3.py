@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from model.config_fields import Fields
+from model.config_fields import NO_WINDOW, Fields
 from model.families.configs.family import LAYER_TYPES, Family, layer_types, llama_biases, windows_of_types
-from model.ops.interface import NO_WINDOW
 from model.rope_config import RopeConfig, RopeRules
 
 

@@ -93,6 +93,11 @@ def product_parts(config: ModelConfig, layer: int, sharding: Sharding) -> dict[s
     return {product: list(map(part, modules)) for product, modules in _modules(config, layer).items()}
 
 
+def read_digest(directory: Path, config: ModelConfig, max_rank: int) -> str:
+    """Return the digest of an adapter whose values are finite in float32: see `read_adapter`. Raises ModelError."""
+    return read_adapter(directory, config, np.dtype(np.float32), max_rank).digest
+
+
 def read_adapter(directory: Path, config: ModelConfig, dtype: np.dtype, max_rank: int) -> LoraAdapter:
     """Read and check a folder of PEFT for the model of `config`, its values in `dtype`.
 

@@ -6,17 +6,13 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from service.cli.processes.children import ChildGroup, RestartingChild
-from service.cli.roles import open_queue
 from service.config.settings import WORKER, Settings
 from service.errors import StartupError
 from service.observability.logs import PROCESS_NAME
-from service.queue.interface import QueueUnavailable
-from service.queue.redis.connect import open_worker_queue
 
 log = logging.getLogger("quire.serve")
 
@@ -41,18 +37,11 @@ def make_workers(
 
 def _member(settings: Settings, number: int, environ: Mapping[str, str]) -> RestartingChild:
     async def on_end(_: int) -> None:
+        from service.cli.processes.hand_over import hand_over_jobs
+
         await hand_over_jobs(settings)
 
     return RestartingChild(WORKER, settings, {**environ, PROCESS_NAME: f"{WORKER}-{number}"}, on_end=on_end)
-
-
-async def hand_over_jobs(settings: Settings) -> None:
-    """Return a dead worker's jobs to the queue before its lease ends."""
-    try:
-        async with open_queue(settings, partial(open_worker_queue, lease_s=settings.lease)) as queue:
-            await queue.take_over()
-    except (StartupError, QueueUnavailable) as error:  # its successor does it
-        log.warning("the dead worker's jobs wait for its restart: %s", error)
 
 
 def devices_of_workers(

@@ -92,7 +92,7 @@ def _eagle3(settings: Settings, wanted: SpeculativeConfig, target: ModelConfig, 
     except ModelError as error:
         raise StartupError(f"--speculative-config: {error}") from None
     if ops.name != "cuda":
-        return PlannedDraftModel(folder, config, config.num_bytes(FLOAT32))
+        return PlannedDraftModel(folder, config, FLOAT32.itemsize * config.num_weights)
     row_bytes = len(config.state_layers) * config.hidden_size * ops.dtype.itemsize
     states_bytes = (settings.max_num_batched_tokens or LONGEST_STEP) * row_bytes
-    return PlannedDraftModel(folder, config, config.num_bytes(ops.dtype) + states_bytes)
+    return PlannedDraftModel(folder, config, ops.dtype.itemsize * config.num_weights + states_bytes)

@@ -6,24 +6,20 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-
 from model.config import ModelConfig
-from model.weights.lora.adapter import read_adapter
 from service.config.lora import LoraModule
 from service.config.settings import Settings
 from service.errors import StartupError
 from service.queue.records import AdapterRecord
 
-CHECKED_DTYPE = np.dtype(np.float32)
-"""Type of a gateway's check; workers check again in their own."""
-
 
 def read_record(module: LoraModule, config: ModelConfig, settings: Settings) -> AdapterRecord:
-    """Check an adapter's files. Raises ModelError."""
+    """Check an adapter's files in float32; workers check again in their own type. Raises ModelError."""
+    from model.weights.lora.adapter import read_digest  # with NumPy, which no other gateway needs
+
     path = Path(module.path).expanduser().absolute()
-    adapter = read_adapter(path, config, CHECKED_DTYPE, settings.max_lora_rank)
-    return AdapterRecord(name=module.name, path=str(path), digest=adapter.digest, created_s=time.time())
+    digest = read_digest(path, config, settings.max_lora_rank)
+    return AdapterRecord(name=module.name, path=str(path), digest=digest, created_s=time.time())
 
 
 def read_modules(config: ModelConfig, settings: Settings) -> Mapping[str, AdapterRecord]:

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Generic, TypeVar
-from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from redis.asyncio import Redis
 from redis.asyncio.connection import (
@@ -32,7 +31,6 @@ FORMS = (
 SENTINEL_PORT = 26379
 CLUSTER_PORT = 6379
 MAX_NODES = 64
-MAX_PASSWORD_BYTES = 4096
 PLAIN = {"protocol": 2, "driver_info": None, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
 """No retries: the queue knows which commands may be repeated. Redis 7.0 refuses driver_info. With a socket_timeout
 redis-py writes in a task whose cancel Python before 3.12 may lose."""
@@ -270,24 +268,3 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     if odd:
         raise StartupError(f"the Redis URL has an option that is not supported: {odd[0]}")
     return dict(options)
-
-
-def with_password(url: str, path: Path | None) -> str:
-    """Raises StartupError."""
-    if path is None:
-        return url
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_PASSWORD_BYTES + 1)
-        password = data.decode().removesuffix("\n").removesuffix("\r")
-    except OSError as error:
-        raise StartupError(f"--redis-password-file: {path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise StartupError(f"--redis-password-file: {path} is not plain text") from None
-    if not password or "\n" in password or len(data) > MAX_PASSWORD_BYTES:
-        raise StartupError(f"--redis-password-file: {path} must hold one line, the password")
-    parts = urlsplit(url)
-    user, _, host = parts.netloc.rpartition("@")
-    if ":" in user:
-        raise StartupError("--redis-password-file: the Redis URL has a password of its own")
-    return parts._replace(netloc=f"{user}:{quote(password, safe='')}@{host}").geturl()

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import os
-import secrets
-import socket
-
+from service.queue.process_name import own_name
 from service.queue.redis.gateway import RedisGatewayQueue
 from service.queue.redis.link import RedisLink, open_link
 from service.queue.redis.worker import RedisWorkerQueue, last_cancel
@@ -33,7 +30,3 @@ async def open_worker_queue(
 async def join_as_worker(link: RedisLink, name: str, lease_s: float) -> RedisWorkerQueue:
     """Return a queue with all cancels from now on. Raises QueueUnavailable."""
     return RedisWorkerQueue(link, name, await last_cancel(link), lease_s)
-
-
-def own_name() -> str:
-    return f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}"

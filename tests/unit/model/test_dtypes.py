@@ -5,7 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from model.config import DTYPES
 from model.dtypes import NUMPY_DTYPES, all_finite, narrowed, widened
+
+
+def test_configs_name_the_types_that_arrays_have():
+    assert list(NUMPY_DTYPES) == [*DTYPES]
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])

@@ -6,7 +6,7 @@ import pytest
 from redis.asyncio.connection import parse_url
 
 from service.errors import StartupError
-from service.queue.redis.address import with_password
+from service.queue.redis.password import with_password
 
 ODD = "p:a/s@s#w?o%r d+é"
 
