@@ -1,4 +1,4 @@
-"""Flags of `vllm serve` that recipes use and that are no settings here: what is already so, and what is refused."""
+"""Flags of `vllm serve` that are not settings here: accepted without effect, or refused with a reason."""
 
 from __future__ import annotations
 

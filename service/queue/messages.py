@@ -38,7 +38,7 @@ class Job:
     is_batch: bool = False
     traceparent: str | None = None
     model: str | None = None
-    cache_salt: str = ""  # prefixes are shared only with the tenant's jobs of the same
+    cache_salt: str = ""  # prefixes are shared only within tenant and salt
     adapter: JobAdapter | None = None  # None: the base model
 
 

@@ -261,7 +261,7 @@ class JobLoop:
                 self._engine.send(Cancel(job.request_id, EndReason.SHUTDOWN))
 
     def _close(self, job_id: str, last: Event | None = None) -> None:
-        """Forget the job. `last`: its last event; None if it continues elsewhere."""
+        """Drop the job. `last`: its last event; None if it continues elsewhere."""
         job = self._open.pop(job_id, None)
         self._slots.remove_job(job_id, self._loop.time())
         if job is not None and job.deadline is not None:

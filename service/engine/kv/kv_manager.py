@@ -179,7 +179,7 @@ class KVManager:
         return copies
 
     def cache_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        """Make the full blocks of this plan findable."""
+        """Make this plan's full blocks available to prefix hits."""
         tail = self._tails.get(sequence)
         if tail is not None:
             self._tails[sequence] = self._extend_tail(sequence, tail, num_tokens, may_replace=False)

@@ -39,7 +39,7 @@ NO_MATCH = Match.of([], None, 0)
 
 
 class PrefixCache:
-    """Map from contents to blocks, findable once planned: plans run in order. A copy needs a block written by an
+    """Map from contents to blocks, matched once planned: plans run in order. A copy needs a block written by an
     earlier plan."""
 
     def __init__(self, num_blocks: int, block_size: int, *, with_host: bool):

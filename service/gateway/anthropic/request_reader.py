@@ -1,4 +1,4 @@
-"""Anthropic's `/v1/messages`, read as the chat that asks for the same, with errors in its own field names."""
+"""Reads Anthropic's `/v1/messages` as the equivalent chat, with errors in its own field names."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class AcceptedRequest:
     record: RequestRecord | None = None  # to write with the first job
     client_id: str | None = None  # the client's name for the request, unique among the tenant's
     idempotency: str | None = None  # digest of the client's key or name
-    is_repeat: bool = False  # under its key: the client may have its events
+    is_repeat: bool = False  # of a key: the client may have its events
 
     def with_timeout(self, timeout_s: float) -> AcceptedRequest:
         return replace(self, timeout_s=timeout_s)

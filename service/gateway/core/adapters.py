@@ -85,7 +85,7 @@ class Adapters:
                 raise _already_loaded(name)
 
     async def unload(self, name: str) -> None:
-        """Serve `name` no longer; its requests go on. Raises RequestError: 400 for --lora-modules, 404, 503."""
+        """Stop serving `name`; its open requests continue. Raises RequestError: 400 for --lora-modules, 404, 503."""
         if name in self._model.adapters:
             raise refusal("lora_name", "is one of --lora-modules, which stay until the gateway ends")
         try:

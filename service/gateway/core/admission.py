@@ -32,7 +32,7 @@ MAX_SHOWN_IDS = 1 << 19
 
 
 class TextStage:
-    """Prompts to token ids, forms to grammars, off the event loop where they take long."""
+    """Tokenizes prompts and compiles grammars, long ones off the event loop."""
 
     def __init__(self, model: ServedModel, settings: Settings, threads: TextThreads, grammars: GrammarPool) -> None:
         self.model = model

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from service.config.settings import Settings
@@ -57,7 +58,7 @@ class RequestDispatcher:
         self._metrics = metrics
         self._tracing = tracing
         self._open: set[_Scope] = set()
-        self._grace_s = settings.resume_grace  # how long a resumable request goes on without a client
+        self._grace_s = settings.resume_grace  # how long a resumable request continues without a client
         self._limits = storage_limits(settings)
         self._keepers: set[asyncio.Task[None]] = set()
         self.background = BackgroundWrites()
@@ -70,7 +71,7 @@ class RequestDispatcher:
     async def open(self, accepted: AcceptedRequest, *, is_shared: bool = False) -> AsyncIterator[ResponseStream]:
         """Submit the jobs; leaving before their end cancels them.
 
-        Those of an `is_shared` request go on if only this gateway leaves or loses the queue. Raises RequestError: 429
+        Jobs of an `is_shared` request continue if this gateway leaves or loses the queue. Raises RequestError: 429
         or 503 for a refused job or a closing gateway, 504 past the deadline.
         """
         scope = _Scope(asyncio.timeout(accepted.timeout_s), owns_jobs=True, is_shared=is_shared)
@@ -149,7 +150,7 @@ class RequestDispatcher:
         return True
 
     def _mark_last(self, accepted: AcceptedRequest) -> None:
-        mark = lambda: self._queue.requests.mark_watched(accepted.request_id, self._grace_s)  # noqa: E731
+        mark = partial(self._queue.requests.mark_watched, accepted.request_id, self._grace_s)
         self.background.repeat(mark, "request not marked as watched", self._grace_s, request=accepted.request_id)
 
     @asynccontextmanager
@@ -202,7 +203,7 @@ class RequestDispatcher:
             except (QueueFull, StorageFull) as full:
                 job_stream.note_refused()
                 is_new = len(accepted.jobs) == len(job_streams)
-                if is_new and not scope.is_shared:  # else a gateway goes on asking for it
+                if is_new and not scope.is_shared:  # else a gateway will retry it
                     self.background.spawn(self._withdraw(accepted, number))
                 if isinstance(full, StorageFull):
                     raise storage_refusal(full) from None
@@ -262,7 +263,7 @@ class _Scope:
     timeout: asyncio.Timeout
     owns_jobs: bool  # leaving cancels them
     is_kept: bool = False  # has no client of its own
-    is_shared: bool = False  # any gateway can go on with it
+    is_shared: bool = False  # any gateway can continue it
     reason: EndReason = EndReason.DEADLINE
 
     def end(self, reason: EndReason) -> None:

@@ -127,7 +127,7 @@ class GenerationRequest:
     usage_in_chunks: bool = False
     timeout_s: float | None = None
     client_id: str = ""  # the client's name for it
-    cache_salt: str = ""  # prefixes are shared only with requests of the same
+    cache_salt: str = ""  # prefixes are shared only within a salt
     priority: int = 0  # within the tenant; lower runs first
     is_batch: bool = False  # runs only while no other request waits
     resumable: bool = False  # outlives its client by `resume_grace` seconds

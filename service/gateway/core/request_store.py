@@ -58,8 +58,8 @@ class RequestStore:
         self._read_outline = read_outline
 
     async def accept(self, request: GenerationRequest, tenant: str, idempotency_key: str | None) -> AcceptedRequest:
-        """Admit a request that can be found again: with a key or a client's id from now on, else once submitted.
-        Without jobs if an earlier request had the key.
+        """Admit a request that any gateway can find: at once with a key or a client's id, else once submitted. It has
+        no jobs if an earlier request had the key.
 
         Raises RequestError like `admit`; 409 for a key with another body.
         """
@@ -101,7 +101,7 @@ class RequestStore:
         try:
             holder = await self._queue.requests.put_request(record_of(named), digest, limits)
         except StorageFull:
-            return named  # it cannot be found again, as without an id
+            return named  # it cannot be found by its id
         except QueueUnavailable:
             raise unavailable() from None
         if holder != accepted.request_id:
@@ -114,7 +114,7 @@ class RequestStore:
             if holder == accepted.request_id:
                 return None
             record = await stored(self._queue.requests.get_request(holder))
-            if record is not None:  # else it was refused and forgotten in between
+            if record is not None:  # else it was refused and dropped meanwhile
                 return record
 
     async def forget(self, request_id: str, tenant: str, idempotency_key: str) -> None:
@@ -144,7 +144,8 @@ class RequestStore:
         return None if record is None or record.tenant != tenant else record
 
     async def state(self, accepted: AcceptedRequest, *, was_accepted: bool = False) -> RequestState:
-        """`was_accepted`: just now, so it counts as queued if the queue is away. Else raises RequestError (503)."""
+        """`was_accepted`: it was just accepted, and counts as queued while the queue is away. Else raises RequestError
+        (503)."""
         try:
             events = await self._queue.last_events(accepted.job_ids)
             position = None if any(events) else await self._queue.queue_position(accepted.request_id)

@@ -168,8 +168,8 @@ class ServedModel:
         return self._checked(self._encode_conversation(prompt), "messages")
 
     def _end_of(self, texts: Sequence[str]) -> str:
-        """Return the joined texts, or of a long one an end with more tokens than a prompt may have. Encodes in chunks:
-        a whole text takes 200 bytes per byte, and 1 to 2 s per MB."""
+        """Return the joined texts; of a long text only its end, with more tokens than a prompt may have. Encodes in
+        chunks: a whole text takes 200 bytes per byte, and 1 to 2 s per MB."""
         if sum(map(len, texts)) <= LONG_TEXT_CHARS:
             return "".join(texts)
         end: list[str] = []

@@ -136,11 +136,8 @@ def make_middleware(
             except Exception as error:
                 response = error_response(incident(error, route), http)
             response = _first_response(http, response)
-            request_id = http.get(ACCEPTED) or client_id(http)
-            if request_id is not None and not response.prepared:
-                response.headers.setdefault(REQUEST_ID, request_id)
-                if http.path.startswith(MESSAGES):
-                    response.headers[ANTHROPIC_REQUEST_ID] = response.headers[REQUEST_ID]
+            if not response.prepared:
+                _add_request_id(http, response)
             metrics.count_response(route, response.status)
             answered(response.status)
             await _send(http, response, write_timeout_s)
@@ -184,6 +181,15 @@ def _first_response(http: web.Request, response: web.StreamResponse) -> web.Stre
         if http.transport is not None:
             http.transport.abort()
     return begun
+
+
+def _add_request_id(http: web.Request, response: web.StreamResponse) -> None:
+    request_id = http.get(ACCEPTED) or client_id(http)
+    if request_id is None:
+        return
+    response.headers.setdefault(REQUEST_ID, request_id)
+    if http.path.startswith(MESSAGES):
+        response.headers[ANTHROPIC_REQUEST_ID] = response.headers[REQUEST_ID]
 
 
 async def _send(http: web.BaseRequest, response: web.StreamResponse, timeout_s: float) -> None:

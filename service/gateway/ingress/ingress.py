@@ -91,7 +91,7 @@ class QueueIngress:
             task.add_done_callback(self._open.pop)
 
     def stop(self) -> None:
-        """Take no more entries. Open ones end, or stay for the next gateway."""
+        """Fetch no more entries. Open ones end, or are left to the next gateway."""
         self._stopping = True
 
     async def _serve(self, entry: IngressEntry) -> None:

@@ -92,7 +92,7 @@ async def stream(http: web.Request, generation: Generation, opened: OpenStream, 
     sse = _sse_of(http, generation.accepted, generation.service.settings, after)
     if http.method == "HEAD":
         return sse.response
-    with suppress(ClientGone):  # its job is cancelled, or goes on without it
+    with suppress(ClientGone):  # its job is cancelled, or continues without it
         await generation.send(sse, opened)
     return sse.response
 

@@ -1,4 +1,4 @@
-"""A body of `/v1/responses`, read as the chat that asks for the same, with errors in its own field names."""
+"""Reads a body of `/v1/responses` as the equivalent chat, with errors in its own field names."""
 
 from __future__ import annotations
 
