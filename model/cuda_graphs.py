@@ -23,13 +23,13 @@ from model.ops.interface import MAX_EXACT_ROWS, Array
 from model.ops.packing import Packing, TableRows
 from model.step_inputs import NO_PENDING_ROW, ForwardInputs
 
-ROWS_BESIDE = tuple(range(64, 513, 64))
+CHUNK_ROWS = tuple(range(64, 513, 64))
 """Captured rows for chunks in addition to decodes; larger steps hide their launches."""
 
-ROWS_BESIDE_FEW = (16, 48, *ROWS_BESIDE)
-"""Captured rows besides the fewest decodes: the uncached tail of a prompt waits for this step."""
+CHUNK_ROWS_WITH_FEW = (16, 48, *CHUNK_ROWS)
+"""Captured rows for chunks in addition to the fewest decodes: the uncached tail of a prompt waits for this step."""
 
-ROWS_ALONE = (32, 48, 64, 128)
+CHUNK_ROWS_ALONE = (32, 48, 64, 128)
 """Captured sizes of chunks without decodes: one launch less a layer."""
 
 DRAFTED_ROWS = (*range(2, 10), 12, 16, 17, MAX_EXACT_ROWS)
@@ -80,7 +80,7 @@ class StepGraphs:
         self._columns = _Buffers(*packing.views(self._host, padding))
         self._num_tokens = len(padding[0])  # tokens in the columns, before padding
         self._decodes_only = decode_sizes(max_rows)
-        self._decodes_beside_chunks = _decodes_beside_chunks(max_rows)
+        self._decodes_with_chunks = _decodes_with_chunks(max_rows)
         self._adapters: StaticAdapterRows | None = None
         most_drafted = min(max_rows, MAX_EXACT_ROWS) if verifies_drafts else 0
         self._drafted = sorted({size for size in (*DRAFTED_ROWS, most_drafted) if 1 < size <= most_drafted})
@@ -188,11 +188,11 @@ class StepGraphs:
         All, unless a smaller size computes MIN_GAIN times the rows/s: one row beyond a wave of tiles can cost a third
         of a step.
         """
-        decodes = _at_least(self._decodes_beside_chunks, num_decodes)
+        decodes = _at_least(self._decodes_with_chunks, num_decodes)
         room = decodes - num_decodes
-        if num_tokens - room > ROWS_BESIDE[-1]:
+        if num_tokens - room > CHUNK_ROWS[-1]:
             return num_tokens
-        sizes = self._rows_beside(decodes)
+        sizes = self._chunk_rows(decodes)
         all_of_them = _at_least(sizes, num_tokens - room)
         best, best_rate = num_tokens, MIN_GAIN * (num_decodes + num_tokens) / self._seconds[decodes, all_of_them]
         for more in sizes:
@@ -241,8 +241,8 @@ class StepGraphs:
         places = np.append(rows, decodes + np.arange(len(inputs.chunk_lens))).astype(np.int32)
         return TableRows(inputs.block_tables(rows, self._block_size), places, self._block_tables)
 
-    def _rows_beside(self, decodes: int) -> Sequence[int]:
-        return ROWS_BESIDE_FEW if decodes == self._decodes_beside_chunks[0] else ROWS_BESIDE
+    def _chunk_rows(self, decodes: int) -> Sequence[int]:
+        return CHUNK_ROWS_WITH_FEW if decodes == self._decodes_with_chunks[0] else CHUNK_ROWS
 
     def _sizes(self) -> list[tuple[int, int]]:
         """Return all sizes, the largest first."""
@@ -250,8 +250,8 @@ class StepGraphs:
         return sorted(sizes, key=sum, reverse=True)
 
     def _sizes_with_chunks(self) -> list[tuple[int, int]]:
-        beside = [(decodes, more) for decodes in self._decodes_beside_chunks for more in self._rows_beside(decodes)]
-        return [(0, more) for more in ROWS_ALONE] + beside
+        mixed = [(decodes, more) for decodes in self._decodes_with_chunks for more in self._chunk_rows(decodes)]
+        return [(0, more) for more in CHUNK_ROWS_ALONE] + mixed
 
     def _measured(self, sizes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
         """Time sizes on padding, once for equal totals of rows: they differ by less than 2 % (the head's product)."""
@@ -270,18 +270,22 @@ class StepGraphs:
         if num_chunks == 0 and num_logits == num_decodes:
             sizes = self._decodes_with_drafts if inputs.num_draft_rows else self._decodes_only
             return _at_least(sizes, num_decodes), 0
-        if num_decodes == 0 and max(num_chunks, num_logits) <= MAX_CHUNKS and len(inputs.token_ids) <= ROWS_ALONE[-1]:
-            return 0, _at_least(ROWS_ALONE, len(inputs.token_ids))
-        decodes = _at_least(self._decodes_beside_chunks, num_decodes)
+        if (
+            num_decodes == 0
+            and max(num_chunks, num_logits) <= MAX_CHUNKS
+            and len(inputs.token_ids) <= CHUNK_ROWS_ALONE[-1]
+        ):
+            return 0, _at_least(CHUNK_ROWS_ALONE, len(inputs.token_ids))
+        decodes = _at_least(self._decodes_with_chunks, num_decodes)
         num_more = len(inputs.token_ids) - decodes
-        if num_chunks > MAX_CHUNKS or num_more > ROWS_BESIDE[-1] or num_logits > decodes + MAX_CHUNKS:
+        if num_chunks > MAX_CHUNKS or num_more > CHUNK_ROWS[-1] or num_logits > decodes + MAX_CHUNKS:
             return None
-        return decodes, _at_least(self._rows_beside(decodes), num_more)
+        return decodes, _at_least(self._chunk_rows(decodes), num_more)
 
     def num_rows(self) -> tuple[list[int], list[int]]:
-        beside = self._decodes_beside_chunks
+        mixed = self._decodes_with_chunks
         in_layers = {sum(size) for size in self._sizes_with_chunks()}
-        in_head = {decodes + MAX_CHUNKS for decodes in (0, *beside)}
+        in_head = {decodes + MAX_CHUNKS for decodes in (0, *mixed)}
         return sorted(in_layers.union(self._decodes_only)), sorted(in_head.union(self._decodes_only))
 
     def _run(self, model: Llama, batch: Batch, kv: Array) -> None:
@@ -316,7 +320,7 @@ class StepGraphs:
 
     def _padding(self) -> list[np.ndarray]:
         """Return padding in the order of _Buffers. A slot outside the cache is not written."""
-        num_tokens, num_sequences = self._max_rows + ROWS_BESIDE[-1], self._max_rows + MAX_CHUNKS
+        num_tokens, num_sequences = self._max_rows + CHUNK_ROWS[-1], self._max_rows + MAX_CHUNKS
         return [
             np.zeros(num_tokens, np.int32),
             np.full(num_tokens, NO_PENDING_ROW, np.int32),
@@ -357,7 +361,7 @@ def decode_sizes(max_rows: int) -> list[int]:
     return [*sizes, max_rows]
 
 
-def _decodes_beside_chunks(max_rows: int) -> list[int]:
+def _decodes_with_chunks(max_rows: int) -> list[int]:
     return [size for size in (16, 64, *range(128, max_rows, 128)) if size < max_rows] + [max_rows]
 
 

@@ -22,7 +22,7 @@ RECORD = np.dtype(
         ("min_p", np.float32),
         ("branch", np.uint32),
         ("num_logprobs", np.int32),  # 0: none, else alternatives + 1
-        ("is_shaped", np.int32),  # 1: has penalties, biases or a minimum length
+        ("has_logit_processors", np.int32),  # 1: has penalties, biases or a minimum length
     ]
 )
 """Constant sampling parameters of a sequence."""
@@ -30,22 +30,22 @@ RECORD = np.dtype(
 NO_TOP_K = np.iinfo(np.int32).max
 
 
-def sampling_record(wish: SamplingParams, branch: int, num_alternatives: int | None) -> bytes:
+def sampling_record(params: SamplingParams, branch: int, num_alternatives: int | None) -> bytes:
     """Return a RECORD, packed once so that a step only joins its rows' records.
 
     `num_alternatives` is the number of log-probabilities in addition to the chosen token's; None: no log-probabilities.
     A beam needs its best tokens alone: its row is greedy.
     """
     num_logprobs = 0 if num_alternatives is None else num_alternatives + 1
-    draw = (wish.seed, 0.0, NO_TOP_K, 1.0, 0.0)
-    if wish.beam is None:
-        top_k = NO_TOP_K if wish.top_k is None else min(wish.top_k, NO_TOP_K)
-        draw = (wish.seed, wish.temperature, top_k, wish.top_p, wish.min_p)
-    return np.array([(*draw, branch, num_logprobs, is_shaped(wish))], RECORD).tobytes()
+    distribution = (params.seed, 0.0, NO_TOP_K, 1.0, 0.0)
+    if params.beam is None:
+        top_k = NO_TOP_K if params.top_k is None else min(params.top_k, NO_TOP_K)
+        distribution = (params.seed, params.temperature, top_k, params.top_p, params.min_p)
+    return np.array([(*distribution, branch, num_logprobs, has_logit_processors(params))], RECORD).tobytes()
 
 
-def is_shaped(wish: SamplingParams) -> bool:
-    return wish.has_penalties or bool(wish.logit_bias) or wish.min_tokens > 0
+def has_logit_processors(params: SamplingParams) -> bool:
+    return params.has_penalties or bool(params.logit_bias) or params.min_tokens > 0
 
 
 class SeenTokens:
@@ -87,7 +87,7 @@ class SampledRows:
 
     records: list[bytes]
     positions: np.ndarray  # uint32[R]
-    # The next three may be empty if no record is shaped:
+    # The next three may be empty if no record has logit processors:
     sampling: list[SamplingParams]
     seen: list[SeenTokens | None]  # None: no penalties
     num_prompt_tokens: list[int]
@@ -113,9 +113,9 @@ def sampling_arrays(
         rows.positions,
         records["branch"],
     ]
-    any_shaped = bool(records["is_shaped"].any())
-    penalties = _penalties(rows) if any_shaped else []
-    bias = _bias(rows, eos_token_ids) if any_shaped else []
+    processes_logits = bool(records["has_logit_processors"].any())
+    penalties = _penalties(rows) if processes_logits else []
+    bias = _bias(rows, eos_token_ids) if processes_logits else []
     mask = [] if rows.mask is None else [rows.mask.rows, rows.mask.words]
     parts = (columns, penalties, bias, mask)
     sent = iter(upload_all([array for part in parts for array in part]))
@@ -151,7 +151,9 @@ def _penalties(rows: SampledRows) -> list[np.ndarray]:
         return []
     for seen in penalised:
         seen.catch_up()
-    factors = [(wish.repetition_penalty, wish.presence_penalty, wish.frequency_penalty) for wish in rows.sampling]
+    factors = [
+        (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) for params in rows.sampling
+    ]
     return [
         *np.array(factors, np.float32).T,
         _indptr([() if seen is None else seen.token_ids for seen in rows.seen]),
@@ -163,8 +165,8 @@ def _penalties(rows: SampledRows) -> list[np.ndarray]:
 def _bias(rows: SampledRows, eos_token_ids: frozenset[int]) -> list[np.ndarray]:
     num_outputs = rows.positions.astype(np.int64) - np.array(rows.num_prompt_tokens)
     biases = [
-        _row_bias(wish, num_output, eos_token_ids, _allowed(rows.mask, row))
-        for row, (wish, num_output) in enumerate(zip(rows.sampling, num_outputs.tolist(), strict=True))
+        _row_bias(params, num_output, eos_token_ids, _allowed(rows.mask, row))
+        for row, (params, num_output) in enumerate(zip(rows.sampling, num_outputs.tolist(), strict=True))
     ]
     if not any(biases):
         return []
@@ -180,16 +182,16 @@ def _allowed(mask: TokenMask | None, row: int) -> np.ndarray | None:
 
 
 def _row_bias(
-    wish: SamplingParams, num_output: int, eos_token_ids: frozenset[int], allowed: np.ndarray | None
+    params: SamplingParams, num_output: int, eos_token_ids: frozenset[int], allowed: np.ndarray | None
 ) -> list[tuple[int, float]]:
     """Return a row's biases; tokens that end a response are forbidden within min_tokens, unless a grammar allows
     nothing else."""
-    if num_output >= wish.min_tokens:
-        return list(wish.logit_bias)
-    forbidden = set(wish.stop_token_ids) | (frozenset() if wish.ignore_eos else eos_token_ids)
+    if num_output >= params.min_tokens:
+        return list(params.logit_bias)
+    forbidden = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
     if allowed is not None and not _without(allowed, forbidden).any():
-        return list(wish.logit_bias)
-    return [pair for pair in wish.logit_bias if pair[0] not in forbidden] + [(i, -np.inf) for i in sorted(forbidden)]
+        return list(params.logit_bias)
+    return [pair for pair in params.logit_bias if pair[0] not in forbidden] + [(i, -np.inf) for i in sorted(forbidden)]
 
 
 def _without(words: np.ndarray, token_ids: Iterable[int]) -> np.ndarray:

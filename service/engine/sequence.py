@@ -3,7 +3,7 @@ from __future__ import annotations
 from array import array
 from enum import Enum, auto
 
-from model.sampler import SeenTokens, is_shaped, sampling_record
+from model.sampler import SeenTokens, has_logit_processors, sampling_record
 from model.sampling_params import SamplingParams
 from model.text.grammar_matcher import Matcher
 from model.text.token_rules import RulesMatcher
@@ -47,7 +47,7 @@ class Sequence:
         self.cannot_run_ahead = params.beam is not None
         """A beam's next step needs the last ids."""
         self.needs_previous_tokens = params.has_penalties or params.is_masked
-        self.has_logit_processors = is_shaped(params)
+        self.has_logit_processors = has_logit_processors(params)
         self.has_adjusted_logprobs = params.beam is not None and (self.has_logit_processors or params.is_masked)
         """Adjustments apply to log-probabilities, not logits."""
         self.emits_only_tokens = params.beam is None and not params.is_masked and num_alternatives is None

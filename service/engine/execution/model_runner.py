@@ -14,7 +14,7 @@ import numpy as np
 
 from model.adapter_slots import AdapterSlots, BatchAdapters, group_rows
 from model.batch import Batch, StateRows
-from model.cuda_graphs import ROWS_BESIDE, StepGraphs
+from model.cuda_graphs import CHUNK_ROWS, StepGraphs
 from model.families.llama import Llama
 from model.ops.host_blocks import HostBlocks, Transfer
 from model.ops.interface import (
@@ -86,7 +86,7 @@ class ModelRunner:
 
     @property
     def max_captured_rows(self) -> int:
-        return self._max_rows + ROWS_BESIDE[-1]
+        return self._max_rows + CHUNK_ROWS[-1]
 
     @property
     def first_late_row(self) -> int:

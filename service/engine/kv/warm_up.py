@@ -8,7 +8,7 @@ import numpy as np
 
 from model.adapter_slots import AdapterSlots, BatchAdapters, adapter_rows
 from model.batch import Batch
-from model.cuda_graphs import ROWS_BESIDE, StepGraphs
+from model.cuda_graphs import CHUNK_ROWS, StepGraphs
 from model.families.llama import Llama
 from model.kv_cache import allocate
 from model.ops.interface import Ops, SamplingArrays, TokenMask
@@ -93,7 +93,7 @@ def warm_up_products(model: Llama, sizes: WarmUpSizes) -> None:
     ops, max_model_len = model.ops, sizes.max_model_len
     kv, first_layer = allocate(ops, model.config, 1, sizes.block_size), model.first_layer()
     for size in ops.linear_sizes(sizes.num_tokens):
-        if size > ROWS_BESIDE[-1]:
+        if size > CHUNK_ROWS[-1]:
             count = min(size, sizes.num_tokens)
             lengths = np.diff([*range(0, count, max_model_len), count])[::-1]  # shortest first
             with ops.scratch():

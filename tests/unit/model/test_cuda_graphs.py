@@ -13,7 +13,7 @@ from model import cuda_graphs
 from model.adapter_slots import NO_SLOT, AdapterSlots, BatchAdapters, adapter_rows
 from model.batch import Batch
 from model.config import ModelConfig
-from model.cuda_graphs import MAX_CHUNKS, ROWS_ALONE, ROWS_BESIDE, ROWS_BESIDE_FEW, StepGraphs, decode_sizes
+from model.cuda_graphs import CHUNK_ROWS, CHUNK_ROWS_ALONE, CHUNK_ROWS_WITH_FEW, MAX_CHUNKS, StepGraphs, decode_sizes
 from model.families.llama import Llama
 from model.kv_cache import block_shape
 from model.ops.collectives import NumpyCollectives
@@ -94,7 +94,7 @@ def test_logits_are_those_of_each_sequence_by_itself(model, kv, graphs, chunks):
 
 
 def test_captured_steps_of_a_group_have_its_parts_of_the_logits(model, kv, graphs, monkeypatch):
-    for name in ("ROWS_BESIDE", "ROWS_BESIDE_FEW", "ROWS_ALONE"):
+    for name in ("CHUNK_ROWS", "CHUNK_ROWS_WITH_FEW", "CHUNK_ROWS_ALONE"):
         monkeypatch.setattr(cuda_graphs, name, (8,))
     ops = GroupOps([QuietOps(np.dtype(np.float32)) for _ in range(2)], NumpyCollectives())
     divided = load_model(DEMO, model.config, ops, MAX_BLOCKS * BLOCK_SIZE)
@@ -123,7 +123,7 @@ def test_tokens_that_the_step_before_sampled_come_from_its_row(model, graphs):
 
 
 def test_few_rows_with_drafts_have_captures_of_their_own(model, kv, monkeypatch):
-    for name in ("ROWS_BESIDE", "ROWS_BESIDE_FEW", "ROWS_ALONE"):
+    for name in ("CHUNK_ROWS", "CHUNK_ROWS_WITH_FEW", "CHUNK_ROWS_ALONE"):
         monkeypatch.setattr(cuda_graphs, name, (8,))
 
     class ExactOps(QuietOps):
@@ -163,7 +163,7 @@ def test_what_fits_no_size_is_left_to_the_caller(model, graphs):
     too_many = replace(chunk, chunk_lens=np.repeat(chunk.chunk_lens, MAX_CHUNKS + 1))
     assert graphs.forward(too_many) is None
     many_drafts = step(model, [(0, 50)])
-    assert graphs._size_of(many_drafts) == (0, ROWS_ALONE[2])
+    assert graphs._size_of(many_drafts) == (0, CHUNK_ROWS_ALONE[2])
     assert graphs._size_of(replace(many_drafts, logit_rows=np.arange(40))) == (MAX_ROWS, 48)
     assert graphs._size_of(replace(many_drafts, logit_rows=np.arange(MAX_ROWS + MAX_CHUNKS + 1))) is None
 
@@ -171,13 +171,13 @@ def test_what_fits_no_size_is_left_to_the_caller(model, graphs):
 def test_every_size_beside_chunks_has_a_time_which_sizes_of_as_many_rows_share(model, kv):
     graphs = StepGraphs(model, np.arange(80, dtype=np.int32), 80, MAX_BLOCKS)
     graphs.capture(kv)
-    beside = {0: ROWS_ALONE, 16: ROWS_BESIDE_FEW, 64: ROWS_BESIDE, 80: ROWS_BESIDE}
+    beside = {0: CHUNK_ROWS_ALONE, 16: CHUNK_ROWS_WITH_FEW, 64: CHUNK_ROWS, 80: CHUNK_ROWS}
     assert set(graphs._seconds) == {(decodes, more) for decodes, rows in beside.items() for more in rows}
     assert graphs._seconds[16, 128] == graphs._seconds[80, 64] != graphs._seconds[16, 64]
 
 
 def test_tokens_are_left_for_the_next_step_where_a_smaller_size_is_clearly_quicker(graphs, monkeypatch):
-    seconds = {(MAX_ROWS, more): 1.0 if more <= 128 else 2.0 + more / 1000 for more in ROWS_BESIDE_FEW}
+    seconds = {(MAX_ROWS, more): 1.0 if more <= 128 else 2.0 + more / 1000 for more in CHUNK_ROWS_WITH_FEW}
     monkeypatch.setattr(graphs, "_seconds", seconds)
     assert graphs.fit(10, 128 + 2 + 30) == 128 + 2
     assert graphs.fit(10, 128 + 2) == 128 + 2
@@ -188,7 +188,7 @@ def test_tokens_are_left_for_the_next_step_where_a_smaller_size_is_clearly_quick
 
 
 def test_the_last_words_of_a_prompt_find_a_step_of_their_size(model, graphs):
-    decodes = graphs._decodes_beside_chunks[0]
+    decodes = graphs._decodes_with_chunks[0]
     for num_tokens, more in ((2, 16), (decodes + 15, 16), (decodes + 16, 48), (decodes + 48, 64)):
         assert graphs._size_of(step(model, [(9, 1), (0, num_tokens)])) == (decodes, more)
     for num_tokens, rows in ((2, 32), (33, 48), (64, 64), (128, 128)):

@@ -68,8 +68,8 @@ def test_prefixes_swap_branches_and_grammars(one_rank):
 
 
 def test_captured_steps_that_run_ahead_as_on_gpus(one_rank, monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "ROWS_ALONE", (32, 64))
-    for name in ("ROWS_BESIDE", "ROWS_BESIDE_FEW"):
+    monkeypatch.setattr(cuda_graphs, "CHUNK_ROWS_ALONE", (32, 64))
+    for name in ("CHUNK_ROWS", "CHUNK_ROWS_WITH_FEW"):
         monkeypatch.setattr(cuda_graphs, name, (16, 64))
     group = group_of(2)
     group.name = "cuda"

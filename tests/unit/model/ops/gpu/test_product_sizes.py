@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from model.cuda_graphs import MAX_CHUNKS, ROWS_ALONE, ROWS_BESIDE, ROWS_BESIDE_FEW, decode_sizes
+from model.cuda_graphs import CHUNK_ROWS, CHUNK_ROWS_ALONE, CHUNK_ROWS_WITH_FEW, MAX_CHUNKS, decode_sizes
 from model.ops.gpu.product_sizes import all_planned_rows, planned_rows
 
 
@@ -15,9 +15,9 @@ def test_no_number_takes_the_algorithms_of_fewer_rows_or_of_many_more():
 
 def test_captured_steps_are_planned_by_themselves():
     beside = (16, 64, 128, 256, 384, 512)
-    captured = {*decode_sizes(512), *ROWS_ALONE, MAX_CHUNKS, *(decodes + MAX_CHUNKS for decodes in beside)}
-    captured |= {decodes + more for decodes in beside for more in ROWS_BESIDE}
-    captured |= {beside[0] + more for more in ROWS_BESIDE_FEW}
+    captured = {*decode_sizes(512), *CHUNK_ROWS_ALONE, MAX_CHUNKS, *(decodes + MAX_CHUNKS for decodes in beside)}
+    captured |= {decodes + more for decodes in beside for more in CHUNK_ROWS}
+    captured |= {beside[0] + more for more in CHUNK_ROWS_WITH_FEW}
     assert {size for size in captured if planned_rows(size) != size} == {12}  # our own kernel's
 
 

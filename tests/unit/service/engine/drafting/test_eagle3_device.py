@@ -50,7 +50,7 @@ def plain():
 @pytest.fixture(scope="module")
 def ahead():
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("ROWS_BESIDE", "ROWS_BESIDE_FEW", "ROWS_ALONE"):
+        for name in ("CHUNK_ROWS", "CHUNK_ROWS_WITH_FEW", "CHUNK_ROWS_ALONE"):
             patch.setattr(cuda_graphs, name, (64,))
         engines = DemoEngines(AheadOps(FLOAT32))
         model = engines.model
@@ -95,7 +95,7 @@ def test_nothing_is_drafted_after_a_step_that_was_not_asked(ahead):
 def test_a_built_engine_drafts(monkeypatch):
     """Its cache has a layer more, which copies and swaps move too."""
     monkeypatch.setattr(build, "open_devices", lambda settings, config: AheadOps(np.dtype(np.float32)))
-    for name in ("ROWS_BESIDE", "ROWS_BESIDE_FEW", "ROWS_ALONE"):
+    for name in ("CHUNK_ROWS", "CHUNK_ROWS_WITH_FEW", "CHUNK_ROWS_ALONE"):
         monkeypatch.setattr(cuda_graphs, name, (64,))
     settings = Settings(
         model=DEMO, num_gpu_blocks=64, max_model_len=128, max_num_seqs=2, max_num_batched_tokens=64,

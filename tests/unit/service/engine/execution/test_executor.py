@@ -61,7 +61,7 @@ def test_together_as_alone(engines, alone, budget):
 
 def test_drafts_are_rows_of_captured_decodes(alone, monkeypatch):
     """Right ones, wrong ones, and prompts' chunks in the same steps."""
-    for name in ("ROWS_BESIDE", "ROWS_BESIDE_FEW", "ROWS_ALONE"):
+    for name in ("CHUNK_ROWS", "CHUNK_ROWS_WITH_FEW", "CHUNK_ROWS_ALONE"):
         monkeypatch.setattr(cuda_graphs, name, (64,))
 
     class CountingOps(AheadOps):
