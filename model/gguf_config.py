@@ -53,10 +53,10 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
     metadata, architecture = header.metadata, _name(header)
     if ARCHITECTURES[architecture].needs_config:
         raise ModelError(
-            f"{header.path}: general.architecture: {architecture!r} needs the original config.json beside it"
+            f"{header.path}: general.architecture: {architecture!r} needs the original config.json next to it"
         )
     if metadata.get(f"{architecture}.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in header.tensors:
-        raise ModelError(f"{header.path}: scales its rotary frequencies: put the original config.json beside it")
+        raise ModelError(f"{header.path}: scales its rotary frequencies: put the original config.json next to it")
     raw = {field: metadata.get(f"{architecture}.{name}") for field, name in (FIELDS | EXPERT_FIELDS).items()}
     embedding = header.tensors.get("token_embd.weight")
     has_llama_experts = architecture == "llama" and raw["num_local_experts"]

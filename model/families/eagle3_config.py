@@ -53,7 +53,7 @@ class Eagle3Config:
         hidden_size, num_heads, num_kv_heads, head_dim = _sizes(fields, layer, target)
         norm_before_fc, fc_norm = fields.boolean("norm_before_fc", False), fields.boolean("fc_norm", False)
         if norm_before_fc and fc_norm:
-            raise fields.error("fc_norm", "not supported beside norm_before_fc")
+            raise fields.error("fc_norm", "not supported with norm_before_fc")
         return cls(
             state_layers=_state_layers(fields, target.num_layers),
             state_scale=target.multipliers.residual,

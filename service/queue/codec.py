@@ -263,7 +263,7 @@ def unpack_each(batch: bytes, limits: Limits) -> Iterator[Any]:
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         raise WireError(f"not msgpack within the limits: {_cause(error)}") from error
     if unpacker.tell() < len(batch):
-        raise WireError("bytes behind the list")
+        raise WireError("bytes after the list")
 
 
 class _Guard:

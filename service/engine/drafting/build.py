@@ -101,7 +101,7 @@ def check_experts(draft: ModelConfig, model: ModelConfig, ops: Ops) -> None:
     of two streams could each hold some SMs."""
     if ops.name == "cuda" and ops.num_ranks == 1 and draft.experts is not None and model.experts is not None:
         raise StartupError(
-            "--speculative-config: model with experts beside another on one GPU is not supported (dense)"
+            "--speculative-config: two models with experts on one GPU are not supported (a dense draft model)"
         )
 
 

@@ -51,7 +51,7 @@ def plan_memory(
     held_len = num_blocks * settings.block_size
     free_bytes, total_bytes = ops.memory_bytes()
     each = "" if ops.num_ranks == 1 else " on each rank"
-    left = f"{_gib(free_bytes - reserved_bytes)} of {_gib(total_bytes)} are left beside the weights{each}"
+    left = f"{_gib(free_bytes - reserved_bytes)} of {_gib(total_bytes)} are left after the weights{each}"
     if num_blocks < 1:
         more = "free some, raise --gpu-memory-utilization" if ops.name == "cuda" else "free some"
         raise StartupError(f"no memory is left for the KV cache: {left}; {more} or take a smaller model")

@@ -63,7 +63,7 @@ def test_other_configs_are_no_heads():
         (speculators(speculators_model_type="dflash"), r"speculators_model_type: 'dflash' is not supported .eagle3."),
         (speculators(transformer_layer_config=None), "not an EAGLE-3 head"),
         (json.loads((DEMO / "config.json").read_text()), "not an EAGLE-3 head"),
-        (speculators(norm_before_fc=True, fc_norm=True), "fc_norm: not supported beside norm_before_fc"),
+        (speculators(norm_before_fc=True, fc_norm=True), "fc_norm: not supported with norm_before_fc"),
         (speculators({"hidden_size": 128}), "hidden_size: 128 is not the model's .256."),
         (speculators(target_hidden_size=128), "target_hidden_size: 128 is not the model's"),
         (eagles(vocab_size=128256), "vocab_size: 128256 is not the model's .4096."),

@@ -145,7 +145,7 @@ def test_experts_without_a_config(tmp_path: Path, golden: str, architecture: str
 @pytest.mark.parametrize("architecture", [name for name, each in ARCHITECTURES.items() if each.needs_config])
 def test_metadata_that_do_not_suffice_ask_for_the_config(tmp_path: Path, architecture: str):
     write(tmp_path, "llama3_gqa_bf16", architecture)
-    with pytest.raises(ModelError, match=f"architecture: '{architecture}' needs the original config.json beside it"):
+    with pytest.raises(ModelError, match=f"architecture: '{architecture}' needs the original config.json next to it"):
         ModelConfig.read(tmp_path)
 
 

@@ -43,7 +43,7 @@ def test_two_models_with_experts_do_not_share_a_gpu():
         name = "cuda"
 
     dense, routed, group = PRESETS["llama-3.1-8b"], PRESETS["qwen3-30b-a3b"], Gpu()
-    with pytest.raises(StartupError, match=r"^--speculative-config: model with experts beside another on one GPU"):
+    with pytest.raises(StartupError, match=r"^--speculative-config: two models with experts on one GPU"):
         check_experts(routed, routed, Gpu())
     group.num_ranks = 2
     for draft, model, ops in ((dense, routed, Gpu()), (routed, dense, Gpu()), (routed, routed, group)):
