@@ -1,11 +1,13 @@
-"""Reads and checks the header of a GGUF file: metadata and tensor locations."""
+"""Reads and checks the header of a GGUF file, whole or split in parts: metadata and tensor locations."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,42 +21,72 @@ MAX_ENTRIES = 1 << 17
 MAX_KEPT_ELEMENTS = 1024
 """Longer arrays, such as a vocabulary, are replaced by their length."""
 
+MAX_PARTS = 1000
 MAX_DIMENSIONS = 4
 MAX_DIMENSION = 1 << 40
 STRING, ARRAY = 8, 9
+_PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor of type `kind`, rows [N, K] or [K], at byte `offset` of the file."""
+    """A tensor of type `kind`, rows [N, K] or [K], at byte `offset` of a file of `file_bytes`."""
 
     name: str
     kind: int
     shape: tuple[int, ...]
     offset: int
+    path: Path
+    file_bytes: int
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """Metadata and tensors of a file; long arrays are replaced by their length."""
+    """Metadata of a file, or of the first part, and tensors; long arrays are replaced by their length."""
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
-    num_bytes: int  # of the file
 
 
 def find_gguf(directory: Path) -> Path | None:
-    """Return a folder's .gguf file or None. Raises ModelError for several."""
+    """Return a folder's .gguf file, the first of parts, or None. Raises ModelError for several files."""
     found = sorted(path for path in directory.glob("*.gguf"))
-    if len(found) > 1:
-        raise ModelError(f"{directory}: {len(found)} .gguf files are there (1)")
+    if len(found) > 1 and not are_parts([path.name for path in found]):
+        raise ModelError(f"{directory}: {len(found)} .gguf files are there (1, or all parts of one)")
     return found[0] if found else None
 
 
+def are_parts(names: Sequence[str]) -> bool:
+    """Return whether these are all parts of one file, in order: NAME-00001-of-00002.gguf and so on."""
+    found = _PART.fullmatch(names[0])
+    return found is not None and list(names) == _part_names(found[1], len(names))
+
+
+def _part_names(stem: str, count: int) -> list[str]:
+    return [f"{stem}-{number + 1:05}-of-{count:05}.gguf" for number in range(count)]
+
+
 def read_gguf(path: Path) -> GgufHeader:
-    """Read and check the header. Raises ModelError."""
+    """Read and check the header, and those of a file's other parts. Raises ModelError."""
+    header = _read_part(path)
+    count = header.metadata.get("split.count", 1)
+    if count in (0, 1):
+        return header
+    found = _PART.fullmatch(path.name)
+    if found is None or type(count) is not int or not 0 < count <= MAX_PARTS:
+        raise ModelError(f"{path}: split.count: {str(count)[:40]} parts, but the name is not NAME-00001-of-00002.gguf")
+    tensors: dict[str, GgufTensor] = {}
+    for name in _part_names(found[1], count):
+        part = header if name == path.name else _read_part(path.with_name(name))
+        if both := tensors.keys() & part.tensors.keys():
+            raise ModelError(f"{part.path}: tensor {min(both)[:100]!r}: is in another part too")
+        tensors |= part.tensors
+    return replace(header, tensors=tensors)
+
+
+def _read_part(path: Path) -> GgufHeader:
     try:
         with open(open_regular(path), "rb") as file:
             return _Reader(path, file).header()
@@ -86,8 +118,8 @@ class _Reader:
         if type(alignment) is not int or not 1 <= alignment <= 1 << 16:
             raise self._error(f"general.alignment: {str(alignment)[:40]} is not supported")
         begin = -(-self._file.tell() // alignment) * alignment
-        moved = {t.name: GgufTensor(t.name, t.kind, t.shape, begin + t.offset) for t in tensors}
-        return GgufHeader(self._path, metadata, moved, self._num_bytes)
+        moved = {tensor.name: replace(tensor, offset=begin + tensor.offset) for tensor in tensors}
+        return GgufHeader(self._path, metadata, moved)
 
     def _tensor(self) -> GgufTensor:
         name, num_dimensions = self._string(), self._scalar(4)
@@ -97,7 +129,7 @@ class _Reader:
         if any(not 1 <= size <= MAX_DIMENSION for size in sizes) or math.prod(sizes) > MAX_DIMENSION:
             raise self._error(f"tensor {name[:100]!r}: shape {sizes} is not supported")
         kind, offset = self._scalar(4), self._scalar(10)
-        return GgufTensor(name, kind, tuple(reversed(sizes)), offset)
+        return GgufTensor(name, kind, tuple(reversed(sizes)), offset, self._path, self._num_bytes)
 
     def _value(self, kind: int) -> Any:
         if kind in SCALARS:

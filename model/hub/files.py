@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from model.errors import ModelError
+from model.gguf_file import are_parts
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
@@ -53,7 +54,7 @@ def weight_files(available: Collection[str], read_index: ReadIndex) -> list[str]
     if INDEX_FILE in available:
         return [INDEX_FILE, *_shards(available, read_index())]
     ggufs = sorted(name for name in available if name.endswith(".gguf") and "/" not in name)
-    if len(ggufs) > 1:
+    if len(ggufs) > 1 and not are_parts(ggufs):
         raise ModelError(f"has {len(ggufs)} .gguf files: download the one to serve, and give its folder")
     if not ggufs:
         pickled = any(name.endswith(PICKLES) for name in available)

@@ -14,7 +14,7 @@ from model.config import ModelConfig
 from model.dtypes import NUMPY_DTYPES
 from model.errors import ModelError
 from model.gguf_config import check_architecture
-from model.gguf_file import GgufHeader, GgufTensor, read_gguf
+from model.gguf_file import GgufTensor, read_gguf
 from model.weights.formats.stored_matrix import FLOAT32, UINT8, StoredMatrix, dense_matrix
 from model.weights.safetensors_file import StoredFile, StoredTensor
 
@@ -115,8 +115,9 @@ class GgufWeights:
 
 
 def read_gguf_weights(path: Path, config: ModelConfig) -> GgufWeights:
-    """Read the file's header. Raises ModelError with the tensor."""
-    header, file = read_gguf(path), _opened(path)
+    """Read the file's headers. Raises ModelError with the tensor."""
+    header = read_gguf(path)
+    files = {part: _opened(part) for part in {tensor.path for tensor in header.tensors.values()}}
     pairs_rows = check_architecture(header, config.family).pairs_rows
     names = _Names(config)
     vectors: dict[str, StoredTensor] = {}
@@ -125,7 +126,7 @@ def read_gguf_weights(path: Path, config: ModelConfig) -> GgufWeights:
     for tensor in header.tensors.values():
         if tensor.name == IGNORED:
             continue
-        stored = _stored(header, file, tensor)
+        stored = _stored(files[tensor.path], tensor)
         modules = names.modules(tensor)
         if modules is None:
             raise stored.error("no part of this model")
@@ -184,8 +185,8 @@ def _opened(path: Path) -> StoredFile:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _stored(header: GgufHeader, file: StoredFile, tensor: GgufTensor) -> StoredTensor:
-    where = f"{header.path}: tensor {tensor.name[:200]!r}"
+def _stored(file: StoredFile, tensor: GgufTensor) -> StoredTensor:
+    where = f"{tensor.path}: tensor {tensor.name[:200]!r}"
     if tensor.kind in PLAIN_TYPES:
         dtype, shape = PLAIN_TYPES[tensor.kind], tensor.shape
     elif (block := BLOCK_FORMATS.get(tensor.kind)) is not None:
@@ -195,7 +196,7 @@ def _stored(header: GgufHeader, file: StoredFile, tensor: GgufTensor) -> StoredT
     else:
         known = ", ".join(["F32", "F16", "BF16", *(each.name for each in BLOCK_FORMATS.values())])
         raise ModelError(f"{where}: type {tensor.kind} is not supported ({known})")
-    if len(shape) > 3 or tensor.offset + math.prod(shape) * dtype.itemsize > header.num_bytes:
+    if len(shape) > 3 or tensor.offset + math.prod(shape) * dtype.itemsize > tensor.file_bytes:
         raise ModelError(f"{where}: ends beyond the file, or has more than 3 dimensions")
     return StoredTensor(tensor.name, file, dtype, shape, tensor.offset)
 

@@ -23,6 +23,7 @@ def test_code_pickles_and_other_files_are_left_out():
             ["model.safetensors.index.json", "a.safetensors", "b/c.safetensors"],
         ),
         ({"m-Q4_0.gguf", "imatrix/x.gguf"}, {}, ["m-Q4_0.gguf"]),
+        ({f"m-0000{n}-of-00002.gguf" for n in (1, 2)}, {}, ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]),
     ],
 )
 def test_weights_are_those_that_the_loader_reads(names, index, chosen):
@@ -34,6 +35,11 @@ def test_weights_are_those_that_the_loader_reads(names, index, chosen):
     [
         ({"pytorch_model.bin"}, {}, "has no model.safetensors (pickled weights are never loaded)"),
         (set(), {}, "has no model.safetensors"),
+        (
+            {"m-00001-of-00003.gguf", "m-00002-of-00003.gguf"},
+            {},
+            "has 2 .gguf files: download the one to serve, and give its folder",
+        ),
         ({"a.gguf", "b.gguf"}, {}, "has 2 .gguf files: download the one to serve, and give its folder"),
         (
             {"model.safetensors.index.json"},

@@ -63,8 +63,8 @@ def paired(rows: np.ndarray, head_dim: int) -> np.ndarray:
     return rows.reshape(-1, 2, head_dim // 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def write(folder: Path, golden: str, architecture: str, style: str = "stacked") -> None:
-    """Write a golden as one .gguf, experts in the `style` "stacked", "fused" (gate and up) or "single"."""
+def write(folder: Path, golden: str, architecture: str, style: str = "stacked", num_parts: int = 1) -> None:
+    """Write a golden as one .gguf or parts of one, experts "stacked", "fused" (gate and up) or "single"."""
     source = FOLDER / golden
     raw: dict[str, Any] = json.loads((source / "config.json").read_text())
     tensors: dict[str, np.ndarray] = {}
@@ -93,7 +93,17 @@ def write(folder: Path, golden: str, architecture: str, style: str = "stacked") 
     if experts:
         metadata[f"{architecture}.expert_count"] = raw.get("num_local_experts") or raw["num_experts"]
     ids = {f"tokenizer.ggml.{key}": raw[key] for key in ("bos_token_id", "eos_token_id") if key in raw}
-    save_gguf(folder / "model.gguf", {"general.architecture": architecture, **metadata, **ids}, tensors)
+    metadata = {"general.architecture": architecture, **metadata, **ids}
+    if num_parts == 1:
+        save_gguf(folder / "model.gguf", metadata, tensors)
+    for part in range(num_parts if num_parts > 1 else 0):
+        own = {name: tensors[name] for name in sorted(tensors)[part::num_parts]}
+        split = {"split.no": part, "split.count": num_parts, "split.tensors.count": len(tensors)}
+        save_gguf(folder / part_name(part, num_parts), (metadata if part == 0 else {}) | split, own)
+
+
+def part_name(part: int, num_parts: int) -> str:
+    return f"model-{part + 1:05}-of-{num_parts:05}.gguf"
 
 
 def load(folder: Path) -> Llama:
@@ -171,3 +181,25 @@ def test_stacks_of_another_shape_are_refused(tmp_path: Path):
     fewer = replace(config, experts=replace(config.experts, num_experts=4))
     with pytest.raises(ModelError, match=r"shape \[8, 64, 32\] is not that of 4 matrices"):
         load_model(tmp_path, fewer, NumpyOps(), 16)
+
+
+def test_parts_of_one_file(tmp_path: Path):
+    write(tmp_path, "qwen3_moe_bf16", "qwen3moe", num_parts=3)
+    assert_same(load(tmp_path), load(FOLDER / "qwen3_moe_bf16"))
+    first, second = (tmp_path / part_name(part, 3) for part in (0, 1))
+    data = second.read_bytes()
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(ModelError, match=r"00002-of-00003\.gguf: tensor .*: is in another part too"):
+        load(tmp_path)
+    second.write_bytes(data[:-1])
+    with pytest.raises(ModelError, match=r"00002-of-00003\.gguf: tensor .*: ends beyond the file"):
+        load(tmp_path)
+    second.unlink()
+    with pytest.raises(ModelError, match=r"2 \.gguf files are there \(1, or all parts of one\)"):
+        load(tmp_path)
+    (tmp_path / part_name(2, 3)).unlink()
+    with pytest.raises(ModelError, match=r"00002-of-00003\.gguf: cannot be read"):
+        load(tmp_path)
+    first.rename(tmp_path / "model.gguf")
+    with pytest.raises(ModelError, match=r"split\.count: 3 parts, but the name is not NAME-00001-of-00002\.gguf"):
+        load(tmp_path)
