@@ -26,7 +26,7 @@ LAYERS = (
     ),
     ("model",),
 )
-"""From the top down. A package imports itself and the layers below, never its neighbours."""
+"""Layers from the top down. A package imports itself and the layers below, never its neighbours."""
 SAME_LAYER = ({"service.cli", "service.bench"}, {"service.cli", "service.offline"})
 """Neighbours that may import each other."""
 

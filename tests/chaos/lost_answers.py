@@ -1,11 +1,11 @@
 """A storm of lost answers: Redis executes commands but its answers are lost or late, or the commands are lost.
 
 `python -m tests.chaos.lost_answers --times 5000` runs two gateways with the demo model, a worker and producers, each
-behind a proxy that loses answers: whole answers, streams that are dropped and resumed at either gateway, background
-requests, stored responses, producers' entries that are rewritten after an unanswered XADD, requests without a key, and
-a few batches. Each is repeated under the same Idempotency-Key or id until it is answered. Every text must equal that of
-an undisturbed run, under one id, with every event and reply once; none may be cancelled, and the queue must hold no
-other job.
+with a proxy to Redis that loses answers: whole answers, streams that are dropped and resumed at either gateway,
+background requests, stored responses, producers' entries that are rewritten after an unanswered XADD, requests without
+a key, and a few batches. Each is repeated under the same Idempotency-Key or id until it is answered. Every text must
+equal that of an undisturbed run, under one id, with every event and reply once; none may be cancelled, and the queue
+must hold no other job.
 """
 
 from __future__ import annotations
@@ -362,7 +362,8 @@ async def golden(http: aiohttp.ClientSession, url: str, wish: Wish) -> str:
 
 @asynccontextmanager
 async def open_house(folder: Path):
-    """Open two gateways, a worker and a producers' connection, each behind its own proxy, without faults at first."""
+    """Open two gateways, a worker and a producers' connection, each with its own proxy to Redis, without faults at
+    first."""
     fleet = Fleet(folder, lease_s=5.0)
     try:
         async with AsyncExitStack() as opened:

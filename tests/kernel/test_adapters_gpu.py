@@ -141,7 +141,7 @@ def requests_of(sources, count: int) -> list[EngineRequest]:
     ids=str,
 )
 def test_captured_steps_give_what_numpy_gives(engines, on_numpy, sources, sizes):
-    """Also where adapters take turns in few slots, and where sequences are preempted."""
+    """Adapters that share few slots and preempted sequences included."""
     received = []
     for made in (engines, on_numpy):
         engine = made.make(**{"max_num_seqs": 12, **sizes})

@@ -44,7 +44,7 @@ def test_forbidden_tokens(open_ops, rng, vocab, in_place):
 
 @pytest.mark.parametrize("vocab", [4096, 32003])
 def test_sampling_under_a_mask(open_ops, rng, vocab):
-    """All of `sample`: only what is allowed is drawn, however narrow, whatever else is asked for."""
+    """All of `sample`: only allowed tokens are drawn, for any mask and parameters."""
     ops, rows = open_ops("float32"), 48
     logits = (rng.standard_normal((rows, vocab)) * 5).astype(np.float32)
     options = random_options(rng, rows, vocab, mask=random_mask(rng, rows, vocab))

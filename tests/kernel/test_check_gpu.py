@@ -22,8 +22,8 @@ def memory_bytes(self):
 
 CudaDevice.memory_bytes = memory_bytes
 """
-"""What a process of ours takes of a card that nobody else uses: the real one may be others' as well, who come and go
-between the two processes that are compared here."""
+"""Memory of a card as if this process alone used it: on the real one others may come and go between the two compared
+processes."""
 
 FLAGS = (
     "check", "--device", "cuda", "--model-config", "llama-3.2-1b", "--load-format", "dummy",

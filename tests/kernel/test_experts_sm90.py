@@ -53,7 +53,7 @@ def test_rows_in_e4m3(open_hopper_ops, rng, shape, is_sorted):
 @pytest.mark.parametrize("shape", [(300, 4, 2, 200, 272), (900, 8, 2, 256, 512)])
 @pytest.mark.parametrize("range_bytes", [1 << 18, 1 << 26])
 def test_weights_of_8_bits_are_widened(open_hopper_ops, rng, monkeypatch, kind, shape, range_bytes):
-    """In one range of experts, and in several."""
+    """One range of experts, and several."""
     monkeypatch.setattr("model.ops.gpu.experts.products.WIDENED_BYTES", range_bytes)
     (rows, experts, used, n, k), ops = shape, open_hopper_ops("bfloat16")
     groups = REFERENCE.group_by_expert(routed_ids(rng, rows, experts, used), experts)

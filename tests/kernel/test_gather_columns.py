@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", [1, 12, 40, 300, 1100])
 def test_products_with_sorted_columns(open_ops, rng, dtype, m):
-    """Every way to multiply: few rows, more, and so many that weights are unpacked."""
+    """Every way to multiply: few rows, more, and enough that weights are unpacked."""
     n, k, ops = 528, 640, open_ops(dtype)
     weight, x = random_int4(rng, (n, k), 128, has_zeros=True, is_ordered=True), normal(rng, (m, k), dtype)
     with ops.scratch():

@@ -17,7 +17,8 @@ KINDS = [(128, False, "bfloat16"), (64, True, "float16"), (32, False, "float16")
 
 @pytest.fixture(params=[(1, 1), (1, 2), (1, 3), (4, 2), (8, 3), (16, 2)], ids=lambda build: "x".join(map(str, build)))
 def launch(request, open_ops):
-    """ops, x, weight, bias, out -> launches a build of so many rows of x and sixteens of a tile's weight rows."""
+    """Return a function: ops, x, weight, bias, out -> launches a build for these rows of x and sixteens of weight
+    rows."""
     reason = "needs the packages of the cuda extra"
     builds = pytest.importorskip("model.ops.gpu.int4.builds")
     int4 = pytest.importorskip("model.ops.gpu.int4.linear", reason=reason, exc_type=ImportError)

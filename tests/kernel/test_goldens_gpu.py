@@ -44,7 +44,8 @@ def model(gpu: Ops, golden: Golden) -> Llama:
 
 
 def error_of(golden: Golden, logits: np.ndarray) -> float:
-    """With experts the median of rows: on the CPU too, rounding to bfloat16 sends one row in 50 to another expert."""
+    """Return the error; with experts the rows' median: on the CPU too, bfloat16 sends one row in 50 to another
+    expert."""
     if not has_experts(golden):
         return relative_error(logits, golden.logits)
     rows = zip(logits, golden.logits, strict=True)

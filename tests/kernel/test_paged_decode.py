@@ -50,7 +50,7 @@ CASES = [
 
 
 def expected(q: np.ndarray, cache: PagedCache, scale: float, window: int) -> np.ndarray:
-    """In float32 from the rounded inputs, then in their dtype."""
+    """Return the reference's result in float32 from the rounded inputs, then in their dtype."""
     out = np.full(q.shape, np.nan, np.float32)
     tables, lens = cache.known_tables(), cache.context_lens
     batch = AttentionBatch(cache.kv, LAYER, tables, lens, scale, window, kv_scales=cache.kv_scales)

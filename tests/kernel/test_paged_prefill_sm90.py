@@ -50,7 +50,7 @@ CASES = [
 
 
 def prefilled(*arguments):
-    """In a step of so many rows that their pieces would fill the device: smaller ones are another kernel's."""
+    """Run a step whose tiles fill the device: smaller ones take another kernel."""
     return prefilled_in_step(*arguments, num_more=3000)
 
 

@@ -26,7 +26,7 @@ DRAFTED = [
     [(900, 1)] * 8,
     [(0, 1), (250, 9), (0, 1), (130, 1)],
 ]
-"""Of each sequence the context of its first row, and its rows. A context of 0 is padding."""
+"""Context of each sequence's first row, and its rows. A context of 0 is padding."""
 
 
 def plan_of(ops, tables: np.ndarray, lengths: list[int], window: int, exact: bool) -> tuple[np.ndarray, np.ndarray]:

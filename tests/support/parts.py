@@ -19,7 +19,7 @@ WAIT_S = 60.0
 
 
 class Part:
-    """One running process. `told` counts the lines that its supervisor received.
+    """One running process. `received` counts the lines that its supervisor got.
 
     It prints to a file, so that a line printed before a notification is there once that has arrived.
     """

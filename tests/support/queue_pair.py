@@ -15,7 +15,7 @@ from tests.fakes.queue.worker import MemoryWorkerQueue
 
 
 class QueuePair:
-    """Attributes of the gateway's end, and those that only the worker's has."""
+    """Attributes of the gateway's end, and the worker's own."""
 
     def __init__(self, gateway: GatewayQueue, worker: WorkerQueue) -> None:
         self.gateway = gateway

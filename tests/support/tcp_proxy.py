@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 
 class Proxy:
-    """`behind`: port of new connections."""
+    """Proxy; new connections go to port `behind`."""
 
     def __init__(self, behind: int):
         self.behind = behind

@@ -28,7 +28,7 @@ def engines(open_group):
 
 @pytest.fixture(scope="module")
 def on_numpy():
-    """What NumPy gives: (of all requests, of KINDS)."""
+    """Return NumPy's answers: (of all requests, of KINDS)."""
     made = DemoEngines(NumpyOps(np.dtype(np.float32)))
     return made.each_alone(), branches_of(made)
 

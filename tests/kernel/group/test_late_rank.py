@@ -1,4 +1,4 @@
-"""A rank that never comes is named within 5 s, whatever waits for it; nothing hangs."""
+"""A rank that never arrives is named within 5 s, for every kind of wait; nothing hangs."""
 
 import time
 

@@ -21,7 +21,7 @@ extern "C" __global__ void delay(long long ns) {
 
 
 def delays(ops):
-    """A function for each rank that keeps its stream busy for so many ns."""
+    """Return a function per rank that keeps its stream busy for a number of ns."""
     cupy, kernels = importlib.import_module("cupy"), []
     for rank in ops.ranks:
         rank.use()

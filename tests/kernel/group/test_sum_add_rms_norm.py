@@ -32,7 +32,7 @@ def test_sums_in_rank_order(open_group, rng, dtype, width, path):
 
 
 def test_paths_give_the_same_norms(open_group, rng):
-    """To the bit, so that a batch's size does not show."""
+    """Bits are equal, so that results do not depend on the batch's size."""
     ops, hosts = open_group("bfloat16"), [normal(rng, (4, 2048), "bfloat16") for _ in range(4)]
     weight, norms = ops.upload(normal(rng, (2048,), "bfloat16")), []
     for path in (SumPath.PUSH, SumPath.PULL, None):

@@ -140,7 +140,7 @@ async def test_a_primary_that_becomes_a_replica_is_unavailable(open_queue, redis
 
 
 async def test_what_the_last_second_lost_is_sent_again(open_queue, redis):
-    """Like a crash of Redis with `everysec`: the end of a log, a claim and a job's end are lost."""
+    """A crash of Redis with `everysec`: the end of a log, a claim and a job's end are lost."""
     gateway, worker = await open_queue(), await open_queue()
     jobs = [make_job(f"J{number}") for number in range(3)]
     for job in jobs:

@@ -103,7 +103,7 @@ def test_no_draft_reaches_beyond_the_last_token():
 
 
 def test_what_a_run_computed_is_found_in_the_prefix_cache():
-    """As many tokens are cached as for a request without drafts, also if a run ended it."""
+    """The number of cached tokens equals that of a request without drafts, also if a run ended it."""
     for num_tokens in range(1, 20):
         found = []
         for num_drafts in (0, 6):

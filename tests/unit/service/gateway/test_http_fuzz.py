@@ -186,7 +186,7 @@ def gateway(request, model_folder):
 
 
 LOCKED = pytest.mark.parametrize("gateway", ["locked"], indirect=True)
-"""For errors that do not depend on keys and hosts."""
+"""Gateway with keys, for errors that do not depend on them."""
 
 
 @st.composite

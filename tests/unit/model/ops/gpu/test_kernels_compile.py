@@ -140,7 +140,7 @@ def gemv_builds(dtype_code: int) -> list[dict[str, int]]:
 
 
 def small_m_builds(dtype_code: int, architecture: str) -> list[dict[str, int]]:
-    """Those of Llama-3.1-8B on an H200; other architectures have none, nor has float32."""
+    """Return the builds of Llama-3.1-8B on an H200; none for other architectures or float32."""
     if architecture != "90a" or dtype_code == DTYPE_CODES["float32"]:
         return []
     asked = [(split, m, n) for split in SMALL_M_SPLITS for m in (32, 64, 96, 128) for n in (4096, 6144, 28672, 128256)]
@@ -163,7 +163,7 @@ def gemv_w8_builds(dtype_code: int) -> list[dict[str, int]]:
 
 
 def small_m_fp8_builds(dtype_code: int, architecture: str) -> list[dict[str, int]]:
-    """Those of Llama-3.1-8B on an H200; other architectures have none, nor has float32."""
+    """Return the builds of Llama-3.1-8B on an H200; none for other architectures or float32."""
     if architecture != "90a" or dtype_code == DTYPE_CODES["float32"]:
         return []
     asked = [(m, n) for m in (16, 32, 64, 96, 128, 192, 256) for n in (4096, 6144, 28672)]
@@ -172,7 +172,7 @@ def small_m_fp8_builds(dtype_code: int, architecture: str) -> list[dict[str, int
 
 
 def small_m_w8a16_builds(dtype_code: int, architecture: str) -> list[dict[str, int]]:
-    """Those of Llama-3.1-8B on an H200; other architectures have none, nor has float32."""
+    """Return the builds of Llama-3.1-8B on an H200; none for other architectures or float32."""
     if architecture != "90a" or dtype_code == DTYPE_CODES["float32"]:
         return []
     asked = [(m, n) for m in (32, 64, 96, 128, 192) for n in (4096, 28672)]

@@ -95,7 +95,7 @@ def test_penalties_see_every_token(engines):
 
 
 def test_the_heads_product_runs_in_the_sizes_met_at_start_alone(alone):
-    """For any number of sampling sequences, and for log-probabilities of prompts."""
+    """Any number of sampling sequences, and log-probabilities of prompts."""
     ops = SizedOps(FLOAT32)
     engines = DemoEngines(ops, num_layers=TWO_LAYERS)
     received = run_all(engines.make(budget=64))

@@ -1,4 +1,4 @@
-"""What an engine on a GPU runs before it serves."""
+"""Work of an engine on a GPU before it serves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = WarmUpSizes(block_size=16, num_tokens=700, num_sequences=3, max_model_le
 
 
 class MeetingOps(NumpyOps):
-    """One that says which products there are to meet, and sees which are run."""
+    """Operations with given product sizes, which record the products that run."""
 
     def __init__(self):
         super().__init__(np.dtype(np.float32))
@@ -26,7 +26,7 @@ class MeetingOps(NumpyOps):
         return [size for size in (2, 4, 576, 640, 1024) if size // 2 < most]
 
     def temporary(self, shape, dtype):
-        return np.full(shape, np.inf, dtype)  # whoever computes with what nobody has written is warned
+        return np.full(shape, np.inf, dtype)  # computing with undefined memory warns
 
     def linear(self, x, weight, bias=None, **how):
         self.met.append((len(x), weight.shape[0]))

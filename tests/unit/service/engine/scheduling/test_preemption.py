@@ -52,7 +52,7 @@ def test_auto_is_never_far_behind_the_better_way(times):
 
 @pytest.mark.parametrize("times", [1, 10])
 def test_auto_swaps_where_others_hardly_feel_it(times):
-    """On a ten times slower bus a copy takes longer than computing, but only the victim waits for it."""
+    """A copy over a ten times slower bus takes longer than computing, but only the victim waits for it."""
     by_mode = outcomes(mixed_lengths(150, seed=1), times, ("auto", "recompute"))
     assert by_mode["auto"].total_s < by_mode["recompute"].total_s
     assert by_mode["auto"].num_swapped > 0.9 * by_mode["auto"].num_preemptions

@@ -49,7 +49,7 @@ def engine_of(drafter, cost=ROWS):
 
 
 def run(engine, num_requests=3):
-    """Return the tokens of each request, and how many steps were planned behind one in flight."""
+    """Return the tokens of each request, and how many steps were planned while one was in flight."""
     for number in range(num_requests):
         sampling = SamplingParams(max_tokens=40)
         engine.add_request(EngineRequest(request_id=str(number), prompt=(number, 3, 4), sampling=sampling))
