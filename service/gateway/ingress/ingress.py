@@ -48,12 +48,16 @@ class QueueIngress:
 
     async def run(self) -> None:
         """Serve until `stop`, then return once no job is open here. Cancelling drops all open jobs."""
-        keeping = asyncio.create_task(self._keep())
+        keeping, is_away = asyncio.create_task(self._keep()), False
         try:
             while not self._stopping:
                 try:
                     await self._fetch()
-                except QueueUnavailable:
+                    is_away = False
+                except QueueUnavailable as error:
+                    if not is_away:
+                        log.warning("no producers' entries fetched, retrying: %s", error)
+                    is_away = True
                     await asyncio.sleep(RETRY_S)
                 except Exception as error:
                     incident(error, "queue")

@@ -13,7 +13,7 @@ from service.gateway.core.response_assembler import ChoiceDelta, Outcome
 from service.gateway.core.service import InferenceService
 from service.gateway.openai.json_objects import error_object, prediction_json
 from service.gateway.openai.tool_calls import ToolCallWriter, gather_calls
-from service.queue.codec import decode, encode
+from service.queue.codec import WireError, decode, encode
 from service.queue.interface import IngressEntry, QueueUnavailable, Standing
 from service.queue.messages import Reply, Usage
 
@@ -23,6 +23,8 @@ RETRY_S = 1.0
 MAX_REPLY_CHARS = 128 << 10
 """A longer text takes several replies, which are bounded in bytes."""
 IN_USE = "id: is the name of another job that has not ended (a new one, or the same after the job's last reply)."
+
+NOT_REPLIES = "id: its reply stream has entries that are no replies (another id; only gateways may write there)."
 
 
 @dataclass
@@ -75,8 +77,8 @@ class ReplyWriter:
         self._ended: set[int] = set()  # choices whose end is sent
 
     async def begin(self) -> bool:
-        """Return whether any reply is missing. Raises RequestError (409) if another open job has the id, to reply under
-        the entry's own id; EntryTaken; QueueUnavailable."""
+        """Return whether any reply is missing. Raises RequestError (409) if another open job has the id, or its stream
+        other entries, to reply under the entry's own id; EntryTaken; QueueUnavailable."""
         queue = self._service.queue
         found = await persist(
             lambda: queue.ingress.begin_replies(self._entry, self._id), self._service.settings.request_timeout
@@ -87,7 +89,11 @@ class ReplyWriter:
             self._id = self._entry.entry_id
             raise RequestError(409, IN_USE, param="id", code="id_in_use")
         # A producer without an answer to its XADD writes the job again; its first entry counts.
-        return found.standing is Standing.OURS and not self._has_ended(found.replies)
+        try:
+            return found.standing is Standing.OURS and not self._has_ended(found.replies)
+        except WireError:
+            self._id = self._entry.entry_id
+            raise RequestError(409, NOT_REPLIES, param="id", code="id_in_use") from None
 
     def _has_ended(self, replies: Sequence[bytes]) -> bool:
         """Return whether a former gateway sent the last reply. Equal events give equal text, so its text is skipped."""

@@ -86,6 +86,20 @@ async def test_text_deltas_where_a_stream_is_asked_for(ingress_gateway, endpoint
     assert all(reply.usage is None for reply in replies[:-1])
 
 
+async def test_a_reply_stream_with_foreign_entries_is_left_alone(ingress_gateway, caplog):
+    ingress_gateway.queue.data.write_reply((PRODUCER, "job"), 1, b"no reply")
+    num_settled = len(ingress_gateway.queue.ingress.settled)
+    await ingress_gateway.queue.produce(PRODUCER, payload())
+    async with asyncio.timeout(5):
+        while len(ingress_gateway.queue.ingress.settled) == num_settled:
+            await asyncio.sleep(0.005)
+    (entry,) = ingress_gateway.queue.ingress.produced
+    (reply,) = ingress_gateway.queue.replies(PRODUCER, entry.entry_id)
+    assert decode(Reply, reply).error["code"] == "id_in_use"
+    assert list(ingress_gateway.queue.replies(PRODUCER, "job")) == [b"no reply"]
+    assert "bug" not in caplog.text
+
+
 async def test_packed_prompt(ingress_gateway):
     data = payload(endpoint=COMPLETIONS, prompt=b"\x01\0\0\0\x02\0\0\0")
     assert (await answer(ingress_gateway, data))[0].usage.prompt_tokens == 2
