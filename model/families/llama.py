@@ -185,15 +185,18 @@ class Llama:
         q = self._rotated(index, self._product(index, "qkv", x, batch), batch, kv)
         out = ops.temporary(q.shape, ops.dtype)
         scale, window, n = self.config.attention_scale, self.config.windows[index], batch.num_decodes
-        tables, lens = batch.block_tables, batch.context_lens
+        tables, lens, rounds = batch.block_tables, batch.context_lens, layer.output.quantised_input
         if n > 0:
+            plan = plans[window]
             decodes = AttentionBatch(
-                kv, index, tables[:n], lens[:n], scale, window, plan=plans[window], kv_scales=kv_scales
+                kv, index, tables[:n], lens[:n], scale, window, plan=plan, kv_scales=kv_scales, rounds_output=rounds
             )
             ops.paged_decode_attention(q[:n], decodes, out[:n])
         if n < batch.num_sequences:
             rows = batch.query_start, batch.max_query_len
-            chunks = AttentionBatch(kv, index, tables[n:], lens[n:], scale, window, *rows, kv_scales=kv_scales)
+            chunks = AttentionBatch(
+                kv, index, tables[n:], lens[n:], scale, window, *rows, kv_scales=kv_scales, rounds_output=rounds
+            )
             ops.paged_prefill_attention(q, chunks, out)
         return self._product(index, "output", self._input(out.reshape(len(out), -1), layer.output), batch)
 

@@ -35,8 +35,8 @@ from model.ops.interface import (
 )
 from model.ops.weight import ExpertWeights, Weight, WeightFormat
 
-DECODE_GROUP = 16
-"""Sequences per decode attention: hides NumPy's call overhead, pads little, fits the cache."""
+DECODE_GROUP, WIDE_GROUP = 16, 4
+"""Sequences per decode attention, in float32 and float64: hides NumPy's call overhead, pads little, fits the cache."""
 
 SHORT_QUERY = 17
 """Rows of a sequence, a decode with drafts at most, that are attended to in groups."""
@@ -168,8 +168,9 @@ class NumpyOps(NumpyDevice):
         lens = batch.context_lens
         out[lens == 0] = 0
         by_length = np.argsort(lens)[np.count_nonzero(lens == 0) :]
-        for start in range(0, len(by_length), DECODE_GROUP):
-            rows = by_length[start : start + DECODE_GROUP]
+        group_size = WIDE_GROUP if batch.rounds_output else DECODE_GROUP
+        for start in range(0, len(by_length), group_size):
+            rows = by_length[start : start + group_size]
             out[rows] = _attention(q[rows, None], batch, rows)[:, 0]
 
     def paged_prefill_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
@@ -342,8 +343,10 @@ def _attention(q: Array, batch: AttentionBatch, sequences: np.ndarray) -> np.nda
     visible = (key_at <= query_at) & (key_at > query_at - window)  # [S, n, keys]
     values.swapaxes(1, 2)[~visible.any(axis=1)] = 0  # 0 * NaN is NaN: see _weighed
 
+    if batch.rounds_output:
+        q, keys, values = (array.astype(np.float64) for array in (q, keys, values))
     # [S, Hkv, D, (Hq / Hkv) * n]: BLAS is faster at keys @ queries
-    by_head = _f32(q).reshape(num_sequences, num_queries, num_kv_heads, -1, head_dim)
+    by_head = (q if batch.rounds_output else _f32(q)).reshape(num_sequences, num_queries, num_kv_heads, -1, head_dim)
     queries = by_head.transpose(0, 2, 4, 3, 1).reshape(num_sequences, num_kv_heads, head_dim, -1)
     scores = np.ascontiguousarray((keys @ queries).swapaxes(-1, -2)) * np.float32(batch.scale)
     grouped = (num_sequences, num_kv_heads, -1, num_queries, scores.shape[-1])

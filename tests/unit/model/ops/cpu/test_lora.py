@@ -29,3 +29,20 @@ def test_rows_get_their_own_adapter(dtype):
     np.testing.assert_allclose(out.astype(np.float64), wanted, atol=1e-4 if dtype == np.float32 else 0.05)
     unchanged = [row for row, slot in enumerate(slots) if slot in (-1, 1)]
     np.testing.assert_array_equal(out[unchanged], before[unchanged])
+
+
+def test_a_row_has_the_same_bits_beside_any_rows():
+    rng, ops, ends = np.random.default_rng(0), NumpyOps(), (256, 384)
+    a, b, x, out = (
+        rng.standard_normal(shape, np.float32) for shape in ((1, 2, 16, 256), (1, 384, 16), (80, 256), (80, 384))
+    )
+    matrix = AdapterMatrix(a, b, np.array([16], np.int32), ends)
+
+    def added(rows: slice) -> np.ndarray:
+        to, grouped = out[rows].copy(), adapter_rows(np.zeros(len(out[rows]), np.int32), ops)
+        ops.lora_expand(ops.lora_shrink(x[rows], matrix, grouped), matrix, grouped, to)
+        return to
+
+    whole = added(slice(80))
+    for rows in (slice(0, 1), slice(7, 8), slice(3, 5), slice(1, 18), slice(10, 74)):
+        np.testing.assert_array_equal(added(rows), whole[rows])

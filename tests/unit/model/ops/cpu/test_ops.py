@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -206,6 +208,26 @@ def test_decode_attention(rng, window: int, block_size: int, num_heads: int):
     for s, length in enumerate(lengths):
         expected = case.naive(s, q[s], length - 1, 0.3, window) if length else np.zeros_like(q[s])
         np.testing.assert_allclose(out[s], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_row_that_is_rounded_to_8_bits_has_the_same_bits_beside_any_rows(rng):
+    x, data = normal(rng, 70, 640), narrow(100 * normal(rng, 256, 640))
+    weight = Weight.fp8(data, rng.uniform(0.01, 1, 256).astype(np.float32))
+    whole = OPS.linear(OPS.quantise_rows(x), weight)
+    for first, num_rows in ((0, 1), (5, 1), (3, 2), (1, 7), (6, 64)):
+        rows = slice(first, first + num_rows)
+        np.testing.assert_array_equal(OPS.linear(OPS.quantise_rows(x[rows]), weight), whole[rows])
+
+    case, q = PagedCase(rng, [90, 40, 7], 8), normal(rng, 40, 4, 16)
+    prompt = replace(case.batch(0.3, NO_WINDOW, np.array([0, 0, 40, 40], np.int32)), rounds_output=True)
+    at_once, one_by_one = np.zeros_like(q), np.zeros_like(q)
+    OPS.paged_prefill_attention(q, prompt, at_once)
+    for at in range(len(q)):
+        decodes = replace(prompt, query_start=None, context_lens=np.array([90, at + 1, 7], np.int32))
+        out = np.empty((3, *q.shape[1:]), np.float32)
+        OPS.paged_decode_attention(q[[0, at, 1]], decodes, out)
+        one_by_one[at] = out[1]
+    np.testing.assert_array_equal(at_once, one_by_one)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
