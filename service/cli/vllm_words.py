@@ -50,17 +50,20 @@ VALUES: dict[str, dict[str, str]] = {
 """vLLM's values by Quire's; "": the flag is left out."""
 
 STORED_FORMATS = {
-    "awq": "awq",
-    "awq_marlin": "awq",
-    "gptq": "gptq",
-    "gptq_marlin": "gptq",
-    "compressed-tensors": "compressed-tensors",
-    "modelopt": "modelopt",
-    "modelopt_fp4": "modelopt",
-    "bitsandbytes": "bitsandbytes",
-    "gguf": "gguf",
+    "awq": ("awq",),
+    "auto_awq": ("awq",),
+    "awq_marlin": ("awq",),
+    "gptq": ("gptq",),
+    "auto_gptq": ("gptq",),
+    "gptq_marlin": ("gptq",),
+    "moe_wna16": ("awq", "gptq"),
+    "compressed-tensors": ("compressed-tensors",),
+    "modelopt": ("modelopt",),
+    "modelopt_fp4": ("modelopt",),
+    "bitsandbytes": ("bitsandbytes",),
+    "gguf": ("gguf",),
 }
-"""Values of --quantization that name how the folder's weights are stored, by the method in its config."""
+"""Values of --quantization that name how the folder's weights are stored, by the methods in its config."""
 
 
 @dataclass
@@ -117,7 +120,7 @@ def with_stored_format(settings: Settings, stored_format: str | None) -> Setting
         return replace(settings, quantization="auto") if found is not None and found[0] == "fp8" else settings
     is_gguf = found is None and any(folder.glob("*.gguf"))
     label = "gguf" if is_gguf else "16- or 32-bit" if found is None else found[0]
-    if label.removesuffix("_fp4") != STORED_FORMATS[stored_format]:
+    if label.removesuffix("_fp4") not in STORED_FORMATS[stored_format]:
         raise StartupError(f"--quantization: {stored_format}: the folder's weights are {label} (leave the flag out)")
     return settings
 

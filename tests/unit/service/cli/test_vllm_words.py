@@ -184,6 +184,8 @@ def test_settings_are_not_in_the_table():
             "awq_marlin",
             None,
         ),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "moe_wna16", None),
+        ({"quant_method": "fp8"}, "moe_wna16", "the folder's weights are fp8"),
         (None, "gptq", "the folder's weights are 16- or 32-bit"),
     ],
 )
