@@ -12,34 +12,16 @@ from typing import Any
 
 from model.config import ModelConfig, generation_defaults, overriding_defaults
 from model.errors import ModelError
-from model.sampling_params import ReasoningBudget, TokenRules
 from model.text.chat_template import OWN_VARIABLES, ChatTemplate, TemplateError
 from model.text.grammar_compiler import TokenTable
-from model.text.grammar_task import GrammarSpec, GrammarTask, ReasoningRule
-from model.text.reasoning import (
-    PROMPT_END_TOKENS,
-    REASONING_FORMATS,
-    ReasoningFormat,
-    ReasoningState,
-    ReasoningStream,
-    detect_reasoning,
-    state_after,
-    state_within,
-)
+from model.text.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningState, ReasoningStream, detect_reasoning
 from model.text.tokenizer import Tokenizer
-from model.text.tool_calls.formats import (
-    CALL_FORMATS,
-    MAX_FORCED_CALLS,
-    CallFormat,
-    CallSpec,
-    detect_arguments_key,
-    detect_format,
-)
+from model.text.tool_calls.formats import CALL_FORMATS, CallFormat, detect_format
 from service.config.settings import Settings
 from service.errors import RequestError, StartupError
 from service.gateway.core.adapter_files import read_modules
 from service.gateway.core.refusals import refusal, too_long
-from service.gateway.core.request import Conversation, GenerationRequest, Prompt, ToolSpec
+from service.gateway.core.request import Conversation, Prompt, ToolSpec
 from service.queue.records import AdapterRecord
 
 LONG_TEXT_CHARS = 256 << 10
@@ -187,77 +169,16 @@ class ServedModel:
         if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
             raise refusal(param, "has a token id outside the vocabulary")
 
-    def reasoning_state(self, request: GenerationRequest, prompt_ids: Sequence[int]) -> ReasoningState:
-        """Return what the prompt leaves to the answer."""
-        prompt = request.prompts[0]
-        if self.reasoning_format is None or not isinstance(prompt, Conversation):
-            return ReasoningState.OFF
-        if prompt.continue_final_message:
-            return state_within(self.reasoning_format, prompt.messages[-1]["content"])
-        end = self.tokenizer.decode(prompt_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
-        return state_after(self.reasoning_format, end)
-
     def reasoning_stream(self, state: ReasoningState) -> ReasoningStream | None:
         """Return a parser; None: all text is content."""
         if self.reasoning_format is None or state is ReasoningState.OFF:
             return None
         return ReasoningStream(self.reasoning_format, state)
 
-    def token_rules(self, request: GenerationRequest, reasoning: ReasoningState) -> TokenRules | None:
-        """Raises RequestError (400) for a bad word without tokens."""
-        params = request.sampling
-        bad_words = tuple(ids for word in params.bad_words for ids in self._spellings(word))
-        budget = self._reasoning_budget(request, reasoning)
-        if not params.allowed_token_ids and not bad_words and budget is None:
-            return None
-        return TokenRules(allowed_token_ids=params.allowed_token_ids, bad_words=bad_words, reasoning=budget)
-
-    def _spellings(self, word: str) -> set[tuple[int, ...]]:
-        """Return a bad word's token ids at the start of a text and after a space."""
-        bare = word.lstrip(" ")
-        spellings = {tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in (bare, " " + bare)}
-        if not bare or () in spellings:
-            raise refusal("bad_words", "has a word without tokens")
-        self.check_ids([token for ids in spellings for token in ids], "bad_words")
-        return spellings
-
-    def _reasoning_budget(self, request: GenerationRequest, reasoning: ReasoningState) -> ReasoningBudget | None:
-        markers, max_tokens = self.reasoning_format, request.sampling.reasoning_budget
-        prompt = request.prompts[0]
-        is_off = isinstance(prompt, Conversation) and prompt.hints.get("reasoning_effort") == NO_EFFORT
-        if is_off:
-            max_tokens = 0  # the template had no switch, or the answer would not reason
-        if markers is None or max_tokens is None or reasoning is ReasoningState.OFF:
-            return None
-        special = self.tokenizer.special_id(markers.end)
-        end_ids = self.tokenizer.encode(markers.end, add_special_tokens=False) if special is None else [special]
-        self.check_ids(end_ids, "thinking_token_budget")
-        return ReasoningBudget(
-            max_tokens=max_tokens,
-            start=markers.start,
-            end=markers.end,
-            end_ids=tuple(end_ids),
-            is_open=reasoning is ReasoningState.OPEN,
-        )
-
-    def grammar_task(
-        self, request: GenerationRequest, reasoning: ReasoningState = ReasoningState.OFF
-    ) -> GrammarTask | None:
-        """Raises RequestError (400) for tools that this model cannot call."""
-        grammar, tools = request.sampling.grammar, request.tools
-        spec = None if grammar is None else grammar.spec
-        calls = None if tools is None else self._call_spec(tools, spec)
-        if spec is None and calls is None:
-            return None
-        markers = self.reasoning_format
-        if markers is None or reasoning is ReasoningState.OFF:
-            return GrammarTask(spec, calls)
-        return GrammarTask(spec, calls, ReasoningRule(markers.start, markers.end, reasoning is ReasoningState.OPEN))
-
     def check_tools(self, tools: ToolSpec | None) -> None:
         """Raises RequestError (400) for tools if the chat template knows none."""
         if tools is not None:
-            self._format_of_calls()
+            self.require_call_format()
 
     def call_options(self, tools: ToolSpec | None) -> CallOptions | None:
         """Return how to find calls in an answer; None: it has none."""
@@ -266,24 +187,8 @@ class ServedModel:
         schemas = {function.name: function.parameters for function in tools.callable}
         return CallOptions(self.call_format, schemas, tools.only_one, tools.is_named)
 
-    def _call_spec(self, tools: ToolSpec, spec: GrammarSpec | None) -> CallSpec | None:
-        call_format, template = self._format_of_calls()
-        if spec is not None and not tools.must_call and call_format.syntax.bare:
-            raise refusal(
-                "tool_choice", "cannot be 'auto' where the answer must have a form: calls of this model have no opening"
-            )
-        if spec is None and not tools.must_call and not any(function.is_strict for function in tools.callable):
-            return None
-        return CallSpec(
-            format=call_format,
-            functions=tools.callable,
-            arguments_key=detect_arguments_key(template.tool_source),
-            max_calls=1 if tools.only_one else MAX_FORCED_CALLS,
-            or_text=not tools.must_call,
-            or_spec=spec is not None and not tools.must_call,
-        )
-
-    def _format_of_calls(self) -> tuple[CallFormat, ChatTemplate]:
+    def require_call_format(self) -> tuple[CallFormat, ChatTemplate]:
+        """Return the format and the chat template. Raises RequestError (400) if this model cannot call tools."""
         if self.call_format is None or self.template is None:
             raise refusal("tools", "are not supported: this model's chat template has none")
         return self.call_format, self.template
