@@ -130,7 +130,9 @@ def read_sharegpt(path: Path) -> list[tuple[str, str]]:
     """Return the first two turns of each conversation that has them, of any role. Raises StartupError if none has."""
     try:
         entries: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise StartupError(f"--dataset-path: {path}: {error.strerror}") from None
+    except ValueError as error:
         raise StartupError(f"--dataset-path: {path}: not ShareGPT's JSON: {error}") from None
     pairs = [_first_turns(entry) for entry in (entries if isinstance(entries, list) else ())]
     whole = [pair for pair in pairs if pair is not None]

@@ -58,6 +58,8 @@ def test_sharegpt_gives_the_first_two_turns(tmp_path):
     whole = [{"conversations": turns}, {"conversations": turns[:1]}, {"conversation": turns[1:]}]
     path.write_text(json.dumps([*broken, *whole]))
     assert read_sharegpt(path) == [("hi", "hello"), ("hello", "x")]
+    with pytest.raises(StartupError, match="nowhere: No such file or directory"):
+        read_sharegpt(tmp_path / "nowhere")
     for wrong in ("{", "{}", "[1]", '[{"conversations": [{}, {}]}]'):
         path.write_text(wrong)
         with pytest.raises(StartupError, match="not ShareGPT's JSON"):
