@@ -15,26 +15,31 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
 BFLOAT16 = NUMPY_DTYPES["bfloat16"]
 
 
-def widened(array: np.ndarray) -> np.ndarray:
-    """Return floats as float32. bfloat16 is shifted, many times faster than its type's own cast."""
+def widen(array: np.ndarray, out: np.ndarray) -> None:
+    """Write floats to float32 `out`. bfloat16 is shifted, many times faster than its type's own cast."""
     if array.dtype != BFLOAT16:
-        return array.astype(np.float32, copy=False)
-    bits = array.view(np.uint16).astype(np.uint32)
+        out[...] = array
+        return
+    bits = out.view(np.uint32)
+    bits[...] = array.view(np.uint16)
     bits <<= 16
-    return bits.view(np.float32)
 
 
-def narrowed(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return finite float32 in `dtype`, rounded to nearest even; infinity where that overflows."""
-    if dtype != BFLOAT16:
-        return array.astype(dtype, copy=False)
-    bits = array.view(np.uint32)
-    odd = bits >> 16
+def narrow(array: np.ndarray, out: np.ndarray, spare: np.ndarray) -> None:
+    """Write finite float32 to `out`, rounded to nearest even; infinity where that overflows.
+
+    `spare` float32 of the array's shape is overwritten.
+    """
+    if out.dtype != BFLOAT16:
+        out[...] = array
+        return
+    bits, odd = array.view(np.uint32), spare.view(np.uint32)
+    np.right_shift(bits, 16, out=odd)
     odd &= 1
     odd += 0x7FFF
     odd += bits
     odd >>= 16
-    return odd.astype(np.uint16).view(BFLOAT16)
+    out.view(np.uint16)[...] = odd
 
 
 def all_finite(array: np.ndarray) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from model.config import ModelConfig
-from model.dtypes import all_finite, narrowed, widened
+from model.dtypes import all_finite, narrow, widen
 from model.errors import ModelError
 from model.ops.group.arrays import Split
 from model.weights.checkpoint import expected_shapes, layer_shapes
@@ -43,8 +43,8 @@ SPELLINGS = ("model.language_model.", "language_model.model.")
 READ_THREADS = 8
 """Threads that hash and convert an adapter while its requests wait."""
 
-PIECE = 1 << 18
-"""Values that are converted at once: their float32 fits a core's cache."""
+PIECE = 1 << 16
+"""Values that are converted at once, in memory that stays in a core's cache."""
 
 ALIGNMENT_BYTES = 64
 
@@ -122,16 +122,24 @@ def read_adapter(directory: Path, config: ModelConfig, dtype: np.dtype, max_rank
         _check_part(described.rank_and_scale(module)[0], places[module].shape, modules[module])
     memory = dict(zip(names, _allocate([modules[module] for module in names]), strict=True))
 
-    def read(module: str) -> tuple[Part, bytes]:
-        return _read_part(described, module, places[module], modules[module], memory[module], dtype)
+    def read_all(some: Sequence[str]) -> list[tuple[Part, bytes]]:
+        scaler = _Scaler(dtype)
+        return [
+            _read_part(described, module, places[module], modules[module], memory[module], scaler) for module in some
+        ]
 
     digest = hashlib.sha256(described.key.encode())
     products: dict[tuple[int, str], dict[int, Part]] = {}
     num_bytes = rank = 0
+    shares = [names[thread::READ_THREADS] for thread in range(READ_THREADS)]
     with ThreadPoolExecutor(READ_THREADS) as pool:
-        read_parts = list(pool.map(read, names))
-    for module, (part, part_digest) in zip(names, read_parts, strict=True):
-        place = places[module]
+        read_parts = {
+            module: part
+            for share, parts in zip(shares, pool.map(read_all, shares), strict=True)
+            for module, part in zip(share, parts, strict=True)
+        }
+    for module in names:
+        (part, part_digest), place = read_parts[module], places[module]
         digest.update(part_digest)
         products.setdefault((place.layer, place.product), {})[place.part] = part
         rank = max(rank, len(part[0]))
@@ -145,37 +153,47 @@ def _read_part(
     place: _Place,
     pair: tuple[StoredTensor, StoredTensor],
     memory: Part,
-    dtype: np.dtype,
+    scaler: _Scaler,
 ) -> tuple[Part, bytes]:
-    """Return a module's part, in `memory` if it has `dtype`, and the digest of what it depends on."""
+    """Return a module's part, in `memory` if it has the scaler's dtype, and the digest of what it depends on."""
     rank, scale = described.rank_and_scale(module)
     digest = hashlib.sha256(f"{module} {rank} {scale!r}".encode())
     values = []
     for tensor, stored, factor in zip(pair, memory, (1.0, scale), strict=True):
         tensor.read_into(0, stored)
         digest.update(stored.reshape(-1).view(np.uint8).data)
-        cast = _scaled(stored, factor, dtype)
+        cast = scaler.scaled(stored, factor)
         if cast is None:
-            raise tensor.error(f"NaN or infinity in {dtype.name}")
+            raise tensor.error(f"NaN or infinity in {scaler.dtype.name}")
         values.append(cast)
     b_values = values[1] if place.row_order is None else values[1][place.row_order]
     return (values[0], b_values), digest.digest()
 
 
-def _scaled(stored: np.ndarray, factor: float, dtype: np.dtype) -> np.ndarray | None:
-    """Return values times a factor in `dtype`, rounded once, in place of the stored ones if they have `dtype`; None if
-    they hold NaN or infinity."""
-    if not all_finite(stored):
-        return None
-    if factor == 1 and stored.dtype == dtype:
-        return stored
-    cast = stored if stored.dtype == dtype else np.empty(stored.shape, dtype)
-    values, results = stored.reshape(-1), cast.reshape(-1).view(f"u{dtype.itemsize}")
-    with np.errstate(over="ignore"):
-        for start in range(0, values.size, PIECE):
-            piece = slice(start, start + PIECE)
-            results[piece] = narrowed(widened(values[piece]) * np.float32(factor), dtype).view(results.dtype)
-    return cast if all_finite(cast) else None
+class _Scaler:
+    """Multiplies arrays and casts them to `dtype`, for one thread."""
+
+    def __init__(self, dtype: np.dtype):
+        self.dtype = dtype
+        self._memory = np.empty((2, PIECE), np.float32)
+
+    def scaled(self, stored: np.ndarray, factor: float) -> np.ndarray | None:
+        """Return values times a factor in `dtype`, rounded once, in place of the stored ones if they have `dtype`;
+        None if they hold NaN or infinity."""
+        if not all_finite(stored):
+            return None
+        if factor == 1 and stored.dtype == self.dtype:
+            return stored
+        cast = stored if stored.dtype == self.dtype else np.empty(stored.shape, self.dtype)
+        values, results = stored.reshape(-1), cast.reshape(-1)
+        with np.errstate(over="ignore"):
+            for start in range(0, values.size, PIECE):
+                piece = values[start : start + PIECE]
+                wide, rest = self._memory[:, : piece.size]
+                widen(piece, wide)
+                wide *= np.float32(factor)
+                narrow(wide, results[start : start + PIECE], rest)
+        return cast if all_finite(cast) else None
 
 
 def _check_part(rank: int, shape: tuple[int, int], pair: tuple[StoredTensor, StoredTensor]) -> None:
