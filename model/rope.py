@@ -9,23 +9,41 @@ import numpy as np
 from model.rope_config import RopeConfig
 
 
-def rope_tables(rope: RopeConfig, head_dim: int, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return cos and sin, float32[max_model_len, head_dim / 2], times the attention factor of yarn and longrope.
+class RopeTables:
+    """Rows of cos and sin, float32[max_model_len, head_dim / 2], times the attention factor of yarn and longrope.
 
     A "dynamic" rope has one table, stretched if `max_model_len` exceeds the original length, and longrope one set of
     factors: cached rotated keys cannot follow a sequence as it grows. Pairs beyond the rotated dimensions get cos 1.
     """
-    shape = (max_model_len, head_dim // 2)
-    cos, sin = np.ones(shape, np.float32), np.zeros(shape, np.float32)
-    if rope.kind == "none":
-        return cos, sin
-    frequencies = inverse_frequencies(rope, rope.rotary_dim(head_dim), max_model_len).astype(np.float32)
-    # rounded to float32 as in training
-    angles = np.outer(np.arange(max_model_len, dtype=np.float32), frequencies)
-    factor = np.float32(attention_factor(rope))
-    rotated = slice(None, len(frequencies))
-    cos[:, rotated], sin[:, rotated] = np.cos(angles) * factor, np.sin(angles) * factor
-    return cos, sin
+
+    def __init__(self, rope: RopeConfig, head_dim: int, max_model_len: int):
+        self.shape = (max_model_len, head_dim // 2)
+        frequencies = np.zeros(0)
+        if rope.kind != "none":
+            frequencies = inverse_frequencies(rope, rope.rotary_dim(head_dim), max_model_len)
+        self._frequencies = frequencies.astype(np.float32)  # rounded as in training
+        self._factor = np.float32(attention_factor(rope))
+
+    def cos(self, first: int, last: int) -> np.ndarray:
+        """Return rows first..last - 1."""
+        rows = np.ones((last - first, self.shape[1]), np.float32)
+        rows[:, : len(self._frequencies)] = np.cos(self._angles(first, last)) * self._factor
+        return rows
+
+    def sin(self, first: int, last: int) -> np.ndarray:
+        """Return rows first..last - 1."""
+        rows = np.zeros((last - first, self.shape[1]), np.float32)
+        rows[:, : len(self._frequencies)] = np.sin(self._angles(first, last)) * self._factor
+        return rows
+
+    def _angles(self, first: int, last: int) -> np.ndarray:
+        return np.outer(np.arange(first, last, dtype=np.float32), self._frequencies)
+
+
+def rope_tables(rope: RopeConfig, head_dim: int, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return all rows of cos and of sin: see `RopeTables`."""
+    tables = RopeTables(rope, head_dim, max_model_len)
+    return tables.cos(0, max_model_len), tables.sin(0, max_model_len)
 
 
 def query_scale(rope: RopeConfig, max_model_len: int) -> np.ndarray | None:

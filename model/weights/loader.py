@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,8 +20,8 @@ from model.kv_cache import part_of_heads
 from model.ops.group.arrays import Split, divided, each_rank, own_rows, stacked, whole_nbytes
 from model.ops.group.device import upload_parts
 from model.ops.interface import Array, Ops
-from model.ops.weight import Weight, WeightFormat
-from model.rope import query_scale, rope_tables
+from model.ops.weight import Weight
+from model.rope import RopeTables, query_scale
 from model.rope_config import RopeConfig
 from model.weights.checkpoint import (
     EMBEDDING,
@@ -33,85 +32,11 @@ from model.weights.checkpoint import (
     loaded_shapes,
     stores_quantised,
 )
+from model.weights.dummy import DummyWeights
 from model.weights.folding import TensorSource, folded
-from model.weights.formats.stored_matrix import StoredMatrix, check_stackable, equally_ordered
+from model.weights.formats.stored_matrix import ConvertedRows, ReadRows, StoredMatrix, check_stackable, equally_ordered
 from model.weights.online_fp8 import OnlineFp8, is_layer_matrix, loaded_bytes
 from model.weights.sharding import FLAG, Sharding
-
-RANDOM_TILE = 1_000_003
-"""Random numbers that dummy weights repeat; a prime, so that rows differ."""
-
-
-BYTE_STDS = {WeightFormat.FP8: 97.0, WeightFormat.FP8_BLOCK: 97.0, WeightFormat.INT8: 74.0, WeightFormat.INT4: 4.6}
-"""Standard deviation of random bytes' values."""
-
-
-class DummyWeights:
-    """Random weights; every norm is 1.
-
-    With experts, each tensor starts elsewhere in the random numbers: equal layers would route all tokens to the same
-    experts.
-    """
-
-    def __init__(self, config: ModelConfig, dtype: np.dtype, checkpoint: Checkpoint | None = None):
-        """Copy the forms of a quantised `checkpoint`."""
-        random = np.random.default_rng(0)
-        self._std = config.hidden_size**-0.5
-        self._tile = (random.standard_normal(RANDOM_TILE, np.float32) * np.float32(self._std)).astype(dtype)
-        self._bytes = random.integers(0, 256, RANDOM_TILE, np.uint8)
-        self._checkpoint = checkpoint
-        self._shifts = config.experts is not None
-
-    def matrix(self, name: str) -> StoredMatrix | None:
-        stored = None if self._checkpoint is None else self._checkpoint.matrix(name)
-        if stored is None:
-            return None
-        tile, std = self._bytes, BYTE_STDS[stored.form.format]
-        if stored.form.format in (WeightFormat.FP8, WeightFormat.FP8_BLOCK):
-            tile = tile & np.uint8(0xF7)  # without NaN
-        rows = {
-            "data": _TiledRows(tile, self._shift(name)),
-            "scale": _TiledRows(np.full(1, self._std / std, np.float32)),
-        }
-        rows["zero_point"] = _TiledRows(np.full(1, 8, np.uint8))
-        return replace(stored, arrays={array: rows[array] for array in stored.arrays})
-
-    def read_into(self, name: str, start: int, out: np.ndarray) -> None:
-        if name.endswith("norm.weight"):
-            out[:] = 1
-            return
-        _repeat(self._tile, start + self._shift(name), out)
-
-    def nonfinite(self, name: str, dtype: np.dtype) -> ModelError:
-        return ModelError(f"dummy weights: tensor {name!r}: not finite in {dtype.name}")
-
-    def kv_scales(self) -> np.ndarray | None:
-        return None
-
-    def _shift(self, name: str) -> int:
-        return zlib.crc32(name.encode()) if self._shifts else 0
-
-
-@dataclass(frozen=True)
-class _TiledRows:
-    tile: np.ndarray
-    shift: int = 0
-
-    def read_into(self, start: int, out: np.ndarray) -> None:
-        values = out.view(np.uint8) if self.tile.dtype == np.uint8 else out
-        if self.tile.size == 1:
-            values[...] = self.tile[0]
-        else:
-            _repeat(self.tile, start + self.shift, values)
-
-
-def _repeat(tile: np.ndarray, start: int, out: np.ndarray) -> None:
-    offset = start % tile.size
-    borders = [0, *range(tile.size - offset, out.size, tile.size), out.size]
-    for begin, end in pairwise(borders):
-        first = (offset + begin) % tile.size
-        out[begin:end] = tile[first : first + end - begin]
-
 
 EXPERT_MULTIPLE = 16
 """Divisor of the inputs of experts' products on a GPU, 16 bytes in 8 bits."""
@@ -196,7 +121,8 @@ def allocate_model(
     sharding = Sharding(config, ops.num_ranks)
     plan = _Plan(config, ops, folded(source, config), sharding, OnlineFp8(ops) if quantization == "fp8" else None)
     embedding, tied_head = plan.tied() if config.shares_embedding else (plan.tensor(EMBEDDING), None)
-    rotations = {rope: _rotation(rope, config.head_dim, max_model_len, ops) for rope in dict.fromkeys(config.ropes)}
+    ropes = dict.fromkeys(config.ropes)
+    rotations = {rope: _plan_rotation(plan, rope, config.head_dim, max_model_len) for rope in ropes}
     layers = tuple(_plan_layer(plan, config, index, rotations[rope]) for index, rope in enumerate(config.ropes))
     final_norm = plan.tensor(FINAL_NORM)
     lm_head = plan.matrix([LM_HEAD]) if tied_head is None else tied_head
@@ -264,6 +190,12 @@ class _Plan:
 
     def tensor(self, name: str) -> Array:
         return self.stacked([name])
+
+    def table(self, shape: tuple[int, int], rows: ReadRows) -> Array:
+        """Allocate float32 `shape`, filled by the threads that read."""
+        array = self._ops.empty(shape, np.dtype(np.float32))
+        self._targets.append(_Target("", array, ConvertedRows(shape[1], rows).read_into, is_dense=False))
+        return array
 
     def stacked(self, names: Sequence[str]) -> Array:
         """Allocate tensors stacked along the first axis."""
@@ -444,13 +376,18 @@ def _prepared_layer(layer: Layer, ops: Ops) -> Layer:
     return replace(layer, **matrices)
 
 
-def _rotation(rope: RopeConfig, head_dim: int, max_model_len: int, ops: Ops) -> LayerRotation:
-    cos, sin = rope_tables(rope, head_dim, max_model_len)
-    scale = query_scale(rope, max_model_len)
+def _plan_rotation(plan: _Plan, rope: RopeConfig, head_dim: int, max_model_len: int) -> LayerRotation:
+    tables, scale = RopeTables(rope, head_dim, max_model_len), query_scale(rope, max_model_len)
+    whole = [plan.table(tables.shape, rows) for rows in (tables.cos, tables.sin)]
     if scale is None:
-        return LayerRotation(ops.upload(cos), ops.upload(sin))
-    scaled = (ops.upload(table * scale[:, None]) for table in (cos, sin))
-    return LayerRotation(ops.upload(cos), ops.upload(sin), *scaled)
+        return LayerRotation(*whole)
+
+    def scaled(rows: ReadRows, first: int, last: int) -> np.ndarray:
+        table: np.ndarray = rows(first, last) * scale[first:last, None]
+        return table
+
+    of_queries = [plan.table(tables.shape, partial(scaled, rows)) for rows in (tables.cos, tables.sin)]
+    return LayerRotation(*whole, *of_queries)
 
 
 def _plan_layer(plan: _Plan, config: ModelConfig, index: int, rotation: LayerRotation) -> Layer:

@@ -30,7 +30,8 @@ from model.ops.interface import Ops
 from model.ops.load_parallel import MAX_THREADS, PIECE_BYTES
 from model.stored_names import SINGLE_FILE
 from model.weights.checkpoint import expected_shapes
-from model.weights.loader import DummyWeights, load_model
+from model.weights.dummy import DummyWeights
+from model.weights.loader import load_model
 from service.bench.report import add_report_flags, check_report_flags, run_script, write_report
 from service.cli.table import print_table, shown
 from service.config.settings import Settings

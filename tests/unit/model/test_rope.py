@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from model.config import RopeConfig
-from model.rope import attention_factor, inverse_frequencies, query_scale, rope_tables
+from model.rope import RopeTables, attention_factor, inverse_frequencies, query_scale, rope_tables
 
 DEFAULT = RopeConfig(kind="default", theta=10000.0)
 LLAMA3 = RopeConfig(
@@ -129,3 +129,11 @@ def test_queries_are_scaled_from_the_original_length_on():
     np.testing.assert_allclose(scale[[16, 31, 32]], [1 + 0.1 * math.log(2)] * 2 + [1 + 0.1 * math.log(3)], rtol=1e-6)
     assert query_scale(rope, 16) is None
     assert query_scale(DEFAULT, 40) is None
+
+
+def test_rows_have_the_bits_of_the_whole_table():
+    """Threads that load weights compute them in pieces."""
+    whole, tables = rope_tables(LONGROPE, 16, 300), RopeTables(LONGROPE, 16, 300)
+    for table, rows in zip(whole, (tables.cos, tables.sin), strict=True):
+        pieces = [rows(first, min(first + 37, 300)) for first in range(0, 300, 37)]
+        assert np.concatenate(pieces).tobytes() == table.tobytes()
