@@ -56,4 +56,4 @@ def find_spelling(names: Collection[str], config: ModelConfig) -> NameSpelling:
     spellings: tuple[NameSpelling, ...] = (*WRAPPED, BASE) if config.is_wrapped else (BASE,)
     found = next((each for each in spellings if f"{each.body}embed_tokens.weight" in names), NameSpelling())
     renamed = tuple(pair for pair in config.tensors.renamed if any(f".{pair[0]}." in name for name in names))
-    return replace(found, renamed=renamed)
+    return replace(found, renamed=renamed, left_out=found.left_out + config.tensors.left_out)

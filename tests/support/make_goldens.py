@@ -89,6 +89,7 @@ QWEN3_MOE = {
 }
 EXPERT_NAMES = {
     "qwen3_moe": ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj"), "down_proj"),
+    "mellum": ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj"), "down_proj"),
     "olmoe": ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj"), "down_proj"),
     "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3"), "w2"),
 }
@@ -118,6 +119,10 @@ OLD_WRAPPER_NAMES = {
 
 def heads(num_heads: int, num_kv_heads: int, head_dim: int) -> dict:
     return {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim}
+
+
+def named(model_type: str, architecture: str) -> dict:
+    return {"model_type": model_type, "architectures": [architecture], "torch_dtype": "bfloat16"}
 
 
 CASES: dict[str, dict] = {
@@ -421,53 +426,44 @@ CASES: dict[str, dict] = {
     "cwm_bf16": {
         **SHAPE,
         **heads(4, 2, 32),
-        "model_type": "cwm",
-        "architectures": ["CwmForCausalLM"],
+        **named("cwm", "CwmForCausalLM"),
         "sliding_window": 24,
         "rope_scaling": {**LLAMA3_SCALING, "factor": 16.0},
         "rope_theta": 1000000.0,
-        "torch_dtype": "bfloat16",
     },
     "helium_bf16": {
         **SHAPE,
         **heads(4, 2, 16),
-        "model_type": "helium",
-        "architectures": ["HeliumForCausalLM"],
+        **named("helium", "HeliumForCausalLM"),
         "attention_bias": False,
         "mlp_bias": False,
         "rms_norm_eps": 1e-8,
         "rope_theta": 100000.0,
-        "torch_dtype": "bfloat16",
     },
     "internlm3_dynamic_bf16": {
         **SHAPE,
         **heads(4, 2, 16),
-        "model_type": "internlm3",
-        "architectures": ["InternLM3ForCausalLM"],
+        **named("internlm3", "InternLM3ForCausalLM"),
         "qkv_bias": True,
         "bias": True,
         "max_position_embeddings": 64,
         "rope_scaling": {"rope_type": "dynamic", "factor": 6.0},
         "rope_theta": 50000000.0,
-        "torch_dtype": "bfloat16",
     },
     "iquestcoder_bf16": {
         **SHAPE,
         **heads(4, 2, 32),
-        "model_type": "iquestcoder",
-        "architectures": ["IQuestCoderForCausalLM"],
+        **named("iquestcoder", "IQuestCoderForCausalLM"),
         "attention_bias": False,
         "mlp_bias": False,
         "rope_theta": 500000.0,
-        "torch_dtype": "bfloat16",
     },
     # Granite 4 without Mamba: the MLP is that of a shared expert
     "granite4_tied_bf16": {
         **SHAPE,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "model_type": "granitemoehybrid",
-        "architectures": ["GraniteMoeHybridForCausalLM"],
+        **named("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
         "tie_word_embeddings": True,
         **GRANITE_MULTIPLIERS,
         "layer_types": ["full_attention", "full_attention"],
@@ -478,35 +474,53 @@ CASES: dict[str, dict] = {
         "mamba_n_heads": 4,
         "mamba_d_head": 32,
         "rope_theta": 10000000.0,
-        "torch_dtype": "bfloat16",
     },
     "granitemoe_tied_bf16": {
         **SHAPE,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "model_type": "granitemoe",
-        "architectures": ["GraniteMoeForCausalLM"],
+        **named("granitemoe", "GraniteMoeForCausalLM"),
         "tie_word_embeddings": True,
         **GRANITE_MULTIPLIERS,
         "intermediate_size": 32,
         "num_local_experts": 6,
         "num_experts_per_tok": 2,
         "rope_theta": 10000.0,
-        "torch_dtype": "bfloat16",
+    },
+    "mellum_bf16": {
+        **SHAPE,
+        **heads(4, 2, 32),
+        "num_hidden_layers": 3,
+        **named("mellum", "MellumForCausalLM"),
+        "attention_bias": False,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 24,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 500000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
     },
     "olmoe_bf16": {
         **SHAPE,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
-        "model_type": "olmoe",
-        "architectures": ["OlmoeForCausalLM"],
+        **named("olmoe", "OlmoeForCausalLM"),
         "intermediate_size": 32,
         "num_experts": 6,
         "num_experts_per_tok": 3,
         "norm_topk_prob": False,
         "clip_qkv": None,
         "rope_theta": 10000.0,
-        "torch_dtype": "bfloat16",
     },
     # plain frequencies in layers that slide, yarn in the others
     "olmo3_bf16": {

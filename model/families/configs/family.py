@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from model.config_fields import NO_WINDOW, Fields
-from model.rope_config import RopeConfig, RopeRules
+from model.rope_config import RopeConfig, RopeRules, read_rope
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -24,6 +24,7 @@ class LayerTensors:
     expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")  # of each expert
     expert_down: str = "down_proj"
     renamed: tuple[tuple[str, str], ...] = ()  # (parts of names that transformers 5 may store, those here)
+    left_out: tuple[str, ...] = ()  # begins of names of tensors that are not loaded
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     attention_norm: str = "input_layernorm"
@@ -110,6 +111,26 @@ def no_multipliers(fields: Fields) -> Multipliers:
 
 def llama_scaling(fields: Fields) -> Fields:
     return fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({}, fields.source)
+
+
+def full_attention_scaling(fields: Fields) -> Fields:
+    """Return the section of layers with full attention, where each type of layer has a rope of its own."""
+    section = fields.section("rope_parameters")
+    if section is None:
+        return llama_scaling(fields)
+    return section.section("full_attention") or Fields({}, section.source)
+
+
+def ropes_of_types(
+    fields: Fields, rope: RopeConfig, windows: tuple[int, ...], rules: RopeRules, default_theta: float
+) -> tuple[RopeConfig, ...]:
+    """Return `rope` for layers with full attention, for others that of `sliding_attention`, plain if absent."""
+    section = fields.section("rope_parameters")
+    sliding = None if section is None else section.section("sliding_attention")
+    if sliding is None:
+        sliding = Fields({"rope_theta": default_theta}, fields.source)
+    of_window, _ = read_rope(fields, sliding, 2, rules)
+    return tuple(rope if window == NO_WINDOW else of_window for window in windows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,12 @@ from model.families.configs.family import (
     ExpertsConfig,
     Family,
     full_attention_every,
+    full_attention_scaling,
     layer_types,
-    llama_scaling,
+    ropes_of_types,
     windows_of_types,
 )
-from model.rope_config import RopeConfig, RopeRules, read_rope
+from model.rope_config import RopeConfig, RopeRules
 
 RULES = RopeRules(default_theta=500000.0)
 
@@ -27,21 +28,8 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
     return windows_of_types(kinds, fields.integer("sliding_window", 4096, high=NO_WINDOW))
 
 
-def _scaling(fields: Fields) -> Fields:
-    section = fields.section("rope_parameters")
-    if section is None:
-        return llama_scaling(fields)
-    return section.section("full_attention") or Fields({}, section.source)
-
-
 def _ropes(fields: Fields, rope: RopeConfig, windows: tuple[int, ...]) -> tuple[RopeConfig, ...]:
-    """Return a rope of its own for each kind of layer; transformers 4 leaves the sliding one plain."""
-    section = fields.section("rope_parameters")
-    sliding = None if section is None else section.section("sliding_attention")
-    if sliding is None:
-        sliding = Fields({"rope_theta": rope.theta}, fields.source)
-    of_window, _ = read_rope(fields, sliding, 2, RULES)
-    return tuple(rope if window == NO_WINDOW else of_window for window in windows)
+    return ropes_of_types(fields, rope, windows, RULES, rope.theta)
 
 
 def _experts(fields: Fields, num_layers: int) -> ExpertsConfig:
@@ -73,7 +61,7 @@ OLMO3 = Family(
     qk_norm_whole=True,
     norm_after=True,
     rope_rules=RULES,
-    scaling=_scaling,
+    scaling=full_attention_scaling,
     windows=_windows,
     ropes=_ropes,
 )

@@ -11,6 +11,7 @@ from model.families.configs.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from model.families.configs.helium import HELIUM
 from model.families.configs.internlm3 import INTERNLM3
 from model.families.configs.llama import IQUESTCODER, LLAMA
+from model.families.configs.mellum import MELLUM
 from model.families.configs.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from model.families.configs.mixtral import MIXTRAL
 from model.families.configs.olmo import OLMO2, OLMO3, OLMOE
@@ -26,7 +27,7 @@ FAMILIES: dict[str, Family] = {
         *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3),
         *(SMOLLM3, GRANITE, PHI3, OLMO2, OLMO3),
         *(SEED_OSS, EXAONE4, GLM, ERNIE4_5, CWM, HELIUM, INTERNLM3, IQUESTCODER, GRANITE_HYBRID),
-        *(QWEN3_MOE, OLMOE, GRANITE_MOE, MIXTRAL),
+        *(QWEN3_MOE, MELLUM, OLMOE, GRANITE_MOE, MIXTRAL),
     )
 }
 
@@ -43,7 +44,7 @@ TWISTS: dict[str, str] = {
         "latent attention": ("deepseek_v2", "deepseek_v3", "minicpm3"),
         "experts that are not served": (
             *("dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "granitemoeshared", "hunyuan_v1_moe"),
-            *("llama4", "mellum", "minimax_m2", "phimoe", "qwen2_moe"),
+            *("llama4", "minimax_m2", "phimoe", "qwen2_moe"),
         ),
         "code that transformers does not have": ("minicpm",),
         "layers without attention": ("falcon_h1", "jamba", "lfm2", "nemotron_h", "qwen3_next"),
