@@ -24,6 +24,8 @@ RANDOM_TILE = 1_000_003
 """Random numbers that dummy weights repeat."""
 EAGLES_LAYER = "midlayer."
 """`LAYER` in EAGLE's own layout."""
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Modules whose rows a file may have in one matrix."""
 TRAINING_TENSORS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "mask_hidden")
 
 
@@ -39,13 +41,14 @@ class Eagle3Head:
         embedding: np.ndarray,
         max_model_len: int,
     ):
-        """`weights`: float32 by `Eagle3Config.shapes`; `token_ids` int64[draft vocabulary]; `embedding` [V, H]."""
+        """`weights`: float32, as Eagle3Tensors has them; `token_ids` int64[draft vocabulary]; `embedding` [V, H]."""
         self.config = config
         attention = {name: weights[f"{LAYER}self_attn.{name}_proj.weight"] for name in "qkvo"}
         input_norm = np.concatenate([weights[f"{LAYER}{name}.weight"] for name in ("input_layernorm", "hidden_norm")])
         q_scale = np.float32(config.head_dim**-0.5)
         q, k = (_paired(attention[name], config.head_dim) for name in "qk")
         qkv = np.concatenate([q if config.has_qk_norms else q * q_scale, k, attention["v"]]) * input_norm
+        self._set_biases(weights, np.float32(1) if config.has_qk_norms else q_scale)
         self._qk_norm = _qk_norm(config, weights, q_scale) if config.has_qk_norms else None
         gate_up = np.concatenate([weights[f"{LAYER}mlp.{name}_proj.weight"] for name in ("gate", "up")])
         self._fc, self._qkv, self._output = (
@@ -62,6 +65,20 @@ class Eagle3Head:
         self._embedding_scale = self._norm_scale(embedding.astype(np.float32, copy=False))
         cos, sin = rope_tables(config.rope, config.head_dim, max_model_len)
         self._rotation = (cos + 1j * sin).astype(np.complex64)[:, None]
+
+    def _set_biases(self, weights: dict[str, np.ndarray], q_scale: np.float32) -> None:
+        """Keep each product's bias, or None; q's and k's in the order of `_paired`."""
+        self._output_bias = stacked_bias(weights, "self_attn.o_proj")
+        self._gate_up_bias = stacked_bias(weights, "mlp.gate_proj", "mlp.up_proj")
+        self._down_bias = stacked_bias(weights, "mlp.down_proj")
+        qkv = stacked_bias(weights, *(f"self_attn.{name}_proj" for name in "qkv"))
+        if qkv is not None:
+            widths = self.config.num_heads, self.config.num_heads + self.config.num_kv_heads
+            q, k, v = np.split(qkv[:, None], [width * self.config.head_dim for width in widths])
+            qkv = np.concatenate([_paired(q * q_scale, self.config.head_dim), _paired(k, self.config.head_dim), v])[
+                :, 0
+            ]
+        self._qkv_bias = qkv
 
     def hidden(self, states: np.ndarray) -> np.ndarray:
         """states [T, n H] -> float32[T, H]."""
@@ -80,7 +97,10 @@ class Eagle3Head:
         normed = np.empty((count, 2 * config.hidden_size), np.float32)
         np.multiply(self._embedding[token_ids], self._embedding_scale[token_ids], out=normed[:, : config.hidden_size])
         np.multiply(hidden, self._norm_scale(hidden), out=normed[:, config.hidden_size :])
-        heads = (normed @ self._qkv).reshape(count, -1, config.head_dim)
+        qkv = normed @ self._qkv
+        if self._qkv_bias is not None:
+            qkv += self._qkv_bias
+        heads = qkv.reshape(count, -1, config.head_dim)
         qk = heads[:, : -config.num_kv_heads]
         if self._qk_norm is not None:
             scale = self._norm_scale(qk.reshape(-1, config.head_dim)).reshape(count, -1, 1)
@@ -108,11 +128,17 @@ class Eagle3Head:
             hidden = hidden * self._norm_scale(hidden) * self._hidden_norm
         out = attended @ self._output
         out += hidden
+        if self._output_bias is not None:
+            out += self._output_bias
         gate_up = (out @ self._gate_up) * self._norm_scale(out)
+        if self._gate_up_bias is not None:
+            gate_up += self._gate_up_bias
         gate, up = gate_up[:, : self.config.intermediate_size], gate_up[:, self.config.intermediate_size :]
         up /= 1 + np.exp(-gate)
         up *= gate
         out += up @ self._down
+        if self._down_bias is not None:
+            out += self._down_bias
         logits: np.ndarray = out @ self._lm_head
         scale = self._norm_scale(out)
         logits *= scale
@@ -128,7 +154,7 @@ class Eagle3Head:
 
 @dataclass(frozen=True)
 class Eagle3Tensors:
-    """A head by `Eagle3Config.shapes`, in the types of its file."""
+    """A head by `Eagle3Config.shapes`, with the biases that it has, in the types of its file."""
 
     config: Eagle3Config
     weights: dict[str, np.ndarray]
@@ -152,11 +178,13 @@ def read_eagle3(folder: Path, target: ModelConfig) -> Eagle3Tensors:
             f"{folder}: no model.safetensors (pickles are never loaded; the speculators library converts them)"
         )
     stored = {_common_name(name): tensor for name, tensor in read_safetensors(path).items()}
-    shapes = config.shapes()
-    unknown = sorted(stored.keys() - {*shapes, "d2t", "embed_tokens.weight", *TRAINING_TENSORS})
+    shapes, biases = config.shapes(), config.bias_shapes()
+    weights = _read_fused(stored, {**shapes, **biases}, path)
+    unknown = sorted(stored.keys() - {*shapes, *biases, "d2t", "embed_tokens.weight", *TRAINING_TENSORS})
     if unknown:
         raise ModelError(f"{path}: {unknown[0]} is not a tensor of a head with this config")
-    weights = {name: _read(stored, name, shape, path) for name, shape in shapes.items()}
+    shapes |= {name: shape for name, shape in biases.items() if name in stored}
+    weights |= {name: _read(stored, name, shape, path) for name, shape in shapes.items() if name not in weights}
     embedding = None
     if "embed_tokens.weight" in stored:
         embedding = _read(stored, "embed_tokens.weight", (target.vocab_size, target.hidden_size), path)
@@ -189,6 +217,34 @@ def _read(stored: dict[str, StoredTensor], name: str, shape: tuple[int, ...], pa
     if not all_finite(values):
         raise stored[name].error("not all values are finite")
     return values
+
+
+def _read_fused(
+    stored: dict[str, StoredTensor], shapes: dict[str, tuple[int, ...]], path: Path
+) -> dict[str, np.ndarray]:
+    """Take the matrices and biases of FUSED from `stored`; return their parts."""
+    parts: dict[str, np.ndarray] = {}
+    for fused in [name for name in stored if name.startswith(LAYER) and name.split(".")[-2] in FUSED]:
+        module, kind = fused.removeprefix(LAYER).rsplit(".", 2)[0], fused.split(".")[-2:]
+        names = [f"{LAYER}{module}.{own}.{kind[1]}" for own in FUSED[kind[0]]]
+        if not all(name in shapes for name in names):
+            continue
+        ends = np.cumsum([shapes[name][0] for name in names]).tolist()
+        values = _read(stored, fused, (ends[-1], *shapes[names[0]][1:]), path)
+        parts |= zip(names, np.split(values, ends[:-1]), strict=True)
+        del stored[fused]
+    return parts
+
+
+def stacked_bias(weights: dict[str, np.ndarray], *modules: str) -> np.ndarray | None:
+    """Return float32 biases of the layer's modules one after the other, 0 of one that has none; None if none has."""
+    names = [f"{LAYER}{module}.bias" for module in modules]
+    if not any(name in weights for name in names):
+        return None
+    sizes = [len(weights[f"{LAYER}{module}.weight"]) for module in modules]
+    none = map(np.zeros, sizes)
+    stacked: np.ndarray = np.concatenate([weights.get(name, zeros) for name, zeros in zip(names, none, strict=True)])
+    return stacked.astype(np.float32)
 
 
 def _token_ids(stored: dict[str, StoredTensor], count: int, vocab_size: int, path: Path) -> np.ndarray:

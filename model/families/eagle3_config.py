@@ -19,7 +19,7 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_SIZE = 1 << 20
 MAX_STATES = 8
 MAX_DRAFTS = 16
-NOT_BUILT = ("attention_bias", "mlp_bias", "parallel_drafting")
+NOT_BUILT = ("parallel_drafting",)
 MODEL_TYPES = ("llama", "qwen3")
 
 
@@ -98,6 +98,12 @@ class Eagle3Config:
             "norm.weight": (hidden,),
             "lm_head.weight": (self.draft_vocab_size, hidden),
         }
+
+    def bias_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every bias that a file may have. Configs are no help: those of heads without one name the
+        model's."""
+        names = [name for name in self.shapes() if name.startswith(LAYER) and name.endswith("_proj.weight")]
+        return {name.removesuffix("weight") + "bias": self.shapes()[name][:1] for name in names}
 
     @property
     def state_norms(self) -> tuple[str, ...]:

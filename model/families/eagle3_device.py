@@ -15,7 +15,7 @@ import numpy as np
 from model.batch import StateRows
 from model.config import ModelConfig
 from model.errors import ModelError
-from model.families.eagle3 import Eagle3Tensors, folded_fc
+from model.families.eagle3 import Eagle3Tensors, folded_fc, stacked_bias
 from model.families.eagle3_config import LAYER, Eagle3Config
 from model.ops.interface import Array, AttentionBatch, DraftOps, DraftPlan, HeadRotation, SamplingArrays
 from model.ops.weight import Weight
@@ -33,10 +33,14 @@ class Eagle3Weights:
     fc: Weight  # [H, k H]
     input_norms: tuple[Array, Array]  # [H], of the embedding and the hidden state
     qkv: Weight  # [(Hq + 2 Hkv) * D, 2 H]
+    qkv_bias: Array | None
     output: Weight  # [H, Hq * D]
+    output_bias: Array | None
     mlp_norm: Array  # [H]
     gate_up: Weight  # [2 I, H]
+    gate_up_bias: Array | None
     down: Weight  # [H, I]
+    down_bias: Array | None
     final_norm: Array  # [H]
     lm_head: Weight  # [draft vocabulary, H]
     columns: Array  # int32[V], row of `lm_head` of each token; -1: none
@@ -71,9 +75,10 @@ class DeviceEagle3:
         """Tune the products of `read` and `draft_one` for these numbers of rows: `Ops.tune_linear`."""
         ops, weights = self.ops, self.weights
         ops.tune_linear([weights.fc], None, num_read)
-        ops.tune_linear([weights.qkv], None, sorted({*num_read, *num_drafted}))
-        for weight in (weights.output, weights.gate_up, weights.down):
-            ops.tune_linear([weight], None, num_drafted)
+        ops.tune_linear([weights.qkv], weights.qkv_bias, sorted({*num_read, *num_drafted}))
+        ops.tune_linear([weights.output], weights.output_bias, num_drafted)
+        ops.tune_linear([weights.gate_up], weights.gate_up_bias, num_drafted)
+        ops.tune_linear([weights.down], weights.down_bias, num_drafted)
         ops.tune_linear([weights.lm_head], None, num_drafted, dtype=FLOAT32)
 
     def read(self, rows: StateRows, next_ids: Array, kv: Array, out: ReadRows) -> None:
@@ -81,7 +86,7 @@ class DeviceEagle3:
         ops, weights = self.ops, self.weights
         ops.linear(self._normed_states(rows.states), weights.fc, out=out.hidden)
         x = self._input(next_ids, out.hidden)
-        qkv = ops.linear(x, weights.qkv, out=out.qkv)
+        qkv = ops.linear(x, weights.qkv, weights.qkv_bias, out=out.qkv)
         ops.rope_kv_write(qkv, weights.rotation, rows.positions, rows.slots, kv, kv.shape[1] - 1)
 
     def temporary_rows(self, count: int) -> ReadRows:
@@ -97,7 +102,8 @@ class DeviceEagle3:
                 ops.place_columns(ops.gather_rows(read.hidden, plan.last_rows), batch.hidden, 0)
                 qkv = ops.gather_rows(read.qkv, plan.last_rows)
             else:
-                qkv = ops.linear(self._input(batch.out[number - 1], batch.hidden), self.weights.qkv)
+                x = self._input(batch.out[number - 1], batch.hidden)
+                qkv = ops.linear(x, self.weights.qkv, self.weights.qkv_bias)
             at = plan.places[number], plan.slots[number]
             q = ops.rope_kv_write(qkv, self.weights.rotation, *at, kv, last)
             scale, lens = float(self.config.head_dim**-0.5), plan.places[number + 1]
@@ -131,8 +137,10 @@ class DeviceEagle3:
         residual = hidden
         if self.config.norm_before_residual:
             residual = ops.rms_norm(hidden, weights.input_norms[1], eps)
-        mlp_input = ops.add_rms_norm(ops.linear(attended, weights.output), residual, weights.mlp_norm, eps)
-        mlp = ops.linear(ops.silu_mul(ops.linear(mlp_input, weights.gate_up)), weights.down)
+        attention = ops.linear(attended, weights.output, weights.output_bias)
+        mlp_input = ops.add_rms_norm(attention, residual, weights.mlp_norm, eps)
+        gate_up = ops.linear(mlp_input, weights.gate_up, weights.gate_up_bias)
+        mlp = ops.linear(ops.silu_mul(gate_up), weights.down, weights.down_bias)
         normed = ops.add_rms_norm(mlp, residual, weights.final_norm, eps)
         output = normed if self.config.norm_output else residual
         if output is not hidden:
@@ -180,6 +188,10 @@ def upload_eagle3(tensors: Eagle3Tensors, ops: DraftOps, embedding: Array, max_m
         parts = [stored[f"{name}.weight"].astype(ops.dtype, copy=False) for name in names]
         return ops.upload(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
+    def upload_bias(*modules: str) -> Array | None:
+        bias = stacked_bias(stored, *modules)
+        return None if bias is None else ops.upload(bias.astype(ops.dtype))
+
     columns = np.full(len(embedding), -1, np.int32)
     columns[tensors.token_ids] = np.arange(len(tensors.token_ids))
     q_norm, k_norm = (upload(f"{attention}{name}_norm") if config.has_qk_norms else None for name in "qk")
@@ -193,10 +205,14 @@ def upload_eagle3(tensors: Eagle3Tensors, ops: DraftOps, embedding: Array, max_m
         fc=Weight(ops.upload(folded_fc(config, stored).astype(ops.dtype))),
         input_norms=(upload(f"{LAYER}input_layernorm"), upload(f"{LAYER}hidden_norm")),
         qkv=Weight(upload(*(f"{attention}{name}_proj" for name in "qkv"))),
+        qkv_bias=upload_bias(*(f"self_attn.{name}_proj" for name in "qkv")),
         output=Weight(upload(f"{attention}o_proj")),
+        output_bias=upload_bias("self_attn.o_proj"),
         mlp_norm=upload(f"{LAYER}post_attention_layernorm"),
         gate_up=Weight(upload(f"{mlp}gate_proj", f"{mlp}up_proj")),
+        gate_up_bias=upload_bias("mlp.gate_proj", "mlp.up_proj"),
         down=Weight(upload(f"{mlp}down_proj")),
+        down_bias=upload_bias("mlp.down_proj"),
         final_norm=upload("norm"),
         lm_head=Weight(upload("lm_head")),
         columns=ops.upload(columns),

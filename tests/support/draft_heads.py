@@ -40,7 +40,9 @@ class Drafted:
     num_accepted: np.ndarray
 
 
-def random_head(seed: int, *, layer: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Eagle3Tensors:
+def random_head(
+    seed: int, *, layer: Mapping[str, Any] = MappingProxyType({}), has_biases: bool = False, **changes: Any
+) -> Eagle3Tensors:
     """Return a head like the demo model's, with `changes` in its config and its layer's."""
     raw = json.loads((DEMO / "eagle3" / "config.json").read_text()) | changes
     raw["transformer_layer_config"] |= layer
@@ -48,9 +50,10 @@ def random_head(seed: int, *, layer: Mapping[str, Any] = MappingProxyType({}), *
         (Path(folder) / "config.json").write_text(json.dumps(raw))
         config = Eagle3Config.read(Path(folder), TARGET)
     rng = np.random.default_rng(seed)
+    shapes = config.shapes() | (config.bias_shapes() if has_biases else {})
     weights = {
         name: (1 + 0.1 * rng.standard_normal(shape) if len(shape) == 1 else rng.normal(0, shape[-1] ** -0.5, shape))
-        for name, shape in config.shapes().items()
+        for name, shape in shapes.items()
     }
     token_ids = np.sort(rng.permutation(TARGET.vocab_size)[: config.draft_vocab_size])
     return Eagle3Tensors(config, {name: one.astype(np.float32) for name, one in weights.items()}, token_ids, None)

@@ -48,13 +48,24 @@ def flat(**changes):
     )
 
 
-def tensors_of(raw, folder):
+def tensors_of(raw, folder, *, has_biases=False):
     rng = np.random.default_rng(1)
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
-    shapes = Eagle3Config.read(folder, TARGET).shapes()
+    config = Eagle3Config.read(folder, TARGET)
+    shapes = config.shapes() | (config.bias_shapes() if has_biases else {})
     tensors = {name: rng.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
     return tensors | {"d2t": 3 * np.arange(50), "t2d": np.zeros(TARGET.vocab_size, np.bool_)}
+
+
+def fused(tensors):
+    """Return q, k and v, and gate and up, in one tensor each, as some files have them."""
+    tensors = dict(tensors)
+    for name, parts in {"self_attn.qkv_proj": "qkv", "mlp.gate_up_proj": ("gate", "up")}.items():
+        module = LAYER + name.partition(".")[0]
+        for kind in ("weight", "bias"):
+            tensors[f"{LAYER}{name}.{kind}"] = np.concatenate([tensors.pop(f"{module}.{p}_proj.{kind}") for p in parts])
+    return tensors
 
 
 def norm(x, weight):
@@ -84,7 +95,11 @@ def published(tensors, embedding, hidden, token_ids, raw):
     hidden_normed = norm(hidden, w["hidden_norm"])
     residual = hidden_normed if raw.get("norm_before_residual") else hidden
     x = np.concatenate([norm(embedding[token_ids], w["input_layernorm"]), hidden_normed], -1)
-    q, k, v = ((x @ w[f"self_attn.{name}_proj"].T).reshape(count, -1, 8) for name in "qkv")
+
+    def linear(x, module):
+        return x @ w[module].T + w.get(f"{module}.bias", 0)
+
+    q, k, v = (linear(x, f"self_attn.{name}_proj").reshape(count, -1, 8) for name in "qkv")
     if "self_attn.q_norm" in w:
         q, k = norm(q, w["self_attn.q_norm"]), norm(k, w["self_attn.k_norm"])
     q, k = rotated(q, positions), rotated(k, positions)
@@ -93,10 +108,10 @@ def published(tensors, embedding, hidden, token_ids, raw):
     scores = np.where(positions[:, None] >= positions, scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     attended = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v).reshape(count, -1)
-    out = residual + attended @ w["self_attn.o_proj"].T
+    out = residual + linear(attended, "self_attn.o_proj")
     mlp_input = norm(out, w["post_attention_layernorm"])
-    gate, up = (mlp_input @ w[f"mlp.{name}_proj"].T for name in ("gate", "up"))
-    out = out + (gate / (1 + np.exp(-gate)) * up) @ w["mlp.down_proj"].T
+    gate, up = (linear(mlp_input, f"mlp.{name}_proj") for name in ("gate", "up"))
+    out = out + linear(gate / (1 + np.exp(-gate)) * up, "mlp.down_proj")
     normed = norm(out, w["norm"])
     return normed if raw.get("norm_output") else out, normed @ w["lm_head"].T
 
@@ -107,6 +122,8 @@ FORMS = {
     "speculators 0.7": {"norm_before_fc": True, "norm_output": True, "eagle_aux_hidden_state_layer_ids": [0, 2, 4, 6]},
     "a norm of each state": {"fc_norm": True, "norm_before_residual": True},
     "Qwen3's layer": layer(model_type="qwen3"),
+    "biases": layer(attention_bias=True, mlp_bias=True),
+    "biases of Qwen3's layer": layer(model_type="qwen3"),
     "EAGLE's": flat(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 3, 5]}),
 }
 
@@ -114,8 +131,9 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_a_head_computes_the_published_algorithm(tmp_path, form):
     raw, rng = FORMS[form] if "hidden_size" in FORMS[form] else config_of(**FORMS[form]), np.random.default_rng(2)
-    tensors = tensors_of(raw, tmp_path / "head")
+    tensors = tensors_of(raw, tmp_path / "head", has_biases="biases" in form)
     stored = {name.replace(LAYER, "midlayer.") if form == "EAGLE's" else name: one for name, one in tensors.items()}
+    stored = fused(stored) if form == "biases" else stored
     embedding = rng.normal(0, 1, EMBEDDING.shape).astype(np.float32)
     head = load_eagle3(written(tmp_path / "head", raw, stored), TARGET, embedding, 64)
     token_ids, width = rng.integers(0, 4096, 9), tensors["fc.weight"].shape[1]

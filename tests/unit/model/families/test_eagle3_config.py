@@ -70,7 +70,6 @@ def test_other_configs_are_no_heads():
         (speculators({"num_hidden_layers": 2}), r"num_hidden_layers: 2 is not supported .1."),
         (speculators({"hidden_act": "gelu"}), r"hidden_act: 'gelu' is not supported .silu."),
         (speculators({"model_type": "gpt_oss"}), r"model_type: 'gpt_oss' is not supported .llama, qwen3."),
-        (speculators({"attention_bias": True}), "attention_bias: not supported"),
         (speculators({"layer_types": ["chunked"]}, **{IDS: [1]}), "layer_types: .* is not supported"),
         (
             speculators({"layer_types": ["sliding_attention"], "sliding_window": None}, **{IDS: [1]}),

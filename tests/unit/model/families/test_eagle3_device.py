@@ -49,6 +49,7 @@ WINDOW = 9
             "layer": {"layer_types": ["sliding_attention"], "sliding_window": WINDOW},
         },
         {"layer": {"model_type": "qwen3"}},
+        {"has_biases": True},
     ],
 )
 def test_drafts_after_a_ragged_step_are_the_hosts(changes):
