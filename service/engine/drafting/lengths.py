@@ -138,7 +138,7 @@ class DraftLengths:
         """Return False if `gain` expected tokens cannot pay for a row. Cheap."""
         if self.cost is None:
             return True
-        hoped_s = float(self.cost.hoped_s(num_rows, np.array([1]))[0])
+        hoped_s = self.cost.hoped_s(num_rows, 1)
         return gain > num_rows * (MIN_SPEED_UP * hoped_s / self.cost.plain_s(num_rows) - 1)
 
     def choose(self, gains: Gains, num_rows: int, drafting: Drafting = FREE) -> list[int]:
@@ -199,7 +199,7 @@ class DraftLengths:
     def _drafted_s(self, cost: StepCost, num_rows: int, num_drafts: int) -> np.ndarray:
         """Return seconds of steps with 1 to `num_drafts` drafts. After a plain step, drafts cost two overlaps."""
         switch_s = 0.0 if self._is_drafting else cost.excess_s(num_rows)
-        return np.asarray(cost.drafted_s(num_rows, np.arange(1, num_drafts + 1)) + switch_s)
+        return cost.drafted_s(num_rows, num_drafts) + switch_s
 
     def _due_trial(
         self, cost: StepCost, table: np.ndarray, num_rows: int, expected_s: np.ndarray, drafting: Drafting
@@ -209,7 +209,7 @@ class DraftLengths:
         least_s = (MIN_SPEED_UP - 1) * plain_s
         if self._budget_s <= least_s:
             return None
-        hoped_s = cost.hoped_s(num_rows, np.arange(1, len(expected_s) + 1))
+        hoped_s = cost.drafted_s(num_rows, len(expected_s), with_excess=False)
         chances = np.where(table > 0, np.maximum(table, drafting.hope ** np.arange(1, table.shape[1] + 1)), 0.0)
         enough = MIN_SPEED_UP * num_rows / plain_s
         hopes = [each for each in _options(chances, hoped_s, num_rows, drafting) if each.tokens_per_s >= enough]

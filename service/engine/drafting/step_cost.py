@@ -35,25 +35,32 @@ class StepCost:
         seen = self._plain.get(num_rows)
         return self._one_forward_s(num_rows) + self._overhead_s if seen is None else seen[0]
 
-    def hoped_s(self, num_rows: int, num_drafts: np.ndarray) -> np.ndarray:
-        """Return `drafted_s` without the excess."""
-        added_s = self._forward_s(num_rows + num_drafts) - self._one_forward_s(num_rows)
-        return np.asarray(self.plain_s(num_rows) + added_s)
+    def hoped_s(self, num_rows: int, num_drafts: int) -> float:
+        """Return the seconds of a step with drafts that adds to its forward pass no more than one without."""
+        added_s = self._one_forward_s(num_rows + num_drafts) - self._one_forward_s(num_rows)
+        return self.plain_s(num_rows) + added_s
 
-    def drafted_s(self, num_rows: int, num_drafts: np.ndarray) -> np.ndarray:
-        """Return float64[n] for int64[n] numbers of drafts."""
-        return np.asarray(self.hoped_s(num_rows, num_drafts) + self._excess.of(num_rows + num_drafts))
+    def drafted_s(self, num_rows: int, most: int, *, with_excess: bool = True) -> np.ndarray:
+        """Return float64[most]: seconds of steps with 1 to `most` drafts."""
+        sizes = np.arange(num_rows + 1, num_rows + most + 1)
+        seconds = self._forward_s(sizes)
+        seconds += self.plain_s(num_rows) - self._one_forward_s(num_rows)
+        if with_excess:
+            origin_s, row_s = self._excess.line()
+            seconds += np.maximum(0.0, origin_s + row_s * sizes)
+        return seconds
 
     def excess_s(self, num_rows: int) -> float:
-        return float(self._excess.of(np.array([num_rows]))[0])
+        origin_s, row_s = self._excess.line()
+        return max(0.0, origin_s + row_s * num_rows)
 
     def on_step(self, num_rows: int, num_drafts: int, seconds: float) -> None:
         """Learn from a step of `num_rows` decodes."""
         plain_s = self.plain_s(num_rows)
         if num_drafts:
-            drafts = np.array([num_drafts])
-            seconds = min(seconds, MAX_EXCESS * float(self.drafted_s(num_rows, drafts)[0]))
-            self._excess.add(num_rows + num_drafts, seconds - float(self.hoped_s(num_rows, drafts)[0]))
+            size, hoped_s = num_rows + num_drafts, self.hoped_s(num_rows, num_drafts)
+            seconds = min(seconds, MAX_EXCESS * (hoped_s + self.excess_s(size)))
+            self._excess.add(size, seconds - hoped_s)
             return
         self._excess.fade()
         count = self._plain[num_rows][1] if num_rows in self._plain else 0
@@ -82,12 +89,12 @@ class _Excess:
         self._sums = [ORIGIN_WEIGHT, 0.0, 0.0, 0.0, 0.0]
         """Sums of weight, x, x^2, y and xy."""
 
-    def of(self, num_rows: np.ndarray) -> np.ndarray:
+    def line(self) -> tuple[float, float]:
+        """Return the seconds at 0 rows, and of a row."""
         weight, x, xx, y, xy = self._sums
         spread = weight * xx - x * x
         slope = (weight * xy - x * y) / spread if spread > 0 else 0.0
-        line: np.ndarray = np.maximum(0.0, (y - slope * x) / weight + slope * num_rows)
-        return line
+        return (y - slope * x) / weight, slope
 
     def fade(self) -> None:
         if self._sums[0] > 1:

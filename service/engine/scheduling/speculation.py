@@ -21,9 +21,9 @@ HOPE = 0.9
 """Acceptance of a head or draft model that a trial supposes: what it was before says nothing about the next text."""
 IDLE_STEPS = 8
 """Steps until drafts of a head or draft model are considered again."""
-SEQUENCES_PER_WAIT, MAX_WAIT = 8, 3
-"""After a step that drafts nothing, guesses are not compared for one step per 8 sequences, at most 3. The next
-comparison covers all tokens since."""
+SEQUENCES_PER_WAIT, LOOKS_PER_WAIT, MAX_WAIT = 8, 16, 3
+"""After a step that drafts nothing, guesses are not compared for one step per 8 sequences or per 16 such comparisons in
+turn, at most 3. The next comparison covers all tokens since."""
 
 
 class Speculation:
@@ -60,6 +60,7 @@ class Speculation:
         self._chosen: list[int] | None = None  # for the same, ahead
         self._steps_to_wait = 0
         self._num_silent = 0  # times asked in vain
+        self._num_looks = 0  # at guesses, since any were worth their rows
         self.lengths = lengths or DraftLengths()
         self.stats = DraftStats()
         self.last_drafts: dict[Sequence, tuple[int, int]] = {}  # (drafted, accepted) in the last step with decodes
@@ -69,6 +70,10 @@ class Speculation:
         are likely to pay for the lost overlap."""
         if self.stats.last_mean_length:
             return True
+        running = list(running)
+        if self._is_skipped(running):
+            self._steps_to_wait -= 1
+            return False
         rooms = {one: room for one in running if one.num_uncomputed_tokens == 1 and (room := self._room(one))}
         for sequence in rooms:
             matcher = sequence.matcher
@@ -88,6 +93,10 @@ class Speculation:
         blocks."""
         self.stats.last_mean_length, self._max_added = 0.0, max_tokens
         self.last_drafts.clear()
+        if self._is_skipped([one.sequence for one in chunks]):
+            if not chunks[0].sequence.num_pending_tokens:  # else `needs_known_tokens` has counted this step
+                self._steps_to_wait -= 1
+            return chunks
         rooms = {one.sequence: self._room(one.sequence) for one in chunks if not one.sequence.num_pending_tokens}
         if not any(rooms.values()):
             return chunks
@@ -210,8 +219,13 @@ class Speculation:
         if self._is_waiting():
             return []
         chosen = self._worthwhile(shadows, rooms, num_rows)
-        if not chosen:
-            self._steps_to_wait = min(MAX_WAIT, len(rooms) // SEQUENCES_PER_WAIT)
+        if chosen:
+            self._num_looks = 0
+        else:
+            self._num_looks += 1
+            self._steps_to_wait = min(
+                MAX_WAIT, max(len(rooms) // SEQUENCES_PER_WAIT, self._num_looks // LOOKS_PER_WAIT)
+            )
         return chosen
 
     def _worthwhile(
@@ -229,6 +243,10 @@ class Speculation:
             return []
         chosen = self.lengths.choose(gains, num_rows, Drafting(max_drafts=self._max_added))
         return [(sequence, own[:count]) for (sequence, own), count in zip(found, chosen, strict=True) if count]
+
+    def _is_skipped(self, sequences: Seq[Sequence]) -> bool:
+        """Return whether a step waits, and no grammar may draft in it."""
+        return bool(self._steps_to_wait and sequences) and all(one.matcher is None for one in sequences)
 
     def _is_waiting(self) -> bool:
         if not self._steps_to_wait:

@@ -1,11 +1,11 @@
-import numpy as np
 import pytest
 
 from service.engine.drafting.step_cost import HALF_LIFE_S, MAX_EXCESS, DraftTime, StepCost
 
 
 def drafted_s(cost, num_rows, *counts):
-    return cost.drafted_s(num_rows, np.array(counts)).tolist()
+    seconds = cost.drafted_s(num_rows, max(counts)).tolist()
+    return [seconds[count - 1] for count in counts]
 
 
 def test_rows_beyond_the_largest_size_cost_its_mean():
@@ -31,7 +31,8 @@ def test_what_drafts_add_is_seen_and_is_in_proportion_to_rows_at_first():
     for _ in range(100):
         cost.on_step(1, 19, 1.4)
     assert drafted_s(cost, 1, 19, 9) == pytest.approx([1.4, 1.2], rel=0.01)
-    assert cost.hoped_s(1, np.array([19])) == 1.0
+    assert cost.hoped_s(1, 19) == 1.0
+    assert cost.drafted_s(1, 19, with_excess=False).tolist() == [1.0] * 19
     for _ in range(30):
         cost.on_step(1, 9, 1.3)
         cost.on_step(1, 19, 1.4)

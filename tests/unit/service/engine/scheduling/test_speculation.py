@@ -48,10 +48,10 @@ def engine_of(drafter, cost=ROWS):
     return Engine(executor, Scheduler(kv, limits, speculation=speculation), frozenset()), executor
 
 
-def run(engine, num_requests=3):
+def run(engine, num_requests=3, max_tokens=40):
     """Return the tokens of each request, and how many steps were planned while one was in flight."""
     for number in range(num_requests):
-        sampling = SamplingParams(max_tokens=40)
+        sampling = SamplingParams(max_tokens=max_tokens)
         engine.add_request(EngineRequest(request_id=str(number), prompt=(number, 3, 4), sampling=sampling))
     tokens, num_overlapped = {}, 0
     while engine.has_work:
@@ -121,14 +121,19 @@ class CountedDrafter(SilentDrafter):
         return super().draft(sequences, max_tokens)
 
 
+def looks_per_step(num_requests, max_tokens):
+    drafter = CountedDrafter()
+    engine, _ = engine_of(drafter)
+    run(engine, num_requests, max_tokens)
+    return drafter.num_calls / engine._num_steps
+
+
 def test_many_sequences_that_draft_nothing_are_looked_at_less_often():
-    looks = {}
-    for num_requests in (3, 8):
-        drafter = CountedDrafter()
-        engine, _ = engine_of(drafter)
-        run(engine, num_requests)
-        looks[num_requests] = drafter.num_calls / engine._num_steps
-    assert looks[8] < 0.7 * looks[3]
+    assert looks_per_step(8, 8) < 0.7 * looks_per_step(3, 8)
+
+
+def test_sequences_that_drafted_nothing_for_long_are_looked_at_less_often():
+    assert looks_per_step(3, 110) < 0.7 * looks_per_step(3, 8)
 
 
 class SilentHead(CountedDrafter):
