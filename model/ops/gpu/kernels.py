@@ -204,7 +204,8 @@ def _load_compiler() -> None:
 
 def _options(arch: str, defines: Mapping[str, int]) -> tuple[str, ...]:
     defined = (f"-D{key}={defines[key]}" for key in sorted(defines))
-    return ("--std=c++17", "-default-device", "-lineinfo", f"-arch=sm_{arch}", *defined)
+    # minimal: without NVRTC's declarations of textures and the runtime's functions
+    return ("--std=c++17", "-default-device", "-lineinfo", "--minimal", f"-arch=sm_{arch}", *defined)
 
 
 def _read(path: Path) -> bytes | None:
