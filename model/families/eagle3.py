@@ -237,13 +237,13 @@ def _read_fused(
 
 
 def stacked_bias(weights: dict[str, np.ndarray], *modules: str) -> np.ndarray | None:
-    """Return float32 biases of the layer's modules one after the other, 0 of one that has none; None if none has."""
+    """Concatenate the float32 biases of the layer's modules, zeros where a module has none; None if none has any."""
     names = [f"{LAYER}{module}.bias" for module in modules]
     if not any(name in weights for name in names):
         return None
     sizes = [len(weights[f"{LAYER}{module}.weight"]) for module in modules]
-    none = map(np.zeros, sizes)
-    stacked: np.ndarray = np.concatenate([weights.get(name, zeros) for name, zeros in zip(names, none, strict=True)])
+    biases = [weights.get(name, np.zeros(size)) for name, size in zip(names, sizes, strict=True)]
+    stacked: np.ndarray = np.concatenate(biases)
     return stacked.astype(np.float32)
 
 

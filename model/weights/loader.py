@@ -90,8 +90,10 @@ def load_model(
     progress: bool = False,
 ) -> Llama:
     """Load a model: see `allocate_model` and `AllocatedModel.load`. Raises ModelError."""
-    how = {"load_format": load_format, "quantization": quantization}
-    return allocate_model(directory, config, ops, max_model_len, **how).load(progress=progress)
+    allocated = allocate_model(
+        directory, config, ops, max_model_len, load_format=load_format, quantization=quantization
+    )
+    return allocated.load(progress=progress)
 
 
 def allocate_model(

@@ -1,4 +1,4 @@
-"""Streams dropped at random bytes and resumed at another gateway, each compared with one that is not dropped.
+"""Streams dropped at random bytes and resumed at another gateway, each compared with an undropped stream.
 
 `python -m tests.chaos.resume_streams --times 1000` prints how many were equal byte for byte. Two gateways, one real
 Redis, a scripted worker; kinds of answers in turn: choices, best_of, stop strings, log-probabilities, usage in chunks,

@@ -14,7 +14,7 @@ from service.queue.embedded.redis import EmbeddedRedis
 
 
 def flags(description: str) -> argparse.ArgumentParser:
-    """Return a parser with `--out`, which `tell` reads."""
+    """Return a parser with `--out`, which `report` reads."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     return parser

@@ -87,6 +87,18 @@ def no_experts(fields: Fields, num_layers: int) -> ExpertsConfig | None:
     return None
 
 
+def experts_in_every_layer(fields: Fields, num_layers: int) -> ExpertsConfig:
+    """Read Mixtral's fields: the chosen experts are weighted by a softmax among themselves."""
+    num_experts = fields.integer("num_local_experts", 8, high=1 << 10)
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_used=fields.integer("num_experts_per_tok", 2, high=num_experts),
+        intermediate_size=fields.integer("intermediate_size", high=1 << 20),
+        renormalises=True,
+        layers=(True,) * num_layers,
+    )
+
+
 def no_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """Return full attention. Raises ModelError if layer_types is mixed."""
     if len(set(layer_types(fields, num_layers) or ())) > 1:

@@ -6,7 +6,7 @@ Granite 4 (`granitemoehybrid`) is served where all layers have attention and an 
 from __future__ import annotations
 
 from model.config_fields import NO_WINDOW, Fields
-from model.families.configs.family import ExpertsConfig, Family, LayerTensors, Multipliers, llama_biases
+from model.families.configs.family import Family, LayerTensors, Multipliers, experts_in_every_layer, llama_biases
 from model.rope_config import RopeConfig
 
 
@@ -19,22 +19,10 @@ def _multipliers(fields: Fields) -> Multipliers:
     )
 
 
-def _experts(fields: Fields, num_layers: int) -> ExpertsConfig:
-    """Read the experts, weighted by the softmax of the chosen ones only."""
-    num_experts = fields.integer("num_local_experts", 8, high=1 << 10)
-    return ExpertsConfig(
-        num_experts=num_experts,
-        num_used=fields.integer("num_experts_per_tok", 2, high=num_experts),
-        intermediate_size=fields.integer("intermediate_size", high=1 << 20),
-        renormalises=True,
-        layers=(True,) * num_layers,
-    )
-
-
 def _full_attention(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """Return no windows. Raises ModelError for experts or layers without attention."""
     if fields.integer("num_local_experts", 8, low=0, high=1 << 10):
-        raise fields.error("num_local_experts", "experts beside a shared MLP are not supported (0)")
+        raise fields.error("num_local_experts", "experts next to a shared MLP are not supported (0)")
     kinds = fields.get("layer_types") or fields.get("layers_block_type")
     if not isinstance(kinds, list) or any(kind not in ("attention", "full_attention") for kind in kinds):
         raise fields.error("layer_types", "layers without attention are not supported (attention)")
@@ -58,7 +46,7 @@ GRANITE_MOE = Family(
         renamed=(("router.layer", "router"),),
     ),
     multipliers=_multipliers,
-    experts=_experts,
+    experts=experts_in_every_layer,
 )
 GRANITE_HYBRID = Family(
     model_type="granitemoehybrid",

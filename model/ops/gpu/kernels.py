@@ -116,7 +116,7 @@ def _loaded(cubin: bytes) -> Module:
 def _launch_nothing(
     grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], shared_bytes: int, stream: Any
 ) -> None:
-    """Stand in for a kernel that is compiled ahead."""
+    """Replace a kernel that is compiled ahead."""
 
 
 def is_there(kernel: Callable[..., None]) -> bool:

@@ -164,7 +164,7 @@ class DraftLengths:
             self._refund_s = trial.plain_s / trial.num_rows * min(1.0, self._charged_s / max(added_s, 1e-9))
 
     def on_accepted(self, num_drafts: int) -> None:
-        """Refund a trial by its accepted drafts. One that has paid for itself is followed by another."""
+        """Refund a trial by its accepted drafts. After a trial that paid for itself comes another."""
         self._budget_s += min(self._charged_s, num_drafts * self._refund_s)
 
     def on_step(self, num_rows: int, num_drafts: int, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Files of a repository that are served, and the error for one that has none."""
+"""Files of a repository that are served, and the error if it has none."""
 
 import pytest
 

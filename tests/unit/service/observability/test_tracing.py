@@ -178,8 +178,8 @@ async def test_without_tracing_a_clients_trace_still_reaches_the_log_and_the_job
         assert status == 200
     request_id = answer["id"].removeprefix("cmpl-")
     lines = [line for line in caplog.text.split("\n") if request_id in line]
-    told = [word for line in lines for word in ("admitted", "claimed", "closed", "answered") if f" {word} " in line]
-    assert sorted(told) == ["admitted", "answered", "claimed", "closed"]
+    logged = [word for line in lines for word in ("admitted", "claimed", "closed", "answered") if f" {word} " in line]
+    assert sorted(logged) == ["admitted", "answered", "claimed", "closed"]
     assert all(f"trace={trace_id(THEIRS)}" in line for line in lines if "closed" not in line)
 
 

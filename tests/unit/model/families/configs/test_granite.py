@@ -54,7 +54,7 @@ def test_granite_4_rotates_if_its_field_says_so():
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"num_local_experts": 62}, "num_local_experts: experts beside a shared MLP are not supported"),
+        ({"num_local_experts": 62}, "num_local_experts: experts next to a shared MLP are not supported"),
         ({"layer_types": ["attention", "mamba"] * 2}, "layer_types: layers without attention are not supported"),
         ({"layer_types": None}, "layer_types: layers without attention are not supported"),
         ({"layer_types": ["attention"]}, "layer_types: names 1 layers of 4"),
