@@ -24,6 +24,8 @@ from service.engine.build import (
     size_engine,
     wanted_model_len,
 )
+from service.engine.drafting.build import check_speculation
+from service.engine.drafting.models import plan_draft_model
 from service.engine.kv.memory_profile import MemoryPlan, plan_memory
 from service.errors import StartupError
 from service.gateway.core.served_model import ServedModel
@@ -49,7 +51,9 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
     wanted_len = wanted_model_len(settings, config)
     _check_files(settings, config)
     ops = open_devices(settings, config)
+    check_speculation(settings, ops)
     check_adapters(settings)
+    draft = plan_draft_model(settings, config, ops)
     each = "" if ops.num_ranks == 1 else " on each rank"
     weights = planned_weights(settings, config, ops)
     rows: Rows = [
@@ -65,13 +69,16 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
     slots = slots_bytes(settings, config, ops)
     if slots:
         rows.append(("adapters", f"{settings.max_loras} slots of rank {settings.max_lora_rank}, {_size(slots)}{each}"))
+    if draft is not None:
+        rows.append(("drafts", f"{_size(draft.num_bytes)}, {draft.folder.name}"))
     try:
         if ops.name == "cuda":
-            sized = size_engine(settings, config, ops, load_format="dummy", progress=True)
+            sized = size_engine(settings, config, ops, load_format="dummy", progress=True, draft=draft)
             memory = sized.memory
             rows.append(("a step's workspace", _size(sized.workspace_bytes)))
         else:
-            memory = plan_memory(settings, config, ops, wanted_len, reserved_bytes=weights.num_bytes + slots)
+            reserved_bytes = weights.num_bytes + slots
+            memory = plan_memory(settings, config, ops, wanted_len, reserved_bytes=reserved_bytes, draft=draft)
     except StartupError as reason:
         print_table([*rows, ("does not fit", str(reason))])
         return 1

@@ -164,7 +164,7 @@ class Settings:
         LoraModules(),
         'adapters in PEFT\'s format: name=path, or JSON objects of "name", "path" and "base_model_name", '
         "comma-separated; paths are folders that gateways and workers read, or org/name of a Hugging Face adapter",
-        verbs=_GATEWAY_VERBS,
+        verbs=(*_GATEWAY_VERBS, CHECK),
         parse=parse_lora_modules,
     )
     lora_dir: Path | None = _path(
@@ -244,7 +244,7 @@ class Settings:
         "JSON of how decodes draft tokens, in vLLM's keys: "
         '{"method": "ngram", "num_speculative_tokens": 4} (also suffix, eagle3, draft_model; default: only tokens '
         "that a grammar forces, on a CPU)",
-        verbs=(SERVE, WORKER, BENCH),
+        verbs=_ENGINE_VERBS,
         parse=parse_speculative_config,
     )
     tensor_parallel_size: int = _one_of(

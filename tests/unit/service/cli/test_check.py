@@ -11,7 +11,9 @@ import pytest
 
 from service.cli.check import run_check
 from service.cli.models import DEMO_MODEL
+from service.config.lora import LoraModule, LoraModules
 from service.config.settings import Settings
+from service.config.speculative import SpeculativeConfig, parse_speculative_config
 from service.errors import StartupError
 from tests.support.expert_models import write_config
 
@@ -42,6 +44,32 @@ def test_slots_of_adapters_are_reported(capsys: pytest.CaptureFixture[str]):
     settings = replace(settings, enable_lora=True, max_loras=8, max_lora_rank=16)
     run_check(settings, argparse.Namespace(length=None))
     assert re.search(r"adapters +8 slots of rank 16, 640\.0 MiB$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_drafts_take_memory_from_the_cache(capsys: pytest.CaptureFixture[str]):
+    """The demo model's head has one layer of keys and values next to the model's six, and 1 M parameters."""
+    settings = Settings(model=DEMO_MODEL, device="cpu", dtype="float32", num_gpu_blocks=64, max_num_seqs=1)
+    wanted = parse_speculative_config('{"method": "eagle3"}')
+    assert run_check(replace(settings, speculative_config=wanted), argparse.Namespace(length=None)) == 0
+    table = capsys.readouterr().out
+    assert re.search(r"drafts +3\.8 MiB, eagle3$", table, re.MULTILINE)
+    assert "64 of 16 tokens, 114688 bytes each" in table
+    run_check(replace(settings, speculative_config=None), argparse.Namespace(length=None))
+    assert "64 of 16 tokens, 98304 bytes each" in capsys.readouterr().out
+
+
+def test_a_head_of_another_model_is_refused():
+    wanted = SpeculativeConfig(method="eagle3", model=DEMO_MODEL)
+    settings = Settings(model=DEMO_MODEL, device="cpu", speculative_config=wanted)
+    with pytest.raises(StartupError, match="--speculative-config"):
+        run_check(settings, argparse.Namespace(length=None))
+
+
+def test_adapters_are_read(tmp_path: Path):
+    module = LoraModule("fox", str(tmp_path / "fox"))
+    settings = Settings(model=DEMO_MODEL, device="cpu", enable_lora=True, lora_modules=LoraModules((module,)))
+    with pytest.raises(StartupError, match="fox: no such folder"):
+        run_check(settings, argparse.Namespace(length=None))
 
 
 @pytest.mark.parametrize(
