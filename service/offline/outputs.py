@@ -115,7 +115,7 @@ class _Choice:
     token_ids: list[int] = field(default_factory=list)
     entries: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
-    stop: str | None = None
+    stop: str | int | None = None
 
     def clear(self) -> None:
         self.texts, self.token_ids, self.entries = [], [], []
@@ -130,7 +130,6 @@ class OutputBuilder:
         self._words = words
         self._kind = kind
         self._has_text = has_text
-        self._stop_ids = frozenset(request.sampling.stop_token_ids)
         self._has_logprobs = request.sampling.logprobs is not None
         self._choices = [_Choice() for _ in range(request.sampling.n)]
         self._has_prompt_logprobs = request.sampling.prompt_logprobs is not None
@@ -158,9 +157,6 @@ class OutputBuilder:
     def _completion(self, index: int, choice: _Choice) -> CompletionOutput:
         text = "".join(choice.texts) if self._has_text else ""
         choice.texts = [text]
-        reason: int | str | None = choice.stop
-        if reason is None and choice.finish_reason == "stop" and choice.token_ids[-1:]:
-            reason = choice.token_ids[-1] if choice.token_ids[-1] in self._stop_ids else None
         return CompletionOutput(
             index=index,
             text=text,
@@ -168,7 +164,7 @@ class OutputBuilder:
             cumulative_logprob=sum(entry.logprob for entry in choice.entries) if self._has_logprobs else None,
             logprobs=[self._position(entry) for entry in choice.entries] if self._has_logprobs else None,
             finish_reason=choice.finish_reason,
-            stop_reason=reason,
+            stop_reason=choice.stop,
         )
 
     def _position(self, entry: TokenLogprob) -> PositionLogprobs:

@@ -37,7 +37,7 @@ class ChoiceDelta:
     num_tokens: int = 0  # generated since the previous delta
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # prompt tokens but the first; in the choice's first delta
     reasoning: str = ""  # precedes `text`
-    stop: str | None = None  # the stop string that ended the choice, in its last delta
+    stop: str | int | None = None  # the stop string or id that ended the choice, in its last delta; None: EOS, length
     token_ids: tuple[int, ...] = ()  # the `num_tokens` generated, if the request asks for them
 
 
@@ -70,6 +70,7 @@ class ResponseAssembler:
         self._model = model
         self._first_index = first_index
         self._silent_ids = _silent_ids(request, model)
+        self._stop_ids = frozenset(request.sampling.stop_token_ids) - _end_ids(request, model)
         self._branches: dict[int, _Branch] = {}
         self._prompt_logprobs: list[TokenLogprob] = []  # complete before any branch has text
         self._started: set[int] = set()  # choices whose first delta is out
@@ -123,7 +124,7 @@ class ResponseAssembler:
             stop, include_stop = request.stop, request.include_stop_str_in_output
             text = TextStream(detokenizer, stop, include_stop, request.sampling.min_tokens)
             wants_logprobs = request.sampling.logprobs is not None or self._is_ranked
-            form = _Form(wants_logprobs, request.has_token_ids, request.include_reasoning)
+            form = _Form(wants_logprobs, request.has_token_ids, request.include_reasoning, self._stop_ids)
             branch = self._branches[number] = _Branch(text, reasoning, form)
         return branch
 
@@ -185,6 +186,7 @@ class _Form(NamedTuple):
     has_logprobs: bool
     has_token_ids: bool
     shows_reasoning: bool
+    stop_ids: frozenset[int]  # of the request, without EOS
 
 
 class _Branch:
@@ -201,11 +203,13 @@ class _Branch:
         self.num_unsent = 0  # tokens
         self.num_tokens = 0
         self.finish_reason: str | None = None
-        self._stop: str | None = None
+        self._stop: str | int | None = None
+        self._last_id: int | None = None
 
     def push(self, part: Part, silent_ids: frozenset[int]) -> bool:
         """Return whether a stop string ended the branch; its worker does not know."""
         ids = unpack_ids(part.tokens)
+        self._last_id = ids[-1] if ids else self._last_id
         visible = without_end_token(ids, silent_ids)
         num_thought, decoded = self._decode(visible)
         stopped = decoded.stopped
@@ -227,6 +231,8 @@ class _Branch:
             last = self._text.end()
             self._add(last.text, is_last=True)
             self.finish_reason, self._stop = (_STOP if last.stopped else finish_reason), last.stop
+            if finish_reason == _STOP and not last.stopped and self._last_id in self._form.stop_ids:
+                self._stop = self._last_id
 
     def _decode(self, ids: Sequence[int]) -> tuple[int, DecodedText]:
         """Decode `ids`; return how many precede the content."""
@@ -289,8 +295,12 @@ _STOP = ENDINGS[EndReason.STOP].finish_reason
 def _silent_ids(request: GenerationRequest, model: ServedModel) -> frozenset[int]:
     if request.include_stop_str_in_output:
         return frozenset()
-    eos = () if request.sampling.ignore_eos else model.eos_token_ids
-    return frozenset((*request.sampling.stop_token_ids, *eos))
+    return _end_ids(request, model).union(request.sampling.stop_token_ids)
+
+
+def _end_ids(request: GenerationRequest, model: ServedModel) -> frozenset[int]:
+    """Return the ids of EOS, if it ends the answer."""
+    return frozenset() if request.sampling.ignore_eos else frozenset(model.eos_token_ids)
 
 
 def _logprobs(

@@ -95,7 +95,8 @@ class ChoicesBuilder(ABC):
         content = self._content(index, text, "".join(delta.reasoning for delta in deltas))
         finish_reason = self._finish_reason(index, deltas[-1].finish_reason if deltas else None)
         ids = self._token_ids([token for delta in deltas for token in delta.token_ids])
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason, **ids}
+        ending = {"finish_reason": finish_reason, "stop_reason": deltas[-1].stop if deltas else None}
+        return {"index": index, **content, "logprobs": logprobs, **ending, **ids}
 
     def chunks(self, delta: ChoiceDelta) -> list[Json]:
         """Return the delta's chunks. A choice's first delta also opens it."""
@@ -123,7 +124,9 @@ class ChoicesBuilder(ABC):
             logprobs, ids = None, {}
         if is_last:
             reason = self._finish_reason(index, delta.finish_reason)
-            chunks.append(self._chunk(index, self._json_delta(""), None, reason))
+            last = self._chunk(index, self._json_delta(""), None, reason)
+            last["choices"][0]["stop_reason"] = delta.stop
+            chunks.append(last)
         if is_first and self._options.token_ids:
             self._add_prompt_ids(index, chunks[0])
         return chunks

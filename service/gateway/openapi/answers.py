@@ -50,6 +50,7 @@ class CompletionChoice(Shape):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    stop_reason: str | int | None
     prompt_logprobs: PromptLogprobs
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
@@ -105,6 +106,7 @@ class ChatChoice(Shape):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"] | None
+    stop_reason: str | int | None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -29,7 +29,8 @@ async def test_completion(gateway):
     assert body["model"] == MODEL
     (choice,) = body["choices"]
     assert choice == {
-        "index": 0, "text": "Hello world.", "logprobs": None, "finish_reason": "stop", "prompt_logprobs": None,
+        "index": 0, "text": "Hello world.", "logprobs": None, "finish_reason": "stop", "stop_reason": None,
+        "prompt_logprobs": None,
     }  # fmt: skip
     num_tokens = len(gateway.model.tokenizer.encode("Hello world.")) + 1
     assert body["usage"] == {
@@ -136,6 +137,27 @@ async def test_stop_string(gateway):
     assert (cancel.reason, cancel.job_id) == (EndReason.STOP, gateway.worker.jobs[0].job_id)
     events = await gateway.events(CHAT, {**MESSAGES, "stop": ["nope", "END"], "include_stop_str_in_output": True})
     assert "".join(texts(events)) == "Hello world. END"
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
+async def test_stop_reason_is_the_string_or_id(gateway, path, body):
+    """vLLM's field: null for EOS and for the length, in a stream in a choice's last chunk."""
+    comma = gateway.model.tokenizer.encode(",")[0]
+    scripts = {
+        "EN": lambda job: speech(gateway.model, "Hello END", end=None),
+        comma: lambda job: Script([[*gateway.model.tokenizer.encode("Hello"), comma]]),
+        None: lambda job: speech(gateway.model, "Hello"),
+    }
+    for wanted, script in scripts.items():
+        gateway.worker.script = script
+        asked = {**body, "stop": ["END", "EN"], "stop_token_ids": [comma, *gateway.model.eos_token_ids]}
+        _, answer = await gateway.post(path, asked)
+        assert (answer["choices"][0]["finish_reason"], answer["choices"][0]["stop_reason"]) == ("stop", wanted)
+        streamed = [json.loads(event)["choices"][0] for event in (await gateway.events(path, asked))[:-1]]
+        assert [choice["stop_reason"] for choice in streamed if "stop_reason" in choice] == [wanted]
+        assert streamed[-1]["stop_reason"] == wanted
+    gateway.worker.script = lambda job: Script([[comma]], end=EndReason.LENGTH)
+    assert (await gateway.post(path, body))[1]["choices"][0]["stop_reason"] is None
 
 
 async def test_held_text_is_sent_at_the_end(gateway):
