@@ -312,4 +312,8 @@ def _cause(error: Exception) -> str:
         return "text that is not UTF-8"
     if isinstance(error, msgpack.StackError):
         return "nested too deeply"
+    if isinstance(error, msgpack.ExtraData):
+        return "bytes after the message"
+    if "max_ext_len" in str(error):
+        return "an extension type"
     return str(error).rstrip(".") or type(error).__name__

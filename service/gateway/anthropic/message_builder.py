@@ -10,6 +10,7 @@ import msgspec
 
 from service.errors import RequestError
 from service.gateway.core.accepted_request import AcceptedRequest
+from service.gateway.core.refusals import CONTEXT_LENGTH_EXCEEDED
 from service.gateway.core.response_assembler import ChoiceDelta, Outcome
 from service.gateway.core.served_model import CallOptions, ServedModel
 from service.gateway.openai.json_objects import Json
@@ -31,7 +32,9 @@ ERROR_TYPES = {
 
 def error_json(error: RequestError, request_id: str | None = None) -> Json:
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    # Claude Code compacts its conversation after an error with these words.
+    prefix = "prompt is too long: " if error.code == CONTEXT_LENGTH_EXCEEDED else ""
+    return {"type": "error", "error": {"type": kind, "message": prefix + error.message}, "request_id": request_id}
 
 
 @dataclass(frozen=True, kw_only=True)

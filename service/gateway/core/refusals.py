@@ -16,6 +16,7 @@ RETRY_AFTER_S = 2
 STORAGE_RETRY_AFTER_S = 60
 """Stored data expires slowly."""
 UNAVAILABLE = "unavailable"
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 
 def refusal(param: str, why: str) -> RequestError:
@@ -31,10 +32,17 @@ def grammar_refusal(error: GrammarError, param: str) -> RequestError:
     return RequestError(400, f"'{param}': {error}", param=param, code="invalid_grammar")
 
 
-def too_long(max_model_len: int, param: str) -> RequestError:
-    """Return the 400 for prompt + max_tokens above the model's context."""
-    message = f"This model's context is {max_model_len} tokens; the prompt and the tokens asked for exceed it."
-    return RequestError(400, message, param=param, code="context_length_exceeded")
+def too_long(max_model_len: int, param: str, num_tokens: tuple[int, int] | None = None) -> RequestError:
+    """Return the 400 for a request above the model's context.
+
+    `num_tokens`: of prompt and output; None: the prompt alone exceeds the context, and was not counted. Clients find
+    the error by its first words, which are OpenAI's.
+    """
+    asked = "the prompt is longer"
+    if num_tokens is not None:
+        asked = f"the request asks for {sum(num_tokens)}: {num_tokens[0]} in the prompt and {num_tokens[1]} of output"
+    message = f"This model's maximum context length is {max_model_len} tokens; {asked}."
+    return RequestError(400, message, param=param, code=CONTEXT_LENGTH_EXCEEDED)
 
 
 def too_costly(max_tokens: int) -> RequestError:

@@ -32,8 +32,11 @@ class SamplingResolver:
             max_tokens = most if params.max_tokens is None else params.max_tokens
             if params.fits_context:
                 max_tokens = min(max_tokens, most)
-            if room < 1 or max_tokens > room or params.min_tokens > max_tokens:
-                raise too_long(max_model_len, param)
+            least = max(max_tokens, params.min_tokens, 1)
+            if least > room:
+                raise too_long(max_model_len, param, (length, least))
+            if params.min_tokens > max_tokens:
+                raise too_costly(budget)
             resolved.append(self._resolve(params, seed, max_tokens))
         if sum(lengths) + params.num_branches * sum(one.max_tokens for one in resolved) > budget:
             raise too_costly(budget)

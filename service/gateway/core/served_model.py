@@ -125,7 +125,7 @@ class ServedModel:
         """Raises RequestError (404) unless `name` is None, one of this model's, or an adapter's (`loaded`: at run
         time)."""
         if not self.is_base(name) and name not in self.adapters and name not in loaded:
-            message = "The model does not exist; GET /v1/models names the one that is served."
+            message = "The model does not exist; GET /v1/models lists the names that are served."
             raise RequestError(404, message, param="model", code="model_not_found")
 
     def encode(self, prompt: Prompt, add_special_tokens: bool = True, *, keeps_end: bool = False) -> list[int]:

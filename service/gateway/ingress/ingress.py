@@ -147,6 +147,8 @@ class QueueIngress:
 
     async def _generate(self, entry: IngressEntry, replies: ReplyWriter) -> None:
         try:
+            if not entry.payload:
+                raise WireError("field m of the entry is missing or empty")
             job = await self._read_off_loop(entry, decode, IngressJob, entry.payload)
         except WireError as error:
             log.info("ingress entry refused: %s", error)

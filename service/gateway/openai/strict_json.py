@@ -31,7 +31,7 @@ def decode_object(data: bytes) -> dict[str, Any]:
     except msgspec.ValidationError:
         raise _invalid("it holds a number out of range") from None
     except ValueError:
-        raise _invalid("it is malformed or not UTF-8") from None
+        raise _invalid("it is malformed or not UTF-8" if data.strip() else "it is empty") from None
     if not isinstance(value, dict):
         raise _invalid("it must be an object")
     if depth_exceeds(value, MAX_DEPTH):

@@ -113,7 +113,7 @@ def idempotency_key(http: web.Request) -> str | None:
 def refuse_idempotency_key(http: web.Request) -> None:
     """Raises RequestError (400) for a key where requests cannot be found again."""
     if IDEMPOTENCY_KEY in http.headers:
-        raise refusal(IDEMPOTENCY_KEY, "is for completions, chats and responses")
+        raise refusal(IDEMPOTENCY_KEY, "is for completions, chats, responses and messages")
 
 
 def wants_stream(http: web.Request) -> bool:

@@ -49,4 +49,4 @@ def _endpoint_of(body: bytes) -> str:
     for endpoint, value in found.items():
         if bytes(value) not in (b"", b"null"):
             return endpoint
-    raise refusal("messages", "or 'prompt' or 'input' must be given, one of them")
+    raise refusal("messages", "is required, or 'prompt' or 'input' in its place")

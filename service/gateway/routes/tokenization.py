@@ -60,7 +60,7 @@ CHAT_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_mes
 
 def _prompt(model: ServedModel, body: TokenizeBody, fields: dict[str, Any]) -> Prompt:
     if (body.prompt is None) == (body.messages is None):
-        raise refusal("prompt", "or 'messages' must be given, one of them")
+        raise refusal("prompt", "or 'messages' is required, and not both")
     if body.prompt is not None:
         for name in ("tools", "continue_final_message", "chat_template_kwargs"):
             if getattr(body, name):

@@ -158,7 +158,9 @@ async def test_bad_entries_get_one_error_and_are_settled(ingress_gateway, data, 
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (payload() + b"\xc0", "not msgpack within the limits: unpack(b) received extra data"),
+        (b"", "field m of the entry is missing or empty"),
+        (payload() + b"\xc0", "not msgpack within the limits: bytes after the message"),
+        (b"\x81\xa2id\xd6\xff\x00\x00\x00\x01", "not msgpack within the limits: an extension type"),
         (b"\x91" * 2000 + b"\xc0", "not msgpack within the limits: nested too deeply"),
     ],
 )

@@ -31,6 +31,12 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize("data", [b"", b" \n"])
+def test_an_empty_body_is_called_so(data):
+    with pytest.raises(RequestError, match="it is empty"):
+        decode_object(data)
+
+
 @pytest.mark.parametrize("data", BAD.values(), ids=BAD.keys())
 def test_refused(data):
     with pytest.raises(RequestError) as caught:

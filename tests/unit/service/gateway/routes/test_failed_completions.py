@@ -88,6 +88,21 @@ async def test_refused_by_the_model(gateway, path, change, param, code):
     assert gateway.worker.jobs == []
 
 
+@pytest.mark.parametrize(
+    ("change", "asked"),
+    [
+        ({"max_tokens": MAX_POSITION}, f"the request asks for {MAX_POSITION + 3}: 3 in the prompt and {MAX_POSITION} "),
+        ({"prompt": [1] * MAX_POSITION, "max_tokens": 1}, f"the request asks for {MAX_POSITION + 1}: {MAX_POSITION} "),
+        ({"prompt": "a" * 500_000}, "the prompt is longer."),
+    ],
+)
+async def test_a_request_above_the_context_is_counted(gateway, change, asked):
+    """The first words are OpenAI's, by which clients find this error."""
+    _, answer = await gateway.post(COMPLETIONS, {**PROMPT, **change})
+    words = f"This model's maximum context length is {MAX_POSITION} tokens; {asked}"
+    assert answer["error"]["message"].startswith(words)
+
+
 async def test_token_ids_are_held_against_the_logits(gateway):
     last = gateway.model.vocab_size - 1
     assert last == gateway.model.tokenizer.vocab_size + VOCAB_PADDING - 1

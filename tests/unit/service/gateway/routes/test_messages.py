@@ -130,6 +130,14 @@ async def test_how_it_ends(served):
     assert (await ask(client)).content == []
 
 
+async def test_a_prompt_above_the_context_is_refused_in_words_that_clients_know(served, anthropic):
+    """Claude Code looks for the first words, and compacts its conversation."""
+    _, client = served
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        await ask(client, messages=[{"role": "user", "content": "the " * 600}])
+    assert refused.value.body["error"]["message"].startswith("prompt is too long: This model's maximum context length")
+
+
 async def test_leaving_cancels(served):
     gateway, client = served
     gateway.worker.script = lambda job: speech(gateway.model, "Hello", end=None)
