@@ -43,7 +43,7 @@ class Kernels:
         self._modules: dict[_Key, Module] = {}
         self._functions: dict[_Key, Function] = {}
         self._compilers: ThreadPoolExecutor | None = None
-        self._compiling: dict[_Key, Future[bytes]] = {}
+        self._compiling: dict[_Key, Future[bytes] | None] = {}  # None: in the cache
 
     def get(self, name: str, *, shared_bytes: int = 0, **defines: int) -> Function:
         """Return the function `name` of cuda/<folder>/<name>.cu, built with -D<define>=<value>.
@@ -92,10 +92,11 @@ class Kernels:
 
     def _compile_in(self, compilers: ThreadPoolExecutor, name: str, defines: Mapping[str, int]) -> None:
         key = (name, *sorted(defines.items()))
-        is_known = key in self._modules or key in self._compiling
+        if key in self._modules or key in self._compiling:
+            return
         build = name, self.arch, defines, self._cache, self._headers
-        if not is_known and not os.path.exists(_cubin_path(*build)):
-            self._compiling[key] = compilers.submit(cached_cubin, *build)
+        is_cached = os.path.exists(_cubin_path(*build))
+        self._compiling[key] = None if is_cached else compilers.submit(cached_cubin, *build)
 
     def _module(self, name: str, defines: Mapping[str, int]) -> Module:
         key = (name, *sorted(defines.items()))

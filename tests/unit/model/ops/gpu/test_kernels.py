@@ -149,6 +149,15 @@ def test_what_the_cache_lacks_is_compiled_ahead_and_nothing_is_launched_meanwhil
     assert [kernel[0] for kernel in compiled[2:]] == ["rms_norm"]
 
 
+def test_the_cache_is_searched_once_for_a_kernel(tmp_path, monkeypatch):
+    cached_cubin(*KERNEL, tmp_path)
+    searched, cubin_path = [], kernels._cubin_path
+    monkeypatch.setattr(kernels, "_cubin_path", lambda *build: (searched.append(build[0]), cubin_path(*build))[1])
+    store = kernels.Kernels("90a", tmp_path)
+    store.compile_ahead(lambda: [store.get("copy_blocks", QUIRE_DTYPE=2) for _ in range(3)])
+    assert searched == ["copy_blocks"]
+
+
 def test_a_group_compiles_a_kernel_once(tmp_path, monkeypatch, compiled):
     modules = LaunchedModules(monkeypatch)
     in_the_way = tmp_path / "file"
