@@ -215,7 +215,7 @@ def size_engine(
     if ops.name != "cuda":
         cache_format = kv_format(model, settings.block_size, wanted_len)
         return SizedModel(executor, planned, weight_format, cache_format, 0, budget, slots)
-    warm_up(model, sizes, slots)
+    warm_up(model.first_layer(), sizes, slots)
     warm_up_products(model, sizes)
     cache_format = kv_format(model, settings.block_size, wanted_len)
     memory = plan_memory(settings, config, ops, wanted_len, draft=draft)
