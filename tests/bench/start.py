@@ -1,8 +1,10 @@
 """Time from the start of an engine's process to its first tokens, part by part.
 
-    python -m tests.bench.start --model-config llama-3.1-8b [--max-num-seqs 512] [--rounds 2] [--out FILE]
+    python -m tests.bench.start --model-config llama-3.1-8b [--quantization fp8 ...] [--rounds 2] [--out FILE]
+    python -m tests.bench.start --model DIR [--load-format dummy ...]
 
-Random weights. Each start is its own process: the first finds no compiled kernels, the others its cache.
+Takes the settings of `quire bench engine`; a shape gets random weights. Each start is its own process: the first finds
+no compiled kernels, the others its cache.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from service.bench.report import (
     write_report,
 )
 from service.cli.table import print_grid
-from service.config.settings import Settings
+from service.config.settings import BENCH, Settings
+from service.config.sources import add_flags, read_settings, to_flags
 from service.engine import build
 from service.errors import StartupError
 
@@ -47,6 +50,9 @@ PARTS = {
 }
 """Name to the module that calls the function."""
 
+RECORDED = ("max_num_seqs", "load_format", "quantization", "kv_cache_dtype", "enable_lora")
+"""Settings in the report."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
@@ -60,33 +66,37 @@ class Start:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model-config", required=True)
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--max-num-seqs", default="512")
     parser.add_argument("--rounds", default="2", help="starts with kernels compiled before")
+    parser.add_argument("--enable-lora", action="store_true", help="with slots for adapters")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     add_report_flags(parser)
+    add_flags(parser, BENCH)
+    parser.set_defaults(max_num_seqs="512")
     flags = parser.parse_args()
     check_report_flags(flags)
-    num_seqs, num_rounds = whole_number("--max-num-seqs", flags.max_num_seqs), whole_number("--rounds", flags.rounds)
+    settings, num_rounds = read_settings(BENCH, flags, os.environ), whole_number("--rounds", flags.rounds)
+    if settings.model_config is not None:
+        settings = replace(settings, load_format="dummy")
+    settings = replace(settings, enable_lora=flags.enable_lora)
     if flags.here:
-        named = replace(Settings(), model_config=flags.model_config, load_format="dummy", device=flags.device)
-        print(json.dumps(asdict(start_here(replace(named, max_num_seqs=num_seqs)))))
+        print(json.dumps(asdict(start_here(settings))))
         return
-    starts = measure(flags.model_config, flags.device, num_seqs, num_rounds)
+    starts = measure(settings, num_rounds)
     names = ["nothing compiled", *["compiled before"] * num_rounds]
     print_starts(names, starts)
     bars = {"label": "s", "x": names, "y": [start.all_s for start in starts]}
     panel = {"kind": "bars", "title": "", "x": "s to the first tokens", "y": "", "series": [bars]}
-    record = {"bench": "start", "model": flags.model_config, "max_num_seqs": num_seqs}
+    record = {"bench": "start", "model": settings.model_config or (settings.model and settings.model.name)}
+    record |= {name: getattr(settings, name) for name in RECORDED}
     rows = [{"kernels": name, **asdict(start)} for name, start in zip(names, starts, strict=True)]
     write_report(flags, {**record, "starts": rows}, {"title": f"start on {starts[0].device}", "panels": [panel]})
 
 
-def measure(model_config: str, device: str, num_seqs: int, num_rounds: int) -> list[Start]:
+def measure(settings: Settings, num_rounds: int) -> list[Start]:
     """Start once with an empty kernel cache, then `num_rounds` times with its content. Raises StartupError."""
-    flags = ("--here", "--model-config", model_config, "--device", device, "--max-num-seqs", str(num_seqs))
-    starts = []
+    flags, starts = ["--here", *to_flags(settings, BENCH)], []
+    if settings.enable_lora:
+        flags.append("--enable-lora")
     with tempfile.TemporaryDirectory() as cache:
         environment = {**script_environment(), "QUIRE_CACHE_DIR": cache}
         for _ in range(1 + num_rounds):
