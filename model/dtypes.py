@@ -43,9 +43,9 @@ def narrow(array: np.ndarray, out: np.ndarray, spare: np.ndarray) -> None:
 
 
 def all_finite(array: np.ndarray) -> bool:
-    """Return whether a contiguous float32, float16 or bfloat16 array has no NaN or infinity.
+    """Return whether a contiguous float32, float16, bfloat16 or e4m3 array has no NaN or infinity.
 
-    Compares bits: an exponent of all ones is the largest integer of either sign.
+    Compares bits: those that are not finite are the largest integers of either sign.
     """
     bits = array.reshape(-1).view(f"i{array.dtype.itemsize}")
     return all(_no_exponent_of_ones(bits[start : start + _PIECE], array.dtype) for start in range(0, bits.size, _PIECE))
@@ -57,5 +57,6 @@ def _no_exponent_of_ones(bits: np.ndarray, dtype: np.dtype) -> bool:
     return int(bits.max()) < exponent and int(bits.view(f"u{dtype.itemsize}").max()) < sign | exponent
 
 
-_EXPONENT_BITS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
+_EXPONENT_BITS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80, "float8_e4m3fn": 0x7F}
+"""Least bits that are not finite, sign aside; e4m3 has NaN alone."""
 _PIECE = 1 << 20  # fits the cache

@@ -218,6 +218,9 @@ class Device(Protocol):
         here.
         """
 
+    def release_staging(self) -> None:
+        """Free host memory that `load_parallel` keeps for its next call."""
+
     def download(self, array: Array) -> np.ndarray:
         """Return a host copy, once the array is computed."""
 
@@ -272,7 +275,7 @@ class Ops(Device, Protocol):
     has_fp8: bool  # products of e4m3 inputs; else FP8 weights are dequantised
 
     def find_nonfinite(self, x: Array, found: Array) -> None:
-        """Set found[0] = 1 if x, of `self.dtype`, holds NaN or infinity; found int32[1]."""
+        """Set found[0] = 1 if x, of `self.dtype` or uint8 bits of e4m3, holds NaN or infinity; found int32[1]."""
 
     def gather_rows(self, table: Array, ids: Array) -> Array:
         """table [N, H] of activations or float32, ids int32[T] -> [T, H]; zeros for an id outside 0..N-1."""

@@ -150,6 +150,7 @@ class AllocatedModel:
 
     def first_layer(self) -> Llama:
         """Return `Llama.first_layer` of undefined weights, for `Ops.compile_ahead`, to be called in its work."""
+        self._plan.check()  # in `load`
         return _prepared(self._unfilled.first_layer())
 
     def load(self, *, progress: bool = False) -> Llama:
@@ -172,10 +173,9 @@ def _kv_scales(source: DummyWeights | Checkpoint, config: ModelConfig, ops: Ops)
 class _Target:
     """Tensor, or array of a quantised matrix, to fill."""
 
-    name: str
     array: Array
     read_into: Callable[[int, np.ndarray], None]
-    is_dense: bool  # check for NaN and infinity
+    nonfinite: Callable[[], ModelError] | None = None  # error for NaN or infinity; None: cannot hold them
 
 
 class _Plan:
@@ -196,7 +196,7 @@ class _Plan:
     def table(self, shape: tuple[int, int], rows: ReadRows) -> Array:
         """Allocate float32 `shape`, filled by the threads that read."""
         array = self._ops.empty(shape, np.dtype(np.float32))
-        self._targets.append(_Target("", array, ConvertedRows(shape[1], rows).read_into, is_dense=False))
+        self._targets.append(_Target(array, ConvertedRows(shape[1], rows).read_into))
         return array
 
     def stacked(self, names: Sequence[str]) -> Array:
@@ -205,8 +205,7 @@ class _Plan:
         splits = [self._sharding.split(name) for name in names]
         array = self._ops.empty((ends[-1], *self._shapes[names[0]][1:]), self._ops.dtype)
         for name, split, (begin, end) in zip(names, splits, pairwise([0, *ends]), strict=True):
-            read_into = partial(self._source.read_into, name)
-            self._targets.append(_Target(name, divided(array[begin:end], split), read_into, is_dense=True))
+            self._add_dense(name, divided(array[begin:end], split))
         return divided(array, stacked(splits))
 
     def tied(self) -> tuple[Array, Weight]:
@@ -219,8 +218,7 @@ class _Plan:
         num_ranks = self._sharding.num_ranks
         part = split.part_size(num_ranks)
         padded = self._ops.empty((num_ranks * part, width), self._ops.dtype)
-        read_into = partial(self._source.read_into, EMBEDDING)
-        self._targets.append(_Target(EMBEDDING, padded[:num_rows], read_into, is_dense=True))
+        self._add_dense(EMBEDDING, padded[:num_rows])
         return padded[:num_rows], Weight(own_rows(padded, split))
 
     def matrix(self, names: Sequence[str]) -> Weight:
@@ -267,8 +265,9 @@ class _Plan:
         with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="weights", disable=hidden) as bar:
 
             def count(out: np.ndarray) -> None:
-                with counting:
-                    bar.update(out.nbytes)
+                if not bar.disable:
+                    with counting:
+                        bar.update(out.nbytes)
 
             def read(target: int, start: int, out: np.ndarray) -> None:
                 self._targets[target].read_into(start, out)
@@ -278,19 +277,26 @@ class _Plan:
                 self._source.read_into(name, start, out)
                 count(out)
 
-            self._ops.load_parallel([target.array for target in self._targets], read)
-            if self._online is not None:
-                self._online.fill(read_named, self._source.nonfinite)
+            try:
+                self._ops.load_parallel([target.array for target in self._targets], read)
+                if self._online is not None:
+                    self._online.fill(read_named, self._source.nonfinite)
+            finally:
+                self._ops.release_staging()
 
     def check(self) -> None:
-        """Check dense weights on the device, where reading them again is cheap."""
-        dense = [target for target in self._targets if target.is_dense]
-        found = self._ops.upload(np.zeros(len(dense), np.int32))
-        for place, target in enumerate(dense):
-            self._ops.find_nonfinite(target.array, found[place : place + 1])
-        on_any_rank = self._ops.download(each_rank(found)).reshape(-1, len(dense)).any(axis=0)
+        """Check weights for NaN and infinity on the device, where reading them again is cheap. Raises ModelError."""
+        errors = [(target.array, target.nonfinite) for target in self._targets if target.nonfinite is not None]
+        found = self._ops.upload(np.zeros(len(errors), np.int32))
+        for place, (array, _) in enumerate(errors):
+            self._ops.find_nonfinite(array, found[place : place + 1])
+        on_any_rank = self._ops.download(each_rank(found)).reshape(-1, len(errors)).any(axis=0)
         for index in np.flatnonzero(on_any_rank).tolist():
-            raise self._source.nonfinite(dense[index].name, self._ops.dtype)
+            raise errors[index][1]()
+
+    def _add_dense(self, name: str, array: Array) -> None:
+        error = partial(self._source.nonfinite, name, self._ops.dtype)
+        self._targets.append(_Target(array, partial(self._source.read_into, name), error))
 
     def _quantised(self, names: Sequence[str], parts: list[StoredMatrix]) -> Weight:
         form, order = parts[0].form, parts[0].input_order
@@ -355,8 +361,10 @@ class _Plan:
             begin = 0
             for part, shape, split in zip(parts, shapes, splits, strict=True):
                 end = begin + form.arrays(*shape)[name][0][0]
+                e4m3 = part.e4m3 if name == "data" else None
+                error = None if e4m3 is None else partial(e4m3.error, "holds NaN")
                 target = divided(array[begin:end], split[name])
-                self._targets.append(_Target(part.name, target, part.arrays[name].read_into, is_dense=False))
+                self._targets.append(_Target(target, part.arrays[name].read_into, error))
                 begin = end
 
     def _part_shapes(self, names: Sequence[str], parts: Sequence[StoredMatrix]) -> list[tuple[int, int]]:

@@ -25,6 +25,23 @@ def test_one_element_anywhere_is_found(open_ops, rng, dtype, count, skipped):
             assert expected[1] == (not np.isfinite(value))
 
 
+@pytest.mark.parametrize("count", [1, 15, 16, 2049, 1_000_003])
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_one_nan_among_bits_of_e4m3_is_found(open_ops, rng, count, skipped):
+    ops, reference = open_ops("bfloat16"), NumpyOps(NUMPY_DTYPES["bfloat16"])
+    host = rng.integers(0, 256, count + skipped, np.uint8) & np.uint8(0xF7)
+    for value in (0, 0x7E, 0x7F, 0x80, 0xFE, 0xFF):
+        for place in {skipped, skipped + count // 2, skipped + count - 1}:
+            changed = host.copy()
+            changed[place] = value
+            changed[:skipped] = 0x7F  # before x begins
+            found, expected = ops.upload(np.zeros(2, np.int32)), np.zeros(2, np.int32)
+            ops.find_nonfinite(ops.upload(changed)[skipped:], found[1:])
+            reference.find_nonfinite(changed[skipped:], expected[1:])
+            np.testing.assert_array_equal(ops.download(found), expected)
+            assert expected[1] == (value & 0x7F == 0x7F)
+
+
 def test_speed(open_ops, rng):
     """Llama-3.1-8B: the matrix of gate and up."""
     ops = open_ops("bfloat16")

@@ -45,6 +45,9 @@ class NumpyDevice:
 
         load_in_threads(targets, work)
 
+    def release_staging(self) -> None:
+        """Do nothing: `load_parallel` reads into its targets."""
+
     def download_async(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
         copies = [np.array(array) for array in arrays]
         return lambda: copies

@@ -17,7 +17,7 @@ from model.ops.cpu.experts import combine_experts, group_by_expert, route_expert
 from model.ops.cpu.host_blocks import NumpyTransfer
 from model.ops.cpu.quantised import linear_quantised
 from model.ops.experts import add_norm_experts, gated_experts
-from model.ops.fp8 import narrow, quantise, widen
+from model.ops.fp8 import E4M3, narrow, quantise, widen
 from model.ops.interface import (
     AdapterMatrix,
     AdapterRows,
@@ -54,7 +54,7 @@ class NumpyOps(NumpyDevice):
         self.kv_dtype = np.dtype(dtype if kv_dtype is None else kv_dtype)
 
     def find_nonfinite(self, x: Array, found: Array) -> None:
-        if not all_finite(x):
+        if not all_finite(x.view(E4M3) if x.dtype == np.uint8 else x):
             found[0] = 1
 
     def gather_rows(self, table: Array, ids: Array) -> Array:

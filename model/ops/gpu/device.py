@@ -81,6 +81,9 @@ class CudaDevice:
     def load_parallel(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
         self._transfers.load_parallel(targets, read)
 
+    def release_staging(self) -> None:
+        self._transfers.release_staging()
+
     def download_async(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
         return self._transfers.download_async(arrays)
 

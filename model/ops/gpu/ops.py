@@ -83,10 +83,11 @@ class CudaOps(CudaDevice):
             self._is_exact = False
 
     def find_nonfinite(self, x: Array, found: Array) -> None:
-        expect("x", x, self.dtype, *x.shape)
+        is_e4m3 = x.dtype == _UINT8
+        expect("x", x, _UINT8 if is_e4m3 else self.dtype, *x.shape)
         expect("found", found, _INT32, 1)
         num_blocks = min(_FIND_BLOCKS_PER_SM * self.num_sms, math.ceil(x.nbytes / (THREADS * _VEC_BYTES)))
-        self.launch("find_nonfinite", (num_blocks,), (x, found, np.int64(x.size)))
+        self.launch("find_nonfinite", (num_blocks,), (x, found, np.int64(x.size)), E4M3=int(is_e4m3))
 
     def gather_rows(self, table: Array, ids: Array) -> Array:
         dtype = _FLOAT32 if table.dtype == _FLOAT32 else self.dtype

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import cupy
 import numpy as np
+from cupy.cuda import runtime
 
 from model.ops.load_parallel import PIECE_BYTES, Piece, load_in_threads
 from model.ops.packing import Packing, TableRows
@@ -87,30 +88,32 @@ class Transfers:
     def load_parallel(self, targets: Sequence[cupy.ndarray], read: Callable[[int, int, np.ndarray], None]) -> None:
         """Implement `Device.load_parallel`. Each thread reads into one pinned buffer while its other is copied.
 
-        They are pinned on demand: 0.4 ms a MiB, one thread at a time.
+        They are pinned on demand, 0.4 ms a MiB, one thread at a time, and kept until `release_staging`. Threads wait
+        for the interpreter lock after each call that releases it, so a piece makes few.
         """
         device = cupy.cuda.Device()
         self._stream.synchronize()  # their memory may be in use
+        places = [(target.data.ptr, target.dtype) for target in targets]
 
         def work(pieces: Iterator[Piece]) -> None:
             device.use()
-            stream = cupy.cuda.Stream(non_blocking=True)
-            stagings: list[_Staging] = []
+            stagings: list[_LoadStaging] = []
             try:
                 for turn, piece in enumerate(pieces):
                     if turn < 2:
-                        stagings.append(_Staging(PIECE_BYTES))
-                    staging, target = stagings[turn % 2], targets[piece.target]
-                    staging.event.synchronize()
-                    num_bytes = (piece.stop - piece.start) * target.itemsize
-                    read(piece.target, piece.start, staging.host[:num_bytes].view(target.dtype))
-                    place = target.data + piece.start * target.itemsize
-                    place.copy_from_host_async(staging.host.ctypes.data, num_bytes, stream)
-                    staging.event.record(stream)
+                        stagings.append(_LoadStaging())
+                    staging, (address, dtype) = stagings[turn % 2], places[piece.target]
+                    staging.stream.synchronize()
+                    num_bytes = (piece.stop - piece.start) * dtype.itemsize
+                    read(piece.target, piece.start, staging.host[:num_bytes].view(dtype))
+                    staging.copy_to(address + piece.start * dtype.itemsize, num_bytes)
             finally:
-                stream.synchronize()
+                for staging in stagings:
+                    staging.stream.synchronize()
 
         load_in_threads(targets, work)
+
+    def release_staging(self) -> None:
         cupy.get_default_pinned_memory_pool().free_all_blocks()
 
     def download_async(self, arrays: Sequence[cupy.ndarray]) -> Callable[[], list[np.ndarray]]:
@@ -189,6 +192,18 @@ class _Staging:
     def __init__(self, num_bytes: int):
         self.event = cupy.cuda.Event(disable_timing=True)
         self.host = _pinned((num_bytes,), np.dtype(np.uint8))
+
+
+class _LoadStaging:
+    """Pinned memory for a piece, copied on its own stream."""
+
+    def __init__(self) -> None:
+        self.host = _pinned((PIECE_BYTES,), np.dtype(np.uint8))
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self._address = self.host.ctypes.data
+
+    def copy_to(self, address: int, num_bytes: int) -> None:
+        runtime.memcpyAsync(address, self._address, num_bytes, runtime.memcpyHostToDevice, self.stream.ptr)
 
 
 class _Buffer:

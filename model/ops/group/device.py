@@ -37,6 +37,10 @@ class GroupDevice:
         """Call `read` once for each element of a whole; a `SplitArray` gets its parts."""
         load_group(self.ranks, targets, read, HostWriter)
 
+    def release_staging(self) -> None:
+        for _, ops in self._turns():
+            ops.release_staging()
+
     def download(self, array: Array) -> np.ndarray:
         """Return the array, or the whole of a `SplitArray`. Raises RuntimeError if ranks differ in what they share."""
         return whole_of(array, [ops.download(part) for ops, part in self._parts(array)])

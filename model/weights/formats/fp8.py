@@ -21,7 +21,6 @@ from model.weights.formats.stored_matrix import (
     Scheme,
     StoredMatrix,
     WeightForm,
-    check_e4m3,
     constant_scale,
     read_scales,
     row_scales,
@@ -50,7 +49,7 @@ class Fp8Scheme:
         else:
             scale = row_scales(tensors.take(name, FLOATS, (shape[0],), (shape[0], 1)))
         form = WeightForm(WeightFormat.FP8, scale_dtype=FLOAT32, quantised_input=self.quantised_input)
-        return StoredMatrix(tensors.module, shape, form, {"data": CopiedRows(weight, check_e4m3), "scale": scale})
+        return StoredMatrix(tensors.module, shape, form, {"data": CopiedRows(weight), "scale": scale}, e4m3=weight)
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Fp8BlockScheme:
         scale = tensors.take(_scale_name(tensors), FLOATS + E8M0, blocks)
         rows = ConvertedRows(blocks[1], lambda first, last: read_scales(scale, first, last))
         form = WeightForm(WeightFormat.FP8_BLOCK, scale_dtype=FLOAT32)
-        return StoredMatrix(tensors.module, shape, form, {"data": CopiedRows(weight, check_e4m3), "scale": rows})
+        return StoredMatrix(tensors.module, shape, form, {"data": CopiedRows(weight), "scale": rows}, e4m3=weight)
 
 
 def read_fp8(fields: Fields) -> Quantisation:

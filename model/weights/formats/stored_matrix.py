@@ -71,12 +71,9 @@ class CopiedRows:
     """Elements used as stored; the dtypes have one size."""
 
     tensor: StoredTensor
-    check: Callable[[StoredTensor, np.ndarray], None] | None = None
 
     def read_into(self, start: int, out: np.ndarray) -> None:
         self.tensor.read_into(start, out)
-        if self.check is not None:
-            self.check(self.tensor, out)
 
 
 @dataclass(frozen=True)
@@ -101,6 +98,7 @@ class StoredMatrix:
     form: WeightForm
     arrays: dict[str, Rows]
     input_order: np.ndarray | None = field(default=None)  # int32[K]
+    e4m3: StoredTensor | None = None  # data in e4m3, which may hold NaN
 
 
 def equally_ordered(parts: Sequence[StoredMatrix]) -> list[StoredMatrix]:
@@ -187,12 +185,6 @@ def check_scales(tensor: StoredTensor, values: np.ndarray, *, zero_allowed: bool
         raise tensor.error("holds NaN or infinity")
     if values.size and not (values.min() >= 0 if zero_allowed else values.min() > 0):
         raise tensor.error(f"holds a scale that is {'negative' if zero_allowed else 'zero or negative'}")
-
-
-def check_e4m3(tensor: StoredTensor, bits: np.ndarray) -> None:
-    """Raise ModelError for NaN: the bytes 0x7F and 0xFF, largest of either sign. bits uint8[n]."""
-    if bits.size and (bits.max() == 0xFF or bits.view(np.int8).max() == 0x7F):
-        raise tensor.error("holds NaN")
 
 
 def read_scales(tensor: StoredTensor, first: int, last: int) -> np.ndarray:

@@ -55,4 +55,3 @@ class CudaPieceWriter:
         for stream in self._streams:
             stream.synchronize()
         self._memory.clear()
-        cupy.get_default_pinned_memory_pool().free_all_blocks()

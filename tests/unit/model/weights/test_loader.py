@@ -55,6 +55,28 @@ def test_tied_embeddings_are_one_array():
     assert weights.lm_head.data is weights.embedding
 
 
+class StagingOps(NumpyOps):
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def load_parallel(self, targets, read):
+        self.log.append("load")
+        super().load_parallel(targets, read)
+
+    def release_staging(self):
+        self.log.append("release")
+
+
+def test_staging_is_released_once_after_all_weights(monkeypatch):
+    monkeypatch.setattr("model.weights.online_fp8.STAGING_BYTES", 1)
+    folder, ops = FOLDER / "qwen3_bf16", StagingOps()
+    load_model(folder, ModelConfig.read(folder), ops, 16, quantization="fp8")
+    assert ops.log.count("load") > 2
+    assert ops.log[-1] == "release"
+    assert ops.log.count("release") == 1
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_dummy_weights_need_no_folder_and_make_sense(dtype: str):
     config = replace(ModelConfig.read(FOLDER / "qwen3_bf16"), qkv_bias=True)

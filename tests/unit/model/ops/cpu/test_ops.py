@@ -282,3 +282,11 @@ def test_find_nonfinite_sets_its_mark_and_no_other():
     for index, x in enumerate(([[1.0, -2.0]], [[1.0, np.inf]], [[np.nan, 0.0]])):
         ops.find_nonfinite(np.array(x, np.float32), found[index : index + 1])
     np.testing.assert_array_equal(found, [0, 1, 1])
+
+
+def test_find_nonfinite_finds_nan_among_bits_of_e4m3():
+    ops = NumpyOps()
+    for bits in range(256):
+        found = np.zeros(1, np.int32)
+        ops.find_nonfinite(np.array([[0x7E, bits, 0xFE]], np.uint8), found)
+        assert found[0] == (bits in (0x7F, 0xFF))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,20 +10,9 @@ import pytest
 from model.ops.group.arrays import Section, Split, SplitArray
 from model.ops.group.loading import load_group
 from tests.support.fake_ranks import Addressed, FakeRank
+from tests.support.fake_streams import Pinned, Stream
 
 loading = pytest.importorskip("model.ops.gpu.group.loading", reason="needs the packages of the cuda extra")
-
-
-class Stream:
-    """Copies happen as late as they may: when their event or stream is waited for."""
-
-    def __init__(self, **_):
-        self.ptr, self.copies = id(self), []
-
-    def synchronize(self, count: int | None = None) -> None:
-        while self.copies and count != 0:
-            ctypes.memmove(*self.copies.pop(0))
-            count = None if count is None else count - 1
 
 
 class Event:
@@ -52,14 +40,8 @@ def fake_cuda(monkeypatch):
         for row in range(height):
             streams[stream].copies.append((target + row * pitch, source + row * source_pitch, width))
 
-    class Pinned(bytearray):
-        @property
-        def ptr(self) -> int:
-            return ctypes.addressof(ctypes.c_char.from_buffer(self))
-
-    pool = SimpleNamespace(free_all_blocks=lambda: None)
     cuda = SimpleNamespace(Stream=open_stream, Event=Event, alloc_pinned_memory=Pinned)
-    monkeypatch.setattr(loading, "cupy", SimpleNamespace(cuda=cuda, get_default_pinned_memory_pool=lambda: pool))
+    monkeypatch.setattr(loading, "cupy", SimpleNamespace(cuda=cuda))
     runtime = SimpleNamespace(
         memcpyHostToDevice=1,
         memcpy2DAsync=copy,
