@@ -16,8 +16,9 @@ from service.cli.roles import REFUSED, STARTED_BY_SERVE
 from service.cli.secret_flags import hide_secrets
 from service.cli.verbs import COMPLETION, WITHOUT_SETTINGS, load_plain_verb, load_verb
 from service.cli.vllm_words import with_stored_format, with_vllm_key
-from service.config.settings import GATEWAY, SERVE
+from service.config.settings import GATEWAY, SERVE, WORKER
 from service.config.sources import read_settings
+from service.cuda_contexts import create_contexts
 from service.errors import StartupError
 from service.observability.logs import PROCESS_NAME, setup_logs
 
@@ -55,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             log.warning("%s", warning)
         for note in translation.notes:
             log.info("%s", note)
+        if flags.verb == WORKER and settings.device != "cpu":
+            create_contexts(settings.tensor_parallel_size)
         settings = with_stored_format(with_model(settings), translation.stored_format)
         return load_verb(flags.verb).run(settings, flags)
     except BrokenPipeError:  # the reader of our stdout has closed it, as `head` does

@@ -19,6 +19,7 @@ LAYERS = (
     (
         "service.errors",
         "service.fair_share",
+        "service.cuda_contexts",
         "service.garbage",
         "service.import_root",
         "service.shutdown",

@@ -68,7 +68,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", default="2", help="starts with kernels compiled before")
     parser.add_argument("--enable-lora", action="store_true", help="with slots for adapters")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     add_report_flags(parser)
     add_flags(parser, BENCH)
     parser.set_defaults(max_num_seqs="512")
@@ -78,9 +77,6 @@ def main() -> None:
     if settings.model_config is not None:
         settings = replace(settings, load_format="dummy")
     settings = replace(settings, enable_lora=flags.enable_lora)
-    if flags.here:
-        print(json.dumps(asdict(start_here(settings))))
-        return
     starts = measure(settings, num_rounds)
     names = ["nothing compiled", *["compiled before"] * num_rounds]
     print_starts(names, starts)
@@ -94,14 +90,14 @@ def main() -> None:
 
 def measure(settings: Settings, num_rounds: int) -> list[Start]:
     """Start once with an empty kernel cache, then `num_rounds` times with its content. Raises StartupError."""
-    flags, starts = ["--here", *to_flags(settings, BENCH)], []
+    flags, starts = to_flags(settings, BENCH), []
     if settings.enable_lora:
         flags.append("--enable-lora")
     with tempfile.TemporaryDirectory() as cache:
         environment = {**script_environment(), "QUIRE_CACHE_DIR": cache}
         for _ in range(1 + num_rounds):
             try:
-                command = python_script("start", *flags, package="tests.bench")
+                command = python_script("start_once", *flags, package="tests.bench")
                 done = subprocess.run(command, env=environment, stdout=-1, timeout=TIMEOUT_S, check=True)
             except subprocess.SubprocessError as error:
                 raise StartupError(f"start: {error}") from None
