@@ -10,12 +10,19 @@ from model.ops.gpu.linear_builds import GemvBuild, SmallMBuild, num_stages
 from model.ops.gpu.w8.builds import GemvW8Build, SmallMW8Build
 
 MAX_EXPERTS = 1024
-GEMV_PAIRS = 8
-"""Mean pairs of an expert up to which the GEMV kernels read weights once; not measured yet."""
+MAX_GEMV_ROWS = 16
+"""Rows up to which the GEMV kernels take every product, and a row's bits do not depend on their number."""
 
-MAX_REREAD_PAIRS = 32
+MIN_SM90_PAIRS, MIN_DENSE_SM90_PAIRS = 2, 5
+"""Mean pairs of an expert from which the Hopper kernels take more rows, of quantised weights and of 16-bit ones.
+
+H200, a layer of Qwen3-30B-A3B: fp8 168 us at 2 pairs and 193 at 4, GEMV 285 and 322; 4-bit 174 and 199, GEMV 290 and
+278; bf16 309 at 4 and 316 at 6, GEMV 311 and 340.
+"""
+
+MAX_REREAD_PAIRS = 48
 """Mean pairs of an expert up to which the GEMV kernels read 8-bit weights again for each 16; more are widened for
-experts_sm90. Not measured yet."""
+experts_sm90. H200, fp8-block: 921 us a layer at 32 pairs, 1,248 widened; 1,652 and 1,331 at 64."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ _GEMV_W8 = tuple(GemvW8Build(4, 1, 128, 4, 4, col_tiles) for col_tiles in (1, 2)
 _GEMV_W4 = (GemvW4Build(4, 1, 1, 4, 4), GemvW4Build(4, 1, 2, 4, 4))
 _SPAN_BYTES = 1024  # of 16 rows of 4-bit weights
 _TILE_ROWS = 128
+_TILE_PAIRS = 8  # that the GEMV kernels take at once, or twice as many
 _COLS = (32, 64, 128)  # sorted pairs of a tile
 _STATIC_BYTES = 4 * MAX_EXPERTS + 128  # of the Hopper kernels: `ends`, and block_scan's
 _MIN_STAGES = 3
@@ -61,12 +69,12 @@ def gemv_w4_build(num_rows: int, mean_pairs: float) -> GemvW4Build:
     return _GEMV_W4[_takes_two_tiles(num_rows, mean_pairs)]
 
 
-def takes_sm90(num_rows: int, mean_pairs: float) -> bool:
-    """Return whether experts have more rows than the GEMV kernels take at once.
+def takes_sm90(num_rows: int, mean_pairs: float, is_dense: bool) -> bool:
+    """Return whether the Hopper kernels are quicker.
 
     The two add in different orders: a row's last bits depend on the number of rows in its step.
     """
-    return num_rows > 2 * GEMV_PAIRS and mean_pairs > GEMV_PAIRS
+    return num_rows > MAX_GEMV_ROWS and mean_pairs >= (MIN_DENSE_SM90_PAIRS if is_dense else MIN_SM90_PAIRS)
 
 
 def sm90_build(mean_pairs: float, is_fp8: bool, max_shared_bytes: int) -> SmallMBuild | SmallMW8Build | None:
@@ -99,4 +107,4 @@ def _cols(mean_pairs: float) -> int:
 
 
 def _takes_two_tiles(num_rows: int, mean_pairs: float) -> bool:
-    return num_rows > GEMV_PAIRS and mean_pairs > GEMV_PAIRS / 2
+    return num_rows > _TILE_PAIRS and mean_pairs > _TILE_PAIRS / 2

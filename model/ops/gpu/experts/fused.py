@@ -87,7 +87,7 @@ def can_gate(device: KernelLauncher, gate_up: Weight, down: Weight, groups: Expe
     """Return whether the products of these rows are read by the GEMV kernels of 16-bit weights."""
     num_rows, num_pairs, num_experts = len(groups.places), len(groups.rows), len(gate_up.data)
     is_dense = gate_up.format is WeightFormat.DENSE and down.format is WeightFormat.DENSE
-    is_few = num_pairs > 0 and not (device.arch == "90a" and takes_sm90(num_rows, num_pairs / num_experts))
+    is_few = num_pairs > 0 and not (device.arch == "90a" and takes_sm90(num_rows, num_pairs / num_experts, True))
     return is_dense and is_few
 
 

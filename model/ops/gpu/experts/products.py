@@ -88,7 +88,8 @@ def experts_linear(
     if num_pairs == 0:
         return out
     call = _Call(device, x, weight, groups, is_sorted, out, num_pairs / len(weight.data), knows_groups)
-    if device.arch != "90a" or not takes_sm90(call.num_rows, call.mean_pairs) or not _multiply_many(call):
+    is_many = takes_sm90(call.num_rows, call.mean_pairs, weight.format is WeightFormat.DENSE)
+    if device.arch != "90a" or not is_many or not _multiply_many(call):
         _multiply_few(call)
     return out
 

@@ -49,9 +49,10 @@ def test_the_hopper_product_takes_tiles_of_about_a_mean_expert(is_fp8: bool):
 
 
 def test_few_rows_never_take_the_hopper_product():
-    assert not takes_sm90(16, 16)
-    assert not takes_sm90(64, 4)
-    assert takes_sm90(64, 16)
+    for is_dense in (False, True):
+        assert not takes_sm90(16, 16, is_dense)
+        assert takes_sm90(64, 16, is_dense)
+        assert takes_sm90(64, 4, is_dense) is not is_dense
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

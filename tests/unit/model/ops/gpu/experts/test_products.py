@@ -52,6 +52,13 @@ def test_few_rows_take_the_gemv_kernels(arch: str):
     assert launched_for(16, WeightFormat.INT4_TILED, arch=arch) == ["experts_gemv_w4a16"]
 
 
+def test_quantised_experts_take_hopper_s_product_from_fewer_pairs_on():
+    assert launched_for(32, WeightFormat.DENSE) == ["experts_gemv"]
+    assert launched_for(32, WeightFormat.FP8, in_e4m3=True) == ["gather_rows", "gather_rows", "experts_sm90"]
+    assert launched_for(32, WeightFormat.INT4_TILED) == ["gather_rows", "experts_w4a16_sm90"]
+    assert launched_for(32, WeightFormat.INT8) == ["experts_gemv_w8"]
+
+
 def test_many_rows_are_gathered_for_hopper_s_product():
     assert launched_for(512, WeightFormat.DENSE) == ["gather_rows", "experts_sm90"]
     assert launched_for(512, WeightFormat.DENSE, is_sorted=True) == ["experts_sm90"]
