@@ -7,8 +7,8 @@ import asyncio
 import os
 from contextlib import AsyncExitStack
 
+from service.cli.lifecycle import READY, open_queue, opened_tracing, run_until_signalled, supervised
 from service.cli.processes.gateways import open_gateways
-from service.cli.roles import READY, open_queue, opened_tracing, run_until_signalled, supervised
 from service.config.settings import Settings
 from service.gateway.process import run_gateway
 from service.observability.gateway_group import GatewayGroup

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from service.cli.completion import completion_script
+from service.cli.lifecycle import REFUSED, STARTED_BY_SERVE
 from service.cli.models import take_model_argument, with_model
 from service.cli.parser import parser_for, translated, unknown_word
-from service.cli.roles import REFUSED, STARTED_BY_SERVE
 from service.cli.secret_flags import hide_secrets
 from service.cli.verbs import COMPLETION, WITHOUT_SETTINGS, load_plain_verb, load_verb
 from service.cli.vllm_words import with_stored_format, with_vllm_key

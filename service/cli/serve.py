@@ -12,10 +12,10 @@ import os
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
+from service.cli.lifecycle import run_until_signalled, supervised
 from service.cli.processes.children import ChildGroup
 from service.cli.processes.gateways import open_gateways, require_ports
 from service.cli.processes.workers import devices_of_workers, make_workers, visible_devices
-from service.cli.roles import run_until_signalled, supervised
 from service.config.settings import GATEWAY, WORKER, Settings
 from service.errors import StartupError
 from service.observability.logs import fields

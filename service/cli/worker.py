@@ -8,7 +8,7 @@ import os
 import sys
 from functools import partial
 
-from service.cli.roles import READY, open_queue, opened_tracing, run_until_signalled, supervised
+from service.cli.lifecycle import READY, open_queue, opened_tracing, run_until_signalled, supervised
 from service.config.settings import Settings
 from service.observability.systemd import Supervisor
 from service.queue.redis.connect import open_worker_queue

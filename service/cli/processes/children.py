@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from service.cli.roles import AT_ONCE, EXIT_AT_ONCE, READY, REFUSED, STARTED_BY_SERVE
+from service.cli.lifecycle import AT_ONCE, EXIT_AT_ONCE, READY, REFUSED, STARTED_BY_SERVE
 from service.config.settings import Settings
 from service.config.sources import NO_CONFIG_FILE, to_flags, to_secret_environ
 from service.errors import StartupError

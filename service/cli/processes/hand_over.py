@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 
-from service.cli.roles import open_queue
+from service.cli.lifecycle import open_queue
 from service.config.settings import Settings
 from service.errors import StartupError
 from service.queue.interface import QueueUnavailable

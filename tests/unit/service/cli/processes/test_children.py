@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from service.cli.lifecycle import STARTED_BY_SERVE
 from service.cli.main import main
 from service.cli.processes import children
 from service.cli.processes.children import ChildProcess, RestartingChild
-from service.cli.roles import STARTED_BY_SERVE
 from service.config.settings import WORKER, Settings
 from service.errors import StartupError
 

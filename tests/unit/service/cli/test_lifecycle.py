@@ -1,4 +1,4 @@
-"""Signals to a role."""
+"""Signals to a process of the service."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from service.cli import roles
+from service.cli import lifecycle
 
 
 @pytest.mark.parametrize(
@@ -18,12 +18,12 @@ from service.cli import roles
         ([signal.SIGTERM, signal.SIGTERM], 0),  # a supervisor's and the parent's
         ([signal.SIGINT, signal.SIGINT], 130),
         ([signal.SIGTERM, signal.SIGINT], 130),
-        ([roles.AT_ONCE], 130),
+        ([lifecycle.AT_ONCE], 130),
     ],
 )
 def test_a_second_ctrl_c_ends_without_draining(monkeypatch, numbers, status):
     exits = []
-    monkeypatch.setattr(roles, "_exit", exits.append)
+    monkeypatch.setattr(lifecycle, "_exit", exits.append)
 
     async def run(stop):
         for number in numbers:
@@ -32,5 +32,5 @@ def test_a_second_ctrl_c_ends_without_draining(monkeypatch, numbers, status):
             await asyncio.sleep(0.02)
         assert stop.at_once.is_set() == (status != 0)
 
-    assert roles.run_until_signalled(run) == 0
+    assert lifecycle.run_until_signalled(run) == 0
     assert exits == [status] * (status != 0)

@@ -1,4 +1,4 @@
-"""Signals, supervisor, Redis and tracing of the processes of the service."""
+"""A service process from start to end: Redis, tracing, supervisor, signals."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ log = logging.getLogger("quire.cli")
 QueueT = TypeVar("QueueT", GatewayQueue, WorkerQueue)
 
 READY = "ready"
-"""First word of a serving role's line, which `quire serve` awaits."""
+"""First word of the line of a process that serves, which `quire serve` awaits."""
 
 REFUSED = "refused"
-"""First word in its place, before the error of a role that does not start."""
+"""First word in its place, before the error of a process that does not start."""
 
 STARTED_BY_SERVE = "QUIRE_STARTED_BY_SERVE"
-"""Variable of a role whose parent reports its error: several that start alike fail alike."""
+"""Variable of a process whose parent reports its error: several that start alike fail alike."""
 
 AT_ONCE = signal.SIGQUIT
-"""Ends a role without draining, like a second Ctrl-C."""
+"""Ends a process without draining, like a second Ctrl-C."""
 
 AT_ONCE_S = 3.0
 """Time to end open requests and hand back jobs; then the process exits."""
