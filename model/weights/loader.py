@@ -87,13 +87,10 @@ def load_model(
     *,
     load_format: str = "safetensors",
     quantization: str = "auto",
-    progress: bool = False,
 ) -> Llama:
-    """Load a model: see `allocate_model` and `AllocatedModel.load`. Raises ModelError."""
-    allocated = allocate_model(
-        directory, config, ops, max_model_len, load_format=load_format, quantization=quantization
-    )
-    return allocated.load(progress=progress)
+    """Load a model without a progress bar: see `allocate_model`. Raises ModelError."""
+    how = {"load_format": load_format, "quantization": quantization}
+    return allocate_model(directory, config, ops, max_model_len, **how).load()
 
 
 def allocate_model(

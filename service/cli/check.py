@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from model.config import ModelConfig
 from model.errors import ModelError
@@ -73,7 +74,8 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
         rows.append(("drafts", f"{_size(draft.num_bytes)}, {draft.folder.name}"))
     try:
         if ops.name == "cuda":
-            sized = size_engine(settings, config, ops, load_format="dummy", progress=True, draft=draft)
+            dummy = replace(settings, load_format="dummy")
+            sized = size_engine(dummy, config, ops, progress=True, draft=draft)
             memory = sized.memory
             rows.append(("a step's workspace", _size(sized.workspace_bytes)))
         else:

@@ -113,7 +113,7 @@ def _build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     check_speculation(settings, ops)
     check_adapters(settings)
     draft = plan_draft_model(settings, config, ops)
-    sized = size_engine(settings, config, ops, load_format=settings.load_format, progress=progress, draft=draft)
+    sized = size_engine(settings, config, ops, progress=progress, draft=draft)
     executor, memory = sized.executor, sized.memory
     limits = Limits(
         max_num_seqs=settings.max_num_seqs,
@@ -164,12 +164,12 @@ def _attach(
     if model.ops.name == "cuda" and isinstance(draft.config, Eagle3Config):
         cache = allocate_with_head(model.ops, model.config, memory.num_blocks, memory.block_size)
         head = load_device_head(settings, draft, executor, cache, memory.max_model_len)
-        attach(cache, follower=head)
+        attach(cache, head=head)
         return head
     shape = draft.block_shape(memory.block_size)
     blocks, cache, own = allocate_with_draft(model.ops, model.config, memory.num_blocks, memory.block_size, shape)
     drafter = load_drafter(draft, model, own, memory.max_model_len)
-    attach(cache, blocks=blocks, states=drafter if isinstance(drafter, Eagle3Drafter) else None)
+    attach(cache, blocks=blocks, head=drafter if isinstance(drafter, Eagle3Drafter) else None)
     return drafter
 
 
@@ -187,7 +187,6 @@ def size_engine(
     config: ModelConfig,
     ops: Ops,
     *,
-    load_format: str,
     progress: bool,
     draft: PlannedDraftModel | None = None,
 ) -> SizedModel:
@@ -209,7 +208,7 @@ def size_engine(
         max_model_len=wanted_len,
         verifies_drafts=verifies_drafts,
     )
-    model = _load(settings, config, ops, sizes, slots, load_format=load_format, progress=progress)
+    model = _load(settings, config, ops, sizes, slots, progress=progress)
     eos_token_ids, max_blocks = frozenset(config.eos_token_ids), -(-wanted_len // settings.block_size)
     executor = ModelExecutor(model, eos_token_ids, settings.max_num_seqs, max_blocks, verifies_drafts=verifies_drafts)
     if ops.name != "cuda":
@@ -230,11 +229,10 @@ def _load(
     sizes: WarmUpSizes,
     slots: AdapterSlots | None,
     *,
-    load_format: str,
     progress: bool,
 ) -> Llama:
     """Load a model while its kernels are compiled. Raises StartupError."""
-    how = {"load_format": load_format, "quantization": settings.quantization}
+    how = {"load_format": settings.load_format, "quantization": settings.quantization}
     try:
         allocated = allocate_model(model_folder(settings), config, ops, sizes.max_model_len, **how)
         ops.compile_ahead(lambda: run_all_kernels(allocated.first_layer(), sizes, slots))

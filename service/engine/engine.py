@@ -214,8 +214,8 @@ class Engine:
 
     def _mark_computed(self, plan: StepPlan) -> int:
         """Advance the launched sequences; return the number of recomputed tokens."""
-        for sampler in plan.samplers:
-            sampler.num_pending_tokens += 1
+        for sequence in plan.sampled_sequences:
+            sequence.num_pending_tokens += 1
         num_recomputed_tokens = 0
         for sequence, start, length, _, drafts in plan.chunks:
             end = start + length
@@ -342,7 +342,7 @@ class Engine:
                 self.speculation.on_step(step.plan, now_s - self._collected_at_s, has_overlapped)
                 self.speculation.on_result(step.plan, result)
             self._collected_at_s = now_s
-            self._kv.commit_step(step.plan.chunks, {step.plan.samplers[index] for index in result.failed})
+            self._kv.commit_step(step.plan.chunks, {step.plan.sampled_sequences[index] for index in result.failed})
             num_before = self._output_processor.num_tokens
-            self._output_processor.process_step(step.plan.samplers, result)
+            self._output_processor.process_step(step.plan.sampled_sequences, result)
             self._iteration_tokens.observe(self._output_processor.num_tokens - num_before)

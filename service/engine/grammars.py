@@ -94,11 +94,11 @@ class MaskBuilder:
         self._num_threads = max(1, min(MAX_FILLING_THREADS, len(os.sched_getaffinity(0)) // 2))
         self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="masks")
 
-    def build(self, samplers: Iterable[Sequence]) -> TokenMask | None:
+    def build(self, sequences: Iterable[Sequence]) -> TokenMask | None:
         """Return host masks; None without grammars."""
         rows: list[int] = []
         masked: list[tuple[AnyMatcher, frozenset[int]]] = []
-        for sequence in samplers:
+        for sequence in sequences:
             matcher = None if sequence.status is SequenceStatus.ENDED else sequence.matcher
             rows.append(-1 if matcher is None else len(masked))
             if matcher is not None:
@@ -120,14 +120,14 @@ class MaskBuilder:
             other.result()
         return TokenMask(np.array(rows, np.int32), words)
 
-    def build_runs(self, samplers: Seq[Sequence], drafts: Seq[Seq[int]]) -> tuple[TokenMask | None, frozenset[int]]:
+    def build_runs(self, sequences: Seq[Sequence], drafts: Seq[Seq[int]]) -> tuple[TokenMask | None, frozenset[int]]:
         """Return the mask of each row after its `drafts`, and the rows whose matcher failed. Rows of a run are
         adjacent, one more draft each."""
         rows: list[int] = []
         words: list[np.ndarray] = []
         failed = set()
         walker: AnyMatcher | None = None
-        for row, (sequence, before) in enumerate(zip(samplers, drafts, strict=True)):
+        for row, (sequence, before) in enumerate(zip(sequences, drafts, strict=True)):
             own = None if sequence.status is SequenceStatus.ENDED else sequence.matcher
             if own is None:
                 rows.append(-1)

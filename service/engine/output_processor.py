@@ -103,15 +103,15 @@ class OutputProcessor:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def process_step(self, samplers: list[Sequence], result: StepResult) -> None:
+    def process_step(self, sequences: list[Sequence], result: StepResult) -> None:
         for scored in result.prompt_logprobs:
             self._emit_prompt_logprobs(scored)
         for pooled in result.pooled:
             pooled.group.embedding = pooled.vector
         if result.indptr is None:
-            self._append_tokens(samplers, result)
+            self._append_tokens(sequences, result)
         else:
-            self._append_runs(samplers, result, result.indptr)
+            self._append_runs(sequences, result, result.indptr)
 
     def emit(
         self,
@@ -154,11 +154,11 @@ class OutputProcessor:
         else:
             self._emit_end(group, tuple(reversed(parts)), reason, group.choices())
 
-    def _append_tokens(self, samplers: list[Sequence], result: StepResult) -> None:
+    def _append_tokens(self, sequences: list[Sequence], result: StepResult) -> None:
         """Append one token each; plain ones are emitted together, first."""
         branches, token_ids, nums_output_tokens = new_tokens = NewTokens([], [], [])
         first_index = len(self._outputs)
-        for index, (sequence, token_id) in enumerate(zip(samplers, result.token_ids, strict=True)):
+        for index, (sequence, token_id) in enumerate(zip(sequences, result.token_ids, strict=True)):
             sequence.num_pending_tokens -= 1
             if sequence.status is SequenceStatus.ENDED:
                 continue
@@ -184,8 +184,8 @@ class OutputProcessor:
             self._outputs.insert(first_index, new_tokens)
             self.num_output_tokens += len(branches)
 
-    def _append_runs(self, samplers: list[Sequence], result: StepResult, indptr: Seq[int]) -> None:
-        for index, sequence in enumerate(samplers):
+    def _append_runs(self, sequences: list[Sequence], result: StepResult, indptr: Seq[int]) -> None:
+        for index, sequence in enumerate(sequences):
             sequence.num_pending_tokens -= 1
             if sequence.status is SequenceStatus.ENDED:
                 continue

@@ -66,7 +66,7 @@ class Sequence:
         """Uncomputed tokens up to here have exclusive blocks; 0 if unknown."""
         self.block_table = array("i")
         self.end: EndReason | None = None
-        self.samplers: tuple[Sequence, ...] = (self,)
+        self.sampled_sequences: tuple[Sequence, ...] = (self,)
         """Itself, and followers that diverge after its last token."""
         self.prefix_followers: list[Sequence] = []
         self.is_waiting_for_leader = False
@@ -104,7 +104,7 @@ class Sequence:
             other.is_waiting_for_leader = True
             other.num_inherited_tokens = _num_inherited_tokens(self, other)
         with_it = [other for other in others if other.num_inherited_tokens == other.num_tokens]
-        self.samplers, self.prefix_followers = (self, *with_it), others
+        self.sampled_sequences, self.prefix_followers = (self, *with_it), others
 
     def end_after(self, token_id: int) -> EndReason | None:
         """Return why the last token ends the sequence, or None."""
@@ -214,7 +214,7 @@ class SequenceGroup:
     def clear_references(self) -> None:
         """Break cycles: memory is freed without the collector."""
         for sequence in self.branches:
-            sequence.samplers, sequence.prefix_followers = (), []
+            sequence.sampled_sequences, sequence.prefix_followers = (), []
         self.branches = []
 
     def _num_alternatives(self) -> int | None:

@@ -11,14 +11,14 @@ from service.engine.sequence import Sequence, SequenceGroup
 class Chunk(NamedTuple):
     """`length` tokens of a sequence from `start`, whose blocks are in its table.
 
-    `samplers` sample from the last logits: the sequence and branches that fork there; none before its end. With
-    `drafts` at the end, the only sampler gets a token per right draft, and another one.
+    `sampled_sequences` get a token from the last logits: the sequence and branches that fork there; none before its
+    end. With `drafts` at the end, the only one gets a token per right draft, and another one.
     """
 
     sequence: Sequence
     start: int
     length: int
-    samplers: tuple[Sequence, ...]
+    sampled_sequences: tuple[Sequence, ...]
     drafts: Seq[int] = ()
 
     @property
@@ -60,11 +60,11 @@ class StepPlan:
     pool_spans: tuple[PoolSpan, ...] = ()
     changed_tables: tuple[Chunk, ...] = ()
     """One-token chunks, also in the previous plan, whose table changed since."""
-    samplers: list[Sequence] = field(init=False)
-    """Samplers in the order of StepResult."""
+    sampled_sequences: list[Sequence] = field(init=False)
+    """Sequences of all chunks, in the order of StepResult."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "samplers", [sampler for chunk in self.chunks for sampler in chunk[3]])
+        object.__setattr__(self, "sampled_sequences", [sequence for chunk in self.chunks for sequence in chunk[3]])
 
     @property
     def num_decodes(self) -> int:
@@ -114,12 +114,12 @@ class PooledPrompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Sampler i gets `token_ids[indptr[i] : indptr[i + 1]]`, its accepted drafts and the next token; with none it
-    recomputes its last one. `indptr` None: one token each."""
+    """`sampled_sequences[i]` gets `token_ids[indptr[i] : indptr[i + 1]]`, its accepted drafts and the next token; with
+    none it recomputes its last one. `indptr` None: one token each."""
 
     token_ids: Seq[int]
     logprobs: Seq[TokenLogprob | None] | None = None  # one a token
-    failed: frozenset[int] = frozenset()  # samplers with NaN logits
+    failed: frozenset[int] = frozenset()  # indices in `sampled_sequences` with NaN logits
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     pooled: tuple[PooledPrompt, ...] = ()
     indptr: Seq[int] | None = None

@@ -26,7 +26,7 @@ class IdleExecutor:
         """Do nothing: all tokens are known."""
 
     def collect(self, launched: StepPlan) -> StepResult:
-        return StepResult([TOKEN] * len(launched.samplers))
+        return StepResult([TOKEN] * len(launched.sampled_sequences))
 
     def finished_transfers(self) -> list[FinishedTransfer]:
         done, self._transfers = self._transfers, []

@@ -84,9 +84,9 @@ class ScriptedExecutor:
                 block = tables[chunk.sequence][position // self.block_size]
                 self.memory[block][position % self.block_size] = self._token(chunk, position)
         runs = {
-            sampler: self._run(chunk, sampler, tables[chunk.sequence])
+            sequence: self._run(chunk, sequence, tables[chunk.sequence])
             for chunk in plan.chunks
-            for sampler in chunk.samplers
+            for sequence in chunk.sampled_sequences
         }
         self._last = {sequence: run[-1].token_id for sequence, run in runs.items() if run}
         if all(len(run) == 1 for run in runs.values()):
@@ -143,22 +143,22 @@ class ScriptedExecutor:
             return chunk.drafts[position - num_known]
         return known[position] if position < len(known) else self._last[chunk.sequence]
 
-    def _run(self, chunk: Chunk, sampler: Sequence, table: array) -> list[SampledToken]:
+    def _run(self, chunk: Chunk, sequence: Sequence, table: array) -> list[SampledToken]:
         """Sample after the known tokens, and after each draft that equals the preceding sample."""
         if chunk.drafts and self._is_silent():
             return []
         end = chunk.end - len(chunk.drafts)
-        run = [self._sampled(end, sampler, table)]
+        run = [self._sampled(end, sequence, table)]
         for draft in chunk.drafts:
             if run[-1].token_id != draft:
                 break
             end += 1
-            run.append(self._sampled(end, sampler, table))
+            run.append(self._sampled(end, sequence, table))
         return run
 
-    def _sampled(self, end: int, sampler: Sequence, table: array) -> SampledToken:
+    def _sampled(self, end: int, sequence: Sequence, table: array) -> SampledToken:
         cached = [self.memory[table[at // self.block_size]][at % self.block_size] for at in range(end)]
-        token_id, count = next_token(cached, sampler.branch), sampler.num_alternatives
+        token_id, count = next_token(cached, sequence.branch), sequence.num_alternatives
         if count is None:
             return SampledToken(token_id, cached[-1] == self._nan_after, None)
         logprobs = logprobs_after(cached)

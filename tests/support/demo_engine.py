@@ -115,15 +115,15 @@ class DemoEngines:
             executor = self._executor(max_num_seqs, block_size, poisoned, True)
             cache = allocate_with_head(self.model.ops, self._config, num_blocks + poisons, block_size)
             drafter = DeviceEagle3Drafter(draft, cache, executor.runner, max_num_seqs, num_ahead)
-            executor.attach(cache, follower=drafter, num_host_blocks=num_host_blocks)
+            executor.attach(cache, head=drafter, num_host_blocks=num_host_blocks)
         else:
             is_head, executor = isinstance(draft, Eagle3Head), self._executor(max_num_seqs, block_size, poisoned, True)
             shape = draft.config.block_shape(block_size) if is_head else block_shape(draft.config, block_size)
             sizes = (num_blocks + poisons, block_size)
             blocks, cache, own = allocate_with_draft(self.model.ops, self._config, *sizes, shape)
             drafter = (Eagle3Drafter if is_head else DraftModelDrafter)(draft, on_rank(own, 0))
-            states = drafter if is_head else None
-            executor.attach(cache, blocks=blocks, states=states, num_host_blocks=num_host_blocks)
+            head = drafter if is_head else None
+            executor.attach(cache, blocks=blocks, head=head, num_host_blocks=num_host_blocks)
         limits = Limits(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,

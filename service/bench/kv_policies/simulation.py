@@ -97,10 +97,10 @@ class SimulatedExecutor:
 
     def launch(self, plan: StepPlan) -> StepResult:
         num_tokens = num_cached_tokens = num_due = 0
-        for _, start, length, samplers, _ in plan.chunks:
+        for _, start, length, sampled_sequences, _ in plan.chunks:
             num_tokens += length
             num_cached_tokens += start + length
-            num_due += len(samplers)
+            num_due += len(sampled_sequences)
         self._clock.advance(self._costs.step_s(num_tokens, num_cached_tokens))
         return StepResult([0] * num_due)
 
@@ -122,13 +122,13 @@ class SimulatedSampler(SimulatedExecutor):
 
     def launch(self, plan: StepPlan) -> StepResult:
         super().launch(plan)
-        samplers = plan.samplers
-        token_ids = self._random.integers(0, self._vocab_size, len(samplers)).tolist()
-        shares = self._random.beta(0.8, 0.4, len(samplers))
-        return StepResult.of(map(self._sample, samplers, token_ids, shares))
+        sequences = plan.sampled_sequences
+        token_ids = self._random.integers(0, self._vocab_size, len(sequences)).tolist()
+        shares = self._random.beta(0.8, 0.4, len(sequences))
+        return StepResult.of(map(self._sample, sequences, token_ids, shares))
 
-    def _sample(self, sampler: Sequence, token_id: int, share: float) -> SampledToken:
-        count = sampler.num_alternatives
+    def _sample(self, sequence: Sequence, token_id: int, share: float) -> SampledToken:
+        count = sequence.num_alternatives
         if not count:
             return SampledToken(token_id, False, None)
         rest = (1 - share) * 0.5 ** np.arange(1, count)

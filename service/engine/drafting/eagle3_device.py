@@ -98,7 +98,7 @@ class DeviceEagle3Drafter:
         self, layout: BatchLayout, batch: SampleBatch, calls: Seq[SampleCall], rows: StateRows, sampled: Array
     ) -> None:
         """Read the rows of a sampled step, then draft. Waits for nothing."""
-        self._num_sequences = max(1, len(layout.plan.samplers))
+        self._num_sequences = max(1, len(layout.plan.sampled_sequences))
         sources = _sources(layout, batch, calls[0], len(rows.token_ids))
         is_captured = len(sources) <= self._graphs.max_rows
         runs = self._runs(layout, sources) if self._num_wanted(layout) and is_captured else []
@@ -160,13 +160,13 @@ def powers_of_two(most: int) -> list[int]:
 
 def _is_alone(chunk: Chunk) -> bool:
     sequence = chunk.sequence
-    return chunk.samplers == (sequence,) and not sequence.cannot_run_ahead and not sequence.prefix_followers
+    return chunk.sampled_sequences == (sequence,) and not sequence.cannot_run_ahead and not sequence.prefix_followers
 
 
 def _sources(layout: BatchLayout, batch: SampleBatch, call: SampleCall, count: int) -> np.ndarray:
     """Return int32[count]: of each row that the call samples, the first of its samples."""
     sources = np.full(count, NOT_SAMPLED, np.int32)
-    if batch.rows and call.samplers:
+    if batch.rows and call.sequences:
         indices = slice(None) if call.indices is None else call.indices
         own = layout.inputs.logit_rows[np.array(batch.rows)[indices]]
         sources[own[::-1]] = np.arange(len(own), dtype=np.int32)[::-1]
@@ -180,7 +180,7 @@ def _known_tokens(layout: BatchLayout, count: int) -> np.ndarray:
         return known
     first_rows = layout.first_rows()
     for chunk in layout.plan.chunks:
-        if chunk.length > 1 or not chunk.samplers:
+        if chunk.length > 1 or not chunk.sampled_sequences:
             tokens = chunk.sequence.token_ids[chunk.start + 1 : chunk.end + 1]
             first = first_rows[id(chunk)]
             known[first : first + len(tokens)] = np.frombuffer(tokens, np.uint32)

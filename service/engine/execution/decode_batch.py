@@ -103,13 +103,13 @@ class DecodeBatch:
             self._pending_token_row[self._row_of[sequence]] = sampled_rows[sequence]
         self._write(fresh)
         self._write_known([chunk for chunk in decodes if not chunk.sequence.num_pending_tokens])
-        # Counted from the end: the last decode may have several samplers.
-        num_longer = sum(len(chunk.samplers) for chunk in prefills)
-        samplers = plan.samplers[: len(plan.samplers) - num_longer] if prefills else plan.samplers
-        is_one_token_each = samplers == sequences
-        due = (
-            slice(num_decodes) if is_one_token_each else [self._row_of[one.sequence] for one in decodes if one.samplers]
-        )
+        # Counted from the end: the last decode may sample several sequences.
+        num_longer = sum(len(chunk.sampled_sequences) for chunk in prefills)
+        sampled = plan.sampled_sequences
+        is_one_token_each = (sampled[: len(sampled) - num_longer] if prefills else sampled) == sequences
+        due: slice | list[int] = slice(num_decodes)
+        if not is_one_token_each:
+            due = [self._row_of[chunk.sequence] for chunk in decodes if chunk.sampled_sequences]
         if drafted:
             tails.insert(0, self._draft_arrays(num_decodes, drafted))
         inputs = self._inputs(np.sort(self._own_row[due]), drafted, prefills[len(drafted) :], tails)
@@ -256,7 +256,7 @@ def _logit_rows(first: int, prefills: tuple[Chunk, ...]) -> np.ndarray:
     due = [
         row
         for end, chunk in zip(ends, prefills, strict=True)
-        if chunk.samplers
+        if chunk.sampled_sequences
         for row in range(end - len(chunk.drafts), end + 1)
     ]
     return np.array(due, np.int32)

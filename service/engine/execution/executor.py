@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -29,6 +29,7 @@ MAX_DRAFTED_ROWS = 256
 arithmetic, and a row costs its share."""
 
 
+@runtime_checkable
 class StateReader(Protocol):
     """A draft head that continues the model's states."""
 
@@ -40,6 +41,7 @@ class StateReader(Protocol):
         """Note a launched step's states [T, len(state_layers) * H]."""
 
 
+@runtime_checkable
 class StepFollower(Protocol):
     """A draft head that reads each step's states on the device."""
 
@@ -101,8 +103,7 @@ class ModelExecutor:
         kv: Array,
         *,
         blocks: Array | None = None,
-        states: StateReader | None = None,
-        follower: StepFollower | None = None,
+        head: StateReader | StepFollower | None = None,
         adapters: AdapterSlots | None = None,
         num_host_blocks: int = 0,
         progress: bool = False,
@@ -110,14 +111,14 @@ class ModelExecutor:
         """Use this cache [num_blocks, L, 2, Hkv, B, D]. Copies and swaps move `blocks` [num_blocks, ...] (default: the
         cache)."""
         sizes = self.max_rows, self._sizes[1], kv.shape[4]
-        self._rows, self._states = DecodeBatch(*sizes, drafts_are_decodes=self.runs_ahead), states
-        self._follower, reader = follower, states or follower
-        layers = () if reader is None else reader.state_layers
+        self._rows = DecodeBatch(*sizes, drafts_are_decodes=self.runs_ahead)
+        self._states = head if isinstance(head, StateReader) else None
+        self._follower = head if isinstance(head, StepFollower) else None
         self._has_adapters = adapters is not None
         self.runner.attach(
             kv,
             blocks=blocks,
-            state_layers=layers,
+            state_layers=() if head is None else head.state_layers,
             adapters=adapters,
             num_host_blocks=num_host_blocks,
             progress=progress,

@@ -24,11 +24,11 @@ NO_DRAFT = -1
 class SampleBatch:
     """Sequences that sample in a step, by row."""
 
-    samplers: list[Sequence]
-    rows: list[int]  # of each sampler, in the logits
+    sequences: list[Sequence]
+    rows: list[int]  # of each sequence, in the logits
     positions: np.ndarray  # int32, of the sampled tokens
     num_own_rows: int  # first ones, in their own decode rows
-    indices: np.ndarray  # int64, index in `samplers` of each of the plan's; with drafts, of its first row
+    indices: np.ndarray  # int64, index in `sequences` of each of the plan's; with drafts, of its first row
     drafts: list[Seq[int]] | None = None  # with drafts: those before each row
     next_drafts: Callable[[], np.ndarray] | None = None
     """Function that returns int64, the draft after each row, NO_DRAFT after a run's last; it may wait."""
@@ -39,17 +39,17 @@ class SampleBatch:
     is_kept: bool = False  # by the runner
 
     def __post_init__(self) -> None:
-        self.needs_previous_tokens = any(map(attrgetter("needs_previous_tokens"), self.samplers))
-        self.has_logit_processors = any(map(attrgetter("has_logit_processors"), self.samplers))
-        self.has_adjusted_logprobs = any(map(attrgetter("has_adjusted_logprobs"), self.samplers))
+        self.needs_previous_tokens = any(map(attrgetter("needs_previous_tokens"), self.sequences))
+        self.has_logit_processors = any(map(attrgetter("has_logit_processors"), self.sequences))
+        self.has_adjusted_logprobs = any(map(attrgetter("has_adjusted_logprobs"), self.sequences))
 
     @property
-    def has_one_sampler_per_row(self) -> bool:
+    def has_one_sequence_per_row(self) -> bool:
         return not self.rows or self.rows[-1] + 1 == len(self.rows)
 
 
 class SampleCall(NamedTuple):
-    samplers: list[Sequence]
+    sequences: list[Sequence]
     inputs: SampleInputs
     indices: list[int] | None = None  # in the batch; None: all
 
@@ -73,7 +73,7 @@ class StepSampler:
             return _batch_of_chunks(layout)
         if layout.prefills or layout.plan.logprob_spans or layout.plan.pool_spans:
             return _batch_of_decodes(layout)
-        if self._last is None or self._last.samplers is not layout.decodes:
+        if self._last is None or self._last.sequences is not layout.decodes:
             self._last = _batch_of_decodes(layout)
         self._last.positions = layout.inputs.context_lens
         return self._last
@@ -81,43 +81,43 @@ class StepSampler:
     def calls(self, batch: SampleBatch, *, masked: bool) -> list[SampleCall]:
         """Return the sampling calls. Beams with adjusted log-probabilities are a second one: the next step does not
         need their tokens on the device."""
-        if batch.has_one_sampler_per_row and not batch.has_adjusted_logprobs:
+        if batch.has_one_sequence_per_row and not batch.has_adjusted_logprobs:
             calls = [self._call(batch, masked)]
         else:
             calls = self._split_calls(batch, masked)
-        num_own = batch.num_own_rows if calls[0].samplers is batch.samplers else 0
-        self.other_rows = {sequence: row for row, sequence in enumerate(calls[0].samplers[num_own:], num_own)}
+        num_own = batch.num_own_rows if calls[0].sequences is batch.sequences else 0
+        self.other_rows = {sequence: row for row, sequence in enumerate(calls[0].sequences[num_own:], num_own)}
         return calls
 
     def _split_calls(self, batch: SampleBatch, masked: bool) -> list[SampleCall]:
-        scored = [index for index, sequence in enumerate(batch.samplers) if sequence.has_adjusted_logprobs]
-        plain = sorted(set(range(len(batch.samplers))) - set(scored))
+        scored = [index for index, sequence in enumerate(batch.sequences) if sequence.has_adjusted_logprobs]
+        plain = sorted(set(range(len(batch.sequences))) - set(scored))
         calls = []
         for indices, adjusted in ((plain, False), (scored, True)):
             if indices:
                 rows = np.array([batch.rows[index] for index in indices], np.int32)
-                samplers, every = [batch.samplers[index] for index in indices], list(range(len(indices)))
-                part = SampleBatch(samplers, every, batch.positions[indices], 0, np.array(every))
+                sequences, every = [batch.sequences[index] for index in indices], list(range(len(indices)))
+                part = SampleBatch(sequences, every, batch.positions[indices], 0, np.array(every))
                 if batch.drafts is not None:
                     part.drafts = [batch.drafts[index] for index in indices]
                 params = self._params(part, masked, adjusted)
                 batch.unmasked |= {indices[row] for row in part.unmasked}
-                calls.append(SampleCall(samplers, SampleInputs(len(indices), rows, params), indices))
+                calls.append(SampleCall(sequences, SampleInputs(len(indices), rows, params), indices))
         return calls
 
     def _call(self, batch: SampleBatch, masked: bool) -> SampleCall:
-        samplers = batch.samplers
-        if not samplers:
-            return SampleCall(samplers, SampleInputs(0, None, None))
+        sequences = batch.sequences
+        if not sequences:
+            return SampleCall(sequences, SampleInputs(0, None, None))
         if batch.is_kept:
-            return SampleCall(samplers, SampleInputs(len(samplers), None, None))
+            return SampleCall(sequences, SampleInputs(len(sequences), None, None))
         changes = batch.needs_previous_tokens or batch.has_logit_processors
         batch.is_kept = self._keeps_params and batch is self._last and not changes
         params = self._params(batch, masked, adjusted=False)
-        return SampleCall(samplers, SampleInputs(len(samplers), None, params, keeps_params=batch.is_kept))
+        return SampleCall(sequences, SampleInputs(len(sequences), None, params, keeps_params=batch.is_kept))
 
     def _params(self, batch: SampleBatch, masked: bool, adjusted: bool) -> SamplingArrays:
-        shaped = batch.samplers if batch.has_logit_processors else []
+        shaped = batch.sequences if batch.has_logit_processors else []
         seen = [sequence.seen_tokens() for sequence in shaped]
         mask = None
         if batch.drafts is not None:
@@ -125,11 +125,11 @@ class StepSampler:
                 one if one is None else one.extended(drafts) for one, drafts in zip(seen, batch.drafts, strict=False)
             ]
             if masked:
-                mask, batch.unmasked = self._masks.build_runs(batch.samplers, batch.drafts)
+                mask, batch.unmasked = self._masks.build_runs(batch.sequences, batch.drafts)
         elif masked:
-            mask = self._masks.build(batch.samplers)
+            mask = self._masks.build(batch.sequences)
         rows = SampledRows(
-            records=[sequence.sampling_record for sequence in batch.samplers],
+            records=[sequence.sampling_record for sequence in batch.sequences],
             positions=batch.positions.astype(np.uint32),
             sampling=[sequence.sampling for sequence in shaped],
             seen=seen,
@@ -147,17 +147,17 @@ def read_result(
     prompt_logprobs: tuple[PromptLogprobs, ...],
     pooled: tuple[PooledPrompt, ...],
 ) -> StepResult:
-    """Return tokens in the order of the plan's samplers; `arrays`: see RunningStep."""
+    """Return tokens in the order of the plan's sampled sequences; `arrays`: see RunningStep."""
     if len(calls) == 1:
         indices, indptr = _accepted(batch, arrays[0], batch.indices)
-        result = _result(batch.samplers, arrays[0], indices)
+        result = _result(batch.sequences, arrays[0], indices)
     else:
         rows = _sampled_rows(calls, arrays)
         tokens = np.array([row.token_id for row in rows]), np.array([row.is_nan for row in rows])
         indices, indptr = _accepted(batch, tokens, batch.indices)
         result = StepResult.of(rows[index] for index in indices.tolist())
     if indptr is not None:
-        first_of = {first: sampler for sampler, first in enumerate(indptr[:-1])}
+        first_of = {first: index for index, first in enumerate(indptr[:-1])}
         failed = frozenset(first_of[index] for index in result.failed)
         result = replace(result, indptr=indptr, failed=failed)
     if prompt_logprobs or pooled:
@@ -168,14 +168,14 @@ def read_result(
 def _sampled_rows(calls: Seq[SampleCall], arrays: Seq[list[np.ndarray]]) -> list[SampledToken]:
     rows: dict[int, SampledToken] = {}
     for call, own in zip(calls, arrays, strict=True):
-        every = range(len(call.samplers))
-        sampled = _result(call.samplers, own, np.array(every, np.int64)).sampled_tokens()
+        every = range(len(call.sequences))
+        sampled = _result(call.sequences, own, np.array(every, np.int64)).sampled_tokens()
         rows.update(zip(every if call.indices is None else call.indices, sampled, strict=True))
     return [rows[row] for row in range(len(rows))]
 
 
 def _accepted(batch: SampleBatch, sampled: Seq[np.ndarray], firsts: np.ndarray) -> tuple[np.ndarray, list[int] | None]:
-    """Return each sampler's rows, and where they begin: its first row, and each after a draft that equals the token
+    """Return each sequence's rows, and where they begin: its first row, and each after a draft that equals the token
     before it. `sampled`: token ids and NaN flags of all rows. Without drafts: `firsts`, and None.
 
     A row whose logits or matcher failed ends the run before it: the next step samples it without drafts.
@@ -195,12 +195,14 @@ def _accepted(batch: SampleBatch, sampled: Seq[np.ndarray], firsts: np.ndarray) 
 
 def _batch_of_decodes(layout: BatchLayout) -> SampleBatch:
     decodes, inputs = layout.decodes, layout.inputs
-    tails = [chunk for chunk in layout.prefills if chunk.samplers]
+    tails = [chunk for chunk in layout.prefills if chunk.sampled_sequences]
     count = len(decodes)
-    others = [(sampler, row, chunk.end) for row, chunk in enumerate(tails, count) for sampler in chunk.samplers]
-    samplers, rows, ends = zip(*others, strict=True) if others else ((), (), ())
+    others = [
+        (sequence, row, chunk.end) for row, chunk in enumerate(tails, count) for sequence in chunk.sampled_sequences
+    ]
+    sequences, rows, ends = zip(*others, strict=True) if others else ((), (), ())
     return SampleBatch(
-        samplers=[*decodes, *samplers] if others else decodes,
+        sequences=[*decodes, *sequences] if others else decodes,
         rows=[*range(count), *rows],
         positions=np.append(inputs.context_lens[:count], np.array(ends, np.int32)),
         num_own_rows=count,
@@ -209,42 +211,44 @@ def _batch_of_decodes(layout: BatchLayout) -> SampleBatch:
 
 
 def _batch_of_chunks(layout: BatchLayout) -> SampleBatch:
-    chunks = [chunk for chunk in layout.chunks if chunk.samplers]
+    chunks = [chunk for chunk in layout.chunks if chunk.sampled_sequences]
     logit_rows = [(chunk, number) for chunk in chunks for number in range(len(chunk.drafts) + 1)]
-    sampled = [(row, *each, sampler) for row, each in enumerate(logit_rows) for sampler in each[0].samplers]
-    samplers = [sampler for *_, sampler in sampled]
-    index_of = {sampler: index for index, (_, _, number, sampler) in enumerate(sampled) if number == 0}
+    sampled = [(row, *each, sequence) for row, each in enumerate(logit_rows) for sequence in each[0].sampled_sequences]
+    sequences = [sequence for *_, sequence in sampled]
+    index_of = {sequence: index for index, (_, _, number, sequence) in enumerate(sampled) if number == 0}
     ends = [chunk.end - len(chunk.drafts) + number for _, chunk, number, _ in sampled]
     drafted = layout.has_drafts
     return SampleBatch(
-        samplers=samplers,
+        sequences=sequences,
         rows=[row for row, *_ in sampled],
         positions=np.array(ends, np.int32),
         num_own_rows=0,
-        indices=np.array([index_of[sampler] for sampler in layout.plan.samplers], np.int64),
+        indices=np.array([index_of[sequence] for sequence in layout.plan.sampled_sequences], np.int64),
         drafts=[chunk.drafts[:number] for _, chunk, number, _ in sampled] if drafted else None,
         next_drafts=partial(_next_drafts, chunks) if drafted else None,
     )
 
 
 def _next_drafts(chunks: Seq[Chunk]) -> np.ndarray:
-    return np.array([draft for chunk in chunks for _ in chunk.samplers for draft in (*chunk.drafts, NO_DRAFT)])
+    return np.array([draft for chunk in chunks for _ in chunk.sampled_sequences for draft in (*chunk.drafts, NO_DRAFT)])
 
 
-def _result(samplers: list[Sequence], arrays: list[np.ndarray], indices: np.ndarray) -> StepResult:
-    if not samplers:
+def _result(sequences: list[Sequence], arrays: list[np.ndarray], indices: np.ndarray) -> StepResult:
+    if not sequences:
         return StepResult(())
     token_ids, is_nan, *logprobs = (array[indices] for array in arrays)
     token_logprobs = (
-        _logprobs([samplers[index] for index in indices], *(array.tolist() for array in logprobs)) if logprobs else None
+        _logprobs([sequences[index] for index in indices], *(array.tolist() for array in logprobs))
+        if logprobs
+        else None
     )
     return StepResult(token_ids.tolist(), token_logprobs, frozenset(np.flatnonzero(is_nan).tolist()))
 
 
 def _logprobs(
-    samplers: list[Sequence], chosen: list[float], top_ids: list[list[int]], top: list[list[float]]
+    sequences: list[Sequence], chosen: list[float], top_ids: list[list[int]], top: list[list[float]]
 ) -> list[TokenLogprob | None]:
-    wanted = [sequence.num_alternatives for sequence in samplers]
+    wanted = [sequence.num_alternatives for sequence in sequences]
     return [
         None if count is None else TokenLogprob(chosen[row], tuple(top_ids[row][:count]), tuple(top[row][:count]))
         for row, count in enumerate(wanted)

@@ -164,7 +164,7 @@ class Scheduler:
             if sequence.status is SequenceStatus.RUNNING:
                 self._allocate(sequence, sequence.num_computed_tokens + 1)
         chunks = [
-            Chunk(sequence, sequence.num_computed_tokens, 1, sequence.samplers)
+            Chunk(sequence, sequence.num_computed_tokens, 1, sequence.sampled_sequences)
             for sequence in sequences
             if sequence.num_computed_tokens < sequence.num_exclusive_tokens
             and sequence.status is SequenceStatus.RUNNING
@@ -303,7 +303,7 @@ class Scheduler:
         lacking = len(sequence.token_ids) + sequence.num_pending_tokens - start
         if lacking > budget:
             return Chunk(sequence, start, budget, ())
-        return Chunk(sequence, start, lacking, sequence.samplers)
+        return Chunk(sequence, start, lacking, sequence.sampled_sequences)
 
     def check_invariants(self) -> None:
         for group in self.waiting:

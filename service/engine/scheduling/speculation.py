@@ -115,7 +115,7 @@ class Speculation:
             own = drafts.get(sequence, ())[:num_left]
             if own and (sequence in reserved or self._reserve(sequence, len(own), extended)):
                 num_left -= len(own)
-                chunk = Chunk(sequence, chunk.start, 1 + len(own), chunk.samplers, own)
+                chunk = Chunk(sequence, chunk.start, 1 + len(own), chunk.sampled_sequences, own)
             drafted.append(chunk)
         self.stats.last_mean_length = (max_tokens - num_left) / len(drafted)
         return drafted
@@ -124,9 +124,9 @@ class Speculation:
         """Count the accepted drafts of requests; `learn` does the rest."""
         if result.indptr is None:
             return
-        samplers = iter(zip(result.indptr, result.indptr[1:], strict=False))
+        spans = iter(zip(result.indptr, result.indptr[1:], strict=False))
         for chunk in plan.chunks:
-            for _, (start, stop) in zip(chunk.samplers, samplers, strict=False):
+            for _, (start, stop) in zip(chunk.sampled_sequences, spans, strict=False):
                 if chunk.drafts:
                     num_accepted, group = max(0, stop - start - 1), chunk.sequence.group
                     group.num_draft_tokens += len(chunk.drafts)
@@ -184,8 +184,8 @@ class Speculation:
 
     def _room(self, sequence: Sequence) -> int:
         """Return the most drafts that can be accepted once its tokens are known."""
-        # Beams and forks have several samplers, or one that needs more than the next token.
-        is_alone = sequence.samplers == (sequence,) and not sequence.prefix_followers
+        # Beams and forks sample several sequences, or one that needs more than the next token.
+        is_alone = sequence.sampled_sequences == (sequence,) and not sequence.prefix_followers
         if sequence.cannot_run_ahead or not is_alone:
             return 0
         if self._drafter is None and sequence.matcher is None:

@@ -15,7 +15,7 @@ from model.errors import ModelError
 from model.kv_cache import allocate, block_bytes
 from model.ops.cpu.ops import NumpyOps
 from model.weights.checkpoint import Checkpoint, expected_shapes
-from model.weights.loader import load_model
+from model.weights.loader import allocate_model, load_model
 from model.weights.online_fp8 import loaded_bytes
 from model.weights.safetensors_file import read_safetensors
 from tests.support.goldens import FOLDER, Golden, relative_error
@@ -26,7 +26,7 @@ from tests.support.paged import PagedSequences
 def test_a_bar_is_drawn_on_a_terminal_and_not_into_a_log(monkeypatch, capsys, is_terminal):
     folder = FOLDER / "qwen2_bf16"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    load_model(folder, ModelConfig.read(folder), NumpyOps(), 16, progress=True)
+    allocate_model(folder, ModelConfig.read(folder), NumpyOps(), 16).load(progress=True)
     assert ("100%" in capsys.readouterr().err) == is_terminal
 
 

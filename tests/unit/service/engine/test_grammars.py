@@ -399,15 +399,15 @@ def test_masks_of_many_sequences_are_those_of_each(engines):
     futures.wait([call.future for call in engine._grammars._compiling.values()])  # else some end before all have begun
     while len(engine.running) < 20:
         engine.step()
-    samplers = engine.running
+    sequences = engine.running
     builder = MaskBuilder(4096)
     builder._num_threads = 3
-    mask = builder.build(samplers)
-    assert (mask.rows >= 0).tolist() == [one.matcher is not None for one in samplers]
-    for row, sequence in zip(mask.rows, samplers, strict=True):
+    mask = builder.build(sequences)
+    assert (mask.rows >= 0).tolist() == [one.matcher is not None for one in sequences]
+    for row, sequence in zip(mask.rows, sequences, strict=True):
         if sequence.matcher is not None:
             words = np.zeros(128, np.uint32)
             assert sequence.matcher.fill_mask(words, ())
             np.testing.assert_array_equal(mask.words[row], words)
-    assert builder.build(one for one in samplers if one.matcher is None) is None
+    assert builder.build(one for one in sequences if one.matcher is None) is None
     engine.cancel_all(EndReason.CANCELLED)

@@ -130,7 +130,7 @@ def test_a_decode_that_branches_before_longer_chunks_is_not_plain():
     prefills = Chunk(prompt, 0, len(prompt.token_ids), (prompt,))
     assert len(prompt.token_ids) > 1
     assert rows.lay_out(StepPlan((*decodes, prefills)), {}).is_one_token_each
-    decodes[1] = decodes[1]._replace(samplers=(leader, follower))
+    decodes[1] = decodes[1]._replace(sampled_sequences=(leader, follower))
     assert not rows.lay_out(StepPlan((*decodes, prefills)), {}).is_one_token_each
 
 

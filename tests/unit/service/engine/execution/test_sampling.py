@@ -24,7 +24,7 @@ def result_of(tokens, *, nan_rows=(), unmasked=(), num_calls=1, indices=(0, 3, 4
         numbers[:, None],
     ]  # fmt: skip
     if num_calls == 1:
-        calls, fetched = [SampleCall(batch.samplers, None)], [arrays]
+        calls, fetched = [SampleCall(batch.sequences, None)], [arrays]
     else:
         halves = [[*range(0, count, 2)], [*range(1, count, 2)]]
         calls = [SampleCall([SAMPLER] * len(half), None, half) for half in halves]

@@ -228,7 +228,7 @@ def test_who_shares_what_nan_took_along_does_not_seek_it_on_the_host():
     kv.host.pool.grow(8)
     good = computed(kv, range(5))
     bad, shares = begun(kv, range(12)), sequence([*range(12), 13])
-    kv.commit_step([planned(kv, bad)._replace(samplers=())], set())
+    kv.commit_step([planned(kv, bad)._replace(sampled_sequences=())], set())
     kv.start_step()
     kv.attach(shares, kv.match(shares))
     kv.save_to_host(shares)
