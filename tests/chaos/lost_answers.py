@@ -52,7 +52,7 @@ SAMPLING = ({"temperature": 0}, {"temperature": 1, "seed": 7}, {"temperature": 0
 
 
 @dataclass(frozen=True)
-class Wish:
+class PlannedRequest:
     """A request and the way its answer is read."""
 
     kind: str
@@ -83,7 +83,7 @@ class Tally:
         return not (self.lost or self.different or self.doubled or self.cancelled or self.left)
 
 
-def options(max_tokens: int) -> list[Wish]:
+def options(max_tokens: int) -> list[PlannedRequest]:
     found = []
     for subject, sampling in itertools.product(SUBJECTS, SAMPLING):
         text = {"model": MODEL, "prompt": f"A story about {subject}. Once", "max_tokens": max_tokens, **sampling}
@@ -102,7 +102,7 @@ def options(max_tokens: int) -> list[Wish]:
             ("producer", COMPLETIONS, text, {"stream": True}),
             ("producer", CHAT, chat, {}),
         ):
-            found.append(Wish(kind, path, json.dumps({**body, **more}), json.dumps([path, body])))
+            found.append(PlannedRequest(kind, path, json.dumps({**body, **more}), json.dumps([path, body])))
     return found
 
 
@@ -131,13 +131,13 @@ class Storm:
         self.ids: set[str] = set()  # of requests known to clients
         self.num_unnamed = 0  # jobs whose ids clients never receive
 
-    async def ask(self, wish: Wish) -> None:
-        name = f"{wish.kind} {next(self._numbers)}"
+    async def ask(self, planned: PlannedRequest) -> None:
+        name = f"{planned.kind} {next(self._numbers)}"
         self.tally.num_requests += 1
-        self.tally.by_kind[wish.kind] = self.tally.by_kind.get(wish.kind, 0) + 1
+        self.tally.by_kind[planned.kind] = self.tally.by_kind.get(planned.kind, 0) + 1
         try:
             async with asyncio.timeout(PATIENCE_S):
-                received = await self._asking(wish)(wish, name)
+                received = await self._asking(planned)(planned, name)
         except TimeoutError:
             self.tally.lost.append(name)
         except Cancelled as cancelled:
@@ -145,36 +145,36 @@ class Storm:
         except Doubled as doubled:
             self.tally.doubled.append(f"{name}: {doubled}")
         else:
-            if received != self.goldens[wish.golden_of]:
-                self.tally.different.append(f"{name}: {received!r} is not {self.goldens[wish.golden_of]!r}")
+            if received != self.goldens[planned.golden_of]:
+                self.tally.different.append(f"{name}: {received!r} is not {self.goldens[planned.golden_of]!r}")
 
-    def _asking(self, wish: Wish):
+    def _asking(self, planned: PlannedRequest):
         return {
             "stream": self._stream,
             "response stream": self._stream,
             "background": self._background,
             "background response": self._background,
             "producer": self._produce,
-        }.get(wish.kind, self._whole)
+        }.get(planned.kind, self._whole)
 
-    async def _whole(self, wish: Wish, name: str) -> str:
-        key = {} if wish.kind == "without a key" else _key(name)
-        answer = await self._post(wish.path, wish.body, key)
+    async def _whole(self, planned: PlannedRequest, name: str) -> str:
+        key = {} if planned.kind == "without a key" else _key(name)
+        answer = await self._post(planned.path, planned.body, key)
         if key:
-            again = await self._post(wish.path, wish.body, key)
+            again = await self._post(planned.path, planned.body, key)
             if again["id"] != answer["id"] or text_of(again) != text_of(answer):
                 raise Doubled(f"{answer['id']}, then {again['id']}")
-        if wish.kind == "response":
+        if planned.kind == "response":
             stored = await self._stored(f"{RESPONSES}/{answer['id']}")
             if stored["output"] != answer["output"]:
                 raise Doubled("another answer is stored")
         return text_of(answer)
 
-    async def _background(self, wish: Wish, name: str) -> str:
-        state = await self._post(wish.path, wish.body, _key(name))
-        path = f"{RESPONSES}/{state['id']}" if wish.path == RESPONSES else f"/v1/requests/{state['id']}"
+    async def _background(self, planned: PlannedRequest, name: str) -> str:
+        state = await self._post(planned.path, planned.body, _key(name))
+        path = f"{RESPONSES}/{state['id']}" if planned.path == RESPONSES else f"/v1/requests/{state['id']}"
         ended = await self._stored(path)
-        return text_of(ended if wish.path == RESPONSES else ended["response"])
+        return text_of(ended if planned.path == RESPONSES else ended["response"])
 
     async def _stored(self, path: str) -> dict[str, Any]:
         """Return the stored answer of a request or response once it has ended."""
@@ -205,10 +205,10 @@ class Storm:
             _check_cancelled(response.status, answer)
             return response.status, answer
 
-    async def _stream(self, wish: Wish, name: str) -> str:
+    async def _stream(self, planned: PlannedRequest, name: str) -> str:
         received: dict[int, str] = {}
         while True:
-            status, is_done = await self._read_some(wish, name, received)
+            status, is_done = await self._read_some(planned, name, received)
             if is_done:
                 if sorted(received) != list(range(1, len(received) + 1)):
                     raise Doubled(f"events {sorted(received)}")
@@ -216,15 +216,15 @@ class Storm:
             self.tally.num_resumed += status == 200
             await asyncio.sleep(RETRY_S)
 
-    async def _read_some(self, wish: Wish, name: str, received: dict[int, str]) -> tuple[int, bool]:
+    async def _read_some(self, planned: PlannedRequest, name: str, received: dict[int, str]) -> tuple[int, bool]:
         """Return status, and whether the stream was read to its end; it may be dropped before."""
         self.tally.num_tries += 1
         drop_after = self._dice.choice((None, None, None, self._dice.randint(1, 12)))
         headers = {"Content-Type": "application/json", **_key(name)}
         if received:
             headers["Last-Event-ID"] = str(max(received))
-        url = self._dice.choice(self._urls) + wish.path
-        async with self._http.post(url, data=wish.body, headers=headers) as response:
+        url = self._dice.choice(self._urls) + planned.path
+        async with self._http.post(url, data=planned.body, headers=headers) as response:
             if "X-Request-Id" in response.headers:
                 self.ids.add(response.headers["X-Request-Id"])
             if response.status != 200:
@@ -258,10 +258,10 @@ class Storm:
                     return 200, False
             return 200, is_done
 
-    async def _produce(self, wish: Wish, name: str) -> str:
+    async def _produce(self, planned: PlannedRequest, name: str) -> str:
         """Write an entry until Redis answers, and read its replies."""
         job_id = name.replace(" ", "-")
-        job = {"v": 1, "id": job_id, "endpoint": wish.path, "body": wish.fields()}
+        job = {"v": 1, "id": job_id, "endpoint": planned.path, "body": planned.fields()}
         self.num_unnamed += 1
         await self._redis(lambda: self._producer.xadd(keys.ingress(PRODUCER), {"m": msgpack.packb(job)}))
         stream, last, replies = keys.reply(PRODUCER, job_id), "0", []
@@ -288,12 +288,12 @@ class Storm:
             except (RedisConnectionError, RedisTimeoutError):
                 await asyncio.sleep(RETRY_S / 3)
 
-    async def batch(self, wanted: list[Wish]) -> None:
+    async def batch(self, wanted: list[PlannedRequest]) -> None:
         """Upload some requests as a batch, wait for it, and read its answers."""
         self.tally.by_kind["batch"] = self.tally.by_kind.get("batch", 0) + 1
         self.tally.num_requests += len(wanted)
         self.num_unnamed += len(wanted)
-        bodies = [json.loads(wish.golden_of)[1] for wish in wanted]
+        bodies = [json.loads(planned.golden_of)[1] for planned in wanted]
         lines = [
             json.dumps({"custom_id": str(number), "method": "POST", "url": COMPLETIONS, "body": body})
             for number, body in enumerate(bodies)
@@ -353,8 +353,8 @@ def _check_cancelled(status: Any, answer: dict[str, Any]) -> None:
         raise Cancelled(json.dumps(answer))
 
 
-async def golden(http: aiohttp.ClientSession, url: str, wish: Wish) -> str:
-    path, body = json.loads(wish.golden_of)
+async def golden(http: aiohttp.ClientSession, url: str, planned: PlannedRequest) -> str:
+    path, body = json.loads(planned.golden_of)
     async with http.post(url + path, json=body) as response:
         assert response.status == 200, await response.text()
         return text_of(await response.json())
@@ -399,22 +399,22 @@ async def run(
     dice = random.Random(seed)
     async with open_house(folder) as (fleet, urls, http, producer, proxies):
         storm, wanted = Storm(urls, http, producer, dice), options(max_tokens)
-        for wish in wanted:
-            if wish.golden_of not in storm.goldens:
-                storm.goldens[wish.golden_of] = await golden(http, urls[0], wish)
+        for planned in wanted:
+            if planned.golden_of not in storm.goldens:
+                storm.goldens[planned.golden_of] = await golden(http, urls[0], planned)
         with redis.Redis.from_url(fleet.redis.url) as redis_client:
             before = set(redis_client.scan_iter("{quire}:{*}:events", 1000))
         for proxy in proxies:
             proxy.choose = at_random(dice, share)
         turns = asyncio.Semaphore(num_at_once)
 
-        async def one(wish: Wish) -> None:
+        async def one(planned: PlannedRequest) -> None:
             async with turns:
-                await storm.ask(wish)
+                await storm.ask(planned)
 
-        plain = [wish for wish in wanted if wish.kind == "whole"]
+        plain = [planned for planned in wanted if planned.kind == "whole"]
         batches = [storm.batch(dice.choices(plain, k=LINES_PER_BATCH)) for _ in range(num_batches)]
-        await asyncio.gather(*(one(wish) for wish in dice.choices(wanted, k=times)), *batches)
+        await asyncio.gather(*(one(planned) for planned in dice.choices(wanted, k=times)), *batches)
         for proxy in proxies:
             proxy.choose = answered
         await _check_queue(fleet, storm, before)

@@ -60,7 +60,7 @@ STREAMED = ("greedy", "seeded", "n = 4", "logprobs", "stop strings", "structured
 
 
 @dataclass(frozen=True)
-class Wish:
+class PlannedRequest:
     kind: str
     path: str
     body: str  # JSON
@@ -99,7 +99,7 @@ class Tally:
     different: list[str] = field(default_factory=list)
 
 
-def options(num_subjects: int) -> list[Wish]:
+def options(num_subjects: int) -> list[PlannedRequest]:
     found = []
     for subject, (kind, fields) in itertools.product(SUBJECTS[:num_subjects], KINDS.items()):
         body = {
@@ -110,27 +110,29 @@ def options(num_subjects: int) -> list[Wish]:
             **fields,
         }
         for is_streamed in (False, True)[: 1 + (kind in STREAMED)]:
-            found.append(Wish(kind, COMPLETIONS, json.dumps({**body, "stream": is_streamed})))
+            found.append(PlannedRequest(kind, COMPLETIONS, json.dumps({**body, "stream": is_streamed})))
         talk = {"messages": [{"role": "user", "content": f"Tell me a story about {subject}."}], "temperature": 0}
         if kind == "greedy":  # Anthropic's API has no seed
             for is_streamed in (False, True):
                 body = {"model": MODEL, "max_tokens": 32, **talk, "stream": is_streamed}
-                found.append(Wish("messages", MESSAGES, json.dumps(body)))
+                found.append(PlannedRequest("messages", MESSAGES, json.dumps(body)))
     return found
 
 
-async def ask(http: aiohttp.ClientSession, url: str, wish: Wish) -> tuple[str, Answer]:
+async def ask(http: aiohttp.ClientSession, url: str, planned: PlannedRequest) -> tuple[str, Answer]:
     """Send a request; return its id and answer."""
-    async with http.post(url + wish.path, data=wish.body, headers={"Content-Type": "application/json"}) as response:
+    async with http.post(
+        url + planned.path, data=planned.body, headers={"Content-Type": "application/json"}
+    ) as response:
         data = await response.text()
-        assert response.status == 200, (wish, data)
-        if wish.is_streamed:
+        assert response.status == 200, (planned, data)
+        if planned.is_streamed:
             frames = re.findall(r"^data: (\{.*\})$", data, re.MULTILINE)
-            end = '{"type":"message_stop"}' if wish.path == MESSAGES else "[DONE]"
-            assert data.endswith(f"data: {end}\n\n"), (wish, data[-200:])
+            end = '{"type":"message_stop"}' if planned.path == MESSAGES else "[DONE]"
+            assert data.endswith(f"data: {end}\n\n"), (planned, data[-200:])
         else:
             frames = [data]
-        read = _read_message if wish.path == MESSAGES else _read
+        read = _read_message if planned.path == MESSAGES else _read
         return response.headers["X-Request-Id"], read(frames)
 
 
@@ -199,8 +201,8 @@ async def run(
     async with open_house(folder) as (fleet, http, url):
         await fleet.have(NUM_WORKERS, STEP_S)
         wanted = options(num_subjects)
-        undisturbed = await asyncio.gather(*(ask(http, url, wish) for wish in wanted))
-        goldens = {wish: answer for wish, (_, answer) in zip(wanted, undisturbed, strict=True)}
+        undisturbed = await asyncio.gather(*(ask(http, url, planned) for planned in wanted))
+        goldens = {planned: answer for planned, (_, answer) in zip(wanted, undisturbed, strict=True)}
         if drafting:
             fleet.drafting = drafting
             await asyncio.gather(*(asyncio.to_thread(worker.end) for worker in fleet.living))
@@ -210,24 +212,24 @@ async def run(
             some = list(itertools.islice(turns, num_at_once))
             fault = next(faults)
             fleet.order(fault)
-            answers = await asyncio.gather(*(ask(http, url, wish) for wish in some))
+            answers = await asyncio.gather(*(ask(http, url, planned) for planned in some))
             await fleet.obeyed(fault)
             tally.num_kills += 1
             taken_over = set(re.findall(r"goes on with.* job=(\S+)", fleet.output))
-            for wish, (request_id, answer) in zip(some, answers, strict=True):
-                _compare(tally, wish, answer, goldens[wish], request_id in taken_over)
+            for planned, (request_id, answer) in zip(some, answers, strict=True):
+                _compare(tally, planned, answer, goldens[planned], request_id in taken_over)
     return tally
 
 
-def _compare(tally: Tally, wish: Wish, answer: Answer, golden: Answer, is_resumed: bool) -> None:
+def _compare(tally: Tally, planned: PlannedRequest, answer: Answer, golden: Answer, is_resumed: bool) -> None:
     tally.num_compared += 1
     tally.num_accepted_drafts += answer.num_accepted_drafts
     if is_resumed:
         tally.num_resumed += 1
-        tally.resumed_by_kind[wish.kind] = tally.resumed_by_kind.get(wish.kind, 0) + 1
+        tally.resumed_by_kind[planned.kind] = tally.resumed_by_kind.get(planned.kind, 0) + 1
     if not answer.is_as(golden):
         tally.num_different += 1
-        tally.different.append(f"{wish} was {golden}, is {answer}")
+        tally.different.append(f"{planned} was {golden}, is {answer}")
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ from service.queue.messages import Cancel
 from tests.support.chaos_worker import POISON
 from tests.support.figures import note, note_percentiles
 from tests.support.fleet import Fleet
-from tests.support.history import Storyteller, check_logs, check_stories, until_received
+from tests.support.history import JobClient, check_jobs, check_logs, until_received
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3000)]
 
@@ -43,16 +43,16 @@ LONG = (
 )
 
 
-async def run_long(teller: Storyteller, first: int = 0) -> None:
+async def run_long(client: JobClient, first: int = 0) -> None:
     for number, options in enumerate(LONG):
-        await teller.tell(tuple(range(20 + first + number, 40 + first + 3 * number)), ignore_eos=True, **options)
+        await client.submit(tuple(range(20 + first + number, 40 + first + 3 * number)), ignore_eos=True, **options)
 
 
-async def finish(fleet, gateway, teller, goldens) -> None:
-    stories = await teller.over(600)
-    check_stories(stories, goldens)
+async def finish(fleet, gateway, client, goldens) -> None:
+    jobs = await client.over(600)
+    check_jobs(jobs, goldens)
     with fleet.client() as redis:
-        check_logs(redis, stories)
+        check_logs(redis, jobs)
     await gateway.close()
 
 
@@ -64,13 +64,13 @@ RECOVERED_S: list[float] = []
 async def test_killed_where_it_hurts(fleet, goldens, fault, round_):
     await fleet.have(2)
     gateway = await fleet.gateway()
-    teller = Storyteller(gateway)
+    client = JobClient(gateway)
     fleet.order(fault)
-    await run_long(teller, first=round_)
+    await run_long(client, first=round_)
     killed_s = await fleet.obeyed(fault)
-    await finish(fleet, gateway, teller, goldens)
-    silent = [story for story in teller.stories if story.seen_at_s[-1] > killed_s]
-    RECOVERED_S.extend(story.first_seen_after(killed_s) for story in silent)
+    await finish(fleet, gateway, client, goldens)
+    silent = [followed for followed in client.jobs if followed.seen_at_s[-1] > killed_s]
+    RECOVERED_S.extend(followed.first_seen_after(killed_s) for followed in silent)
     note_percentiles(f"SIGKILL to the next event, lease {fleet.lease_s:g} s, by job", RECOVERED_S)
 
 
@@ -81,23 +81,23 @@ async def test_with_the_lease_of_a_service_the_next_token_comes_in_time(tmp_path
         for number in range(3):
             await fleet.have(2)
             gateway = await fleet.gateway()
-            teller = Storyteller(gateway)
-            await run_long(teller, first=number)
-            for story in teller.stories:
-                await until_received(story, 3)
+            client = JobClient(gateway)
+            await run_long(client, first=number)
+            for followed in client.jobs:
+                await until_received(followed, 3)
             fleet.living[0].end(signal.SIGKILL)
             killed_s = time.monotonic()
-            await finish(fleet, gateway, teller, goldens)
-            waits_s += [max(_gaps_over(story, killed_s)) for story in teller.stories]
+            await finish(fleet, gateway, client, goldens)
+            waits_s += [max(_gaps_over(followed, killed_s)) for followed in client.jobs]
         note_percentiles("SIGKILL, lease 10 s: longest wait for an event, by job", waits_s)
         assert max(waits_s) < 12.0
     finally:
         fleet.close()
 
 
-def _gaps_over(story, moment_s: float) -> list[float]:
+def _gaps_over(followed, moment_s: float) -> list[float]:
     """Return the waits between events that end after the moment."""
-    times = [moment_s, *(seen_s for seen_s in story.seen_at_s if seen_s > moment_s)]
+    times = [moment_s, *(seen_s for seen_s in followed.seen_at_s if seen_s > moment_s)]
     return [later - earlier for earlier, later in itertools.pairwise(times)] or [0.0]
 
 
@@ -109,16 +109,16 @@ async def test_leaving_under_load_again_and_again(fleet, goldens):
     for round_ in range(4):
         await fleet.have(2)
         leaver = fleet.living[0]
-        teller = Storyteller(gateway)
-        await run_long(teller, first=round_)
-        for story in teller.stories:
-            await until_received(story, 3)
+        client = JobClient(gateway)
+        await run_long(client, first=round_)
+        for followed in client.jobs:
+            await until_received(followed, 3)
         left_s = time.monotonic()
         leaver.send(signal.SIGTERM)
-        stories = await teller.over()
-        check_stories(stories, goldens)
+        jobs = await client.over()
+        check_jobs(jobs, goldens)
         statuses.append(await asyncio.to_thread(leaver.end))
-        waits_s += [max(_gaps_over(story, left_s)) for story in stories]
+        waits_s += [max(_gaps_over(followed, left_s)) for followed in jobs]
     note_percentiles("SIGTERM under load: longest wait for an event, by job", waits_s)
     assert statuses == [0] * 4
     await gateway.close()
@@ -128,10 +128,10 @@ async def test_stopped_past_its_lease_and_woken(fleet, goldens):
     await fleet.have(2)
     gateway = await fleet.gateway()
     for round_ in range(3):
-        teller = Storyteller(gateway)
-        await run_long(teller, first=round_)
-        for story in teller.stories:
-            await until_received(story, 2)
+        client = JobClient(gateway)
+        await run_long(client, first=round_)
+        for followed in client.jobs:
+            await until_received(followed, 2)
         sleeper = fleet.living[round_ % 2]
         sleeper.send(signal.SIGSTOP)
         await asyncio.sleep(fleet.lease_s * (0.5 + 0.75 * round_))
@@ -140,9 +140,9 @@ async def test_stopped_past_its_lease_and_woken(fleet, goldens):
         sleeper.send(signal.SIGSTOP)
         await asyncio.sleep(1.0)
         sleeper.send(signal.SIGCONT)
-        check_stories(await teller.over(), goldens)
+        check_jobs(await client.over(), goldens)
         with fleet.client() as redis:
-            check_logs(redis, teller.stories)
+            check_logs(redis, client.jobs)
     await gateway.close()
 
 
@@ -155,15 +155,15 @@ async def _poison(fleet, goldens):
     async with fleet.kept(2):
         num_dead = fleet.num_dead
         gateway = await fleet.gateway()
-        teller, poisoner = Storyteller(gateway), Storyteller(gateway)
-        await run_long(teller)
-        poisoned = await poisoner.tell((*POISON, 5), temperature=0.0, max_tokens=20)
-        await run_long(teller, first=9)
+        client, poisoner = JobClient(gateway), JobClient(gateway)
+        await run_long(client)
+        poisoned = await poisoner.submit((*POISON, 5), temperature=0.0, max_tokens=20)
+        await run_long(client, first=9)
         await poisoner.over(600)
-        await finish(fleet, gateway, teller, goldens)
+        await finish(fleet, gateway, client, goldens)
         assert poisoned.answer().end is EndReason.POISONED
         num_deaths = fleet.num_dead - num_dead
-        note("engine deaths by one poison job", f"{num_deaths}, all {len(teller.stories)} other jobs complete")
+        note("engine deaths by one poison job", f"{num_deaths}, all {len(client.jobs)} other jobs complete")
         assert num_deaths == 3
     with fleet.client() as redis:
         assert redis.xlen(keys.DEAD) == 1
@@ -172,24 +172,24 @@ async def _poison(fleet, goldens):
 async def test_cancels_at_any_moment_leave_nothing(fleet):
     await fleet.have(2)
     gateway = await fleet.gateway()
-    teller, dice = Storyteller(gateway), random.Random(5)
+    client, dice = JobClient(gateway), random.Random(5)
     reasons = (EndReason.CANCELLED, EndReason.STOP)
 
-    async def leave(story) -> None:
+    async def leave(followed) -> None:
         await asyncio.sleep(dice.expovariate(2.0))
-        await gateway.cancel(Cancel(job_id=story.job.job_id, reason=dice.choice(reasons)))
+        await gateway.cancel(Cancel(job_id=followed.job.job_id, reason=dice.choice(reasons)))
 
     leaving = []
     for number in range(min(NUM_JOBS, 400)):
         prompt = tuple(range(20 + number % 30, 60 + number % 30))
-        leaving.append(asyncio.create_task(leave(await teller.tell(prompt, max_tokens=100, ignore_eos=True))))
+        leaving.append(asyncio.create_task(leave(await client.submit(prompt, max_tokens=100, ignore_eos=True))))
         await asyncio.sleep(0.005)
     await asyncio.gather(*leaving)
-    stories = await teller.over(600)
-    ends = [story.answer().end for story in stories]
+    jobs = await client.over(600)
+    ends = [followed.answer().end for followed in jobs]
     assert set(ends) <= {*reasons, EndReason.LENGTH}
     with fleet.client() as redis:
-        check_logs(redis, stories)
+        check_logs(redis, jobs)
     async with asyncio.timeout(20):
         while any(card.stats["num_blocks_used"] or card.stats["num_running"] for card in await gateway.workers()):
             await asyncio.sleep(0.2)
@@ -203,25 +203,25 @@ async def test_a_storm_of_kills_loses_nothing(tmp_path, goldens):
     try:
         async with fleet.kept(3, step_s=0.0):
             gateway = await fleet.gateway()
-            teller = Storyteller(gateway)
+            client = JobClient(gateway)
             storm = asyncio.create_task(_storm(fleet, dice))
             started_s = time.monotonic()
             for number in range(NUM_JOBS):
                 prompt, options = _short(number)
-                await teller.tell(prompt, **options)
-                while sum(1 for story in teller.stories[-400:] if not story.events) > 200:
+                await client.submit(prompt, **options)
+                while sum(1 for followed in client.jobs[-400:] if not followed.events) > 200:
                     await asyncio.sleep(0.02)
-            stories = await teller.over(2400)
+            jobs = await client.over(2400)
             took_s = time.monotonic() - started_s
             storm.cancel()
             await asyncio.wait({storm})
-        poisoned = [story for story in stories if story.events[-1].end is EndReason.POISONED]
-        check_stories([story for story in stories if story not in poisoned], goldens)
+        poisoned = [followed for followed in jobs if followed.events[-1].end is EndReason.POISONED]
+        check_jobs([followed for followed in jobs if followed not in poisoned], goldens)
         with fleet.client() as redis:
-            check_logs(redis, stories)
+            check_logs(redis, jobs)
         note(
             "storm of SIGKILLs",
-            f"{len(stories)} jobs, {sum(story.num_tokens for story in stories)} tokens in {took_s:.0f} s, "
+            f"{len(jobs)} jobs, {sum(followed.num_tokens for followed in jobs)} tokens in {took_s:.0f} s, "
             f"{fleet.num_dead} workers killed: 0 lost, 0 duplicated, 0 gaps, {len(poisoned)} given up as poison",
         )
         assert not poisoned

@@ -12,7 +12,7 @@ from model.text.grammar import regex_grammar
 from service.queue import keys
 from service.queue.embedded.redis import EmbeddedRedis
 from tests.chaos import cancels, lost_answers, resume_answers
-from tests.support.history import Storyteller, check_logs, check_stories, until_received
+from tests.support.history import JobClient, check_jobs, check_logs, until_received
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -33,29 +33,29 @@ WISHES = (
 )
 
 
-async def run_some(teller: Storyteller) -> None:
+async def run_some(client: JobClient) -> None:
     for number, options in enumerate(WISHES):
-        await teller.tell(tuple(range(20 + number, 40 + 3 * number)), **options)
+        await client.submit(tuple(range(20 + number, 40 + 3 * number)), **options)
 
 
-async def finish(fleet, gateway, teller, goldens) -> None:
-    stories = await teller.over()
-    check_stories(stories, goldens)
+async def finish(fleet, gateway, client, goldens) -> None:
+    jobs = await client.over()
+    check_jobs(jobs, goldens)
     with fleet.client() as redis:
-        check_logs(redis, stories)
+        check_logs(redis, jobs)
     await gateway.close()
 
 
 async def test_killed_at_a_token_another_goes_on(fleet, goldens):
     await fleet.have(2)
     gateway = await fleet.gateway()
-    teller = Storyteller(gateway)
+    client = JobClient(gateway)
     fleet.order("token-5")
-    await run_some(teller)
+    await run_some(client)
     killed_s = await fleet.obeyed("token-5")
-    await finish(fleet, gateway, teller, goldens)
-    resumed = [story for story in teller.stories if story.seen_at_s[-1] > killed_s]
-    assert max(story.first_seen_after(killed_s) for story in resumed) < fleet.lease_s + 5.0
+    await finish(fleet, gateway, client, goldens)
+    resumed = [followed for followed in client.jobs if followed.seen_at_s[-1] > killed_s]
+    assert max(followed.first_seen_after(killed_s) for followed in resumed) < fleet.lease_s + 5.0
 
 
 async def test_answers_of_every_kind_come_out_as_if_nothing_had_been(tmp_path):
@@ -83,19 +83,19 @@ async def test_clients_that_leave_hold_no_blocks(tmp_path):
 async def test_stopped_past_its_lease_and_woken_it_adds_nothing(fleet, goldens):
     await fleet.have(2)
     gateway = await fleet.gateway()
-    teller = Storyteller(gateway)
-    await run_some(teller)
-    for story in teller.stories:
-        await until_received(story, 3)
+    client = JobClient(gateway)
+    await run_some(client)
+    for followed in client.jobs:
+        await until_received(followed, 3)
     with fleet.client() as redis:
         owners = {claim.decode().partition(" ")[2] for claim in redis.hvals(keys.CLAIMS)}
     sleeper = next(worker for worker in fleet.living if worker.name in owners)
     sleeper.send(signal.SIGSTOP)
-    stories = await teller.over()
+    jobs = await client.over()
     sleeper.send(signal.SIGCONT)
     await asyncio.sleep(1.0)
-    check_stories(stories, goldens)
-    await finish(fleet, gateway, teller, goldens)
+    check_jobs(jobs, goldens)
+    await finish(fleet, gateway, client, goldens)
     assert sleeper.is_alive
     assert "jobs were lost to other workers" in sleeper.output
 
@@ -103,15 +103,15 @@ async def test_stopped_past_its_lease_and_woken_it_adds_nothing(fleet, goldens):
 async def test_asked_to_stop_it_hands_over_at_once(fleet, goldens):
     first, _ = (await fleet.have(2))[:2]
     gateway = await fleet.gateway()
-    teller = Storyteller(gateway)
+    client = JobClient(gateway)
     for _ in range(3):
-        await run_some(teller)
-    for story in teller.stories:
-        await until_received(story, 3)
+        await run_some(client)
+    for followed in client.jobs:
+        await until_received(followed, 3)
     left_s = time.monotonic()
     assert first.end() == 0, first.output
     took_s = time.monotonic() - left_s
-    await finish(fleet, gateway, teller, goldens)
-    resumed = [story for story in teller.stories if story.seen_at_s[-1] > left_s]
+    await finish(fleet, gateway, client, goldens)
+    resumed = [followed for followed in client.jobs if followed.seen_at_s[-1] > left_s]
     assert took_s < 5.0
-    assert max(story.first_seen_after(left_s) for story in resumed) < 3.0
+    assert max(followed.first_seen_after(left_s) for followed in resumed) < 3.0

@@ -12,7 +12,7 @@ from service.queue import keys
 from service.queue.interface import QueueUnavailable
 from tests.support.figures import note
 from tests.support.fleet import Fleet
-from tests.support.history import Storyteller, check_logs, check_stories, until_received
+from tests.support.history import JobClient, check_jobs, check_logs, until_received
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]
 
@@ -23,11 +23,11 @@ WISHES = (
 )
 
 
-async def run_some(teller: Storyteller, rounds: int = 2) -> None:
+async def run_some(client: JobClient, rounds: int = 2) -> None:
     for round_ in range(rounds):
         for number, options in enumerate(WISHES):
             prompt = tuple(range(20 + number + 5 * round_, 40 + 3 * number + 5 * round_))
-            await teller.tell(prompt, ignore_eos=True, **options)
+            await client.submit(prompt, ignore_eos=True, **options)
 
 
 @pytest.fixture
@@ -35,19 +35,19 @@ async def running(fleet):
     """Run two workers and a gateway, with started jobs."""
     await fleet.have(2)
     gateway = await fleet.gateway()
-    teller = Storyteller(gateway)
-    await run_some(teller)
-    for story in teller.stories:
-        await until_received(story, 3)
-    yield teller
+    client = JobClient(gateway)
+    await run_some(client)
+    for followed in client.jobs:
+        await until_received(followed, 3)
+    yield client
     await gateway.close()
 
 
-async def finish(fleet, teller, goldens) -> None:
-    stories = await teller.over(120)
-    check_stories(stories, goldens)
+async def finish(fleet, client, goldens) -> None:
+    jobs = await client.over(120)
+    check_jobs(jobs, goldens)
     with fleet.client() as redis:
-        check_logs(redis, stories)
+        check_logs(redis, jobs)
 
 
 async def test_killed_and_back_with_its_data(fleet, running, goldens):
@@ -71,11 +71,11 @@ async def test_killed_at_once_again_and_again(fleet, running, goldens):
 
 
 async def test_back_without_its_data(fleet, running, goldens):
-    waiting = Storyteller(running._gateway)
+    waiting = JobClient(running._gateway)
     with fleet.client() as redis:
         redis.flushall()
     await run_some(waiting, rounds=1)
-    check_stories(await waiting.over(), goldens)
+    check_jobs(await waiting.over(), goldens)
     await finish(fleet, running, goldens)
 
 
@@ -83,7 +83,7 @@ async def test_out_of_memory_for_a_while(fleet, running, goldens):
     with fleet.client() as redis:
         redis.config_set("maxmemory", 1)
         with pytest.raises(QueueUnavailable):
-            await Storyteller(running._gateway).tell((20, 21), max_tokens=4)
+            await JobClient(running._gateway).submit((20, 21), max_tokens=4)
         await asyncio.sleep(fleet.lease_s * 1.5)
         redis.config_set("maxmemory", 0)
     await finish(fleet, running, goldens)
@@ -94,7 +94,7 @@ async def test_read_only_for_a_while(fleet, running, goldens):
         redis.execute_command("REPLICAOF", "127.0.0.1", "1")
         await asyncio.sleep(1.0)
         with pytest.raises(QueueUnavailable):
-            await Storyteller(running._gateway).tell((20, 21), max_tokens=4)
+            await JobClient(running._gateway).submit((20, 21), max_tokens=4)
         redis.execute_command("REPLICAOF", "NO", "ONE")
     await finish(fleet, running, goldens)
 
@@ -116,7 +116,7 @@ async def test_connections_cut_again_and_again(fleet, running, goldens):
             num_cuts += 1
             await asyncio.sleep(0.2)
     await finish(fleet, running, goldens)
-    note("all connections cut", f"{num_cuts} times under {len(running.stories)} jobs")
+    note("all connections cut", f"{num_cuts} times under {len(running.jobs)} jobs")
 
 
 async def test_emptied_while_no_worker_is_there(tmp_path, goldens, monkeypatch):
@@ -126,17 +126,17 @@ async def test_emptied_while_no_worker_is_there(tmp_path, goldens, monkeypatch):
     try:
         (worker,) = await fleet.have(1, step_s=0.05)
         gateway = await fleet.gateway()
-        begun, queued = Storyteller(gateway), Storyteller(gateway)
-        story = await begun.tell((20, 21, 22), max_tokens=500, ignore_eos=True)
-        await until_received(story, 3)
+        begun, queued = JobClient(gateway), JobClient(gateway)
+        followed = await begun.submit((20, 21, 22), max_tokens=500, ignore_eos=True)
+        await until_received(followed, 3)
         worker.end(9)
         await run_some(queued, rounds=1)
         with fleet.client() as redis:
             redis.flushall()
         await begun.over(60)
-        assert story.answer().end is EndReason.LOST
+        assert followed.answer().end is EndReason.LOST
         await fleet.have(1)
-        check_stories(await queued.over(), goldens)
+        check_jobs(await queued.over(), goldens)
         await gateway.close()
     finally:
         fleet.close()

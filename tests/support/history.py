@@ -44,7 +44,7 @@ class Answer:
 
 
 @dataclass
-class Story:
+class FollowedJob:
     """One job and its events as its follower received them, with times."""
 
     job: Job
@@ -80,15 +80,15 @@ def answer_of(events: list[Event]) -> Answer:
     return answer
 
 
-class Storyteller:
+class JobClient:
     """Submits jobs through a gateway queue and follows them."""
 
     def __init__(self, gateway: QueuePair):
         self._gateway = gateway
-        self.stories: list[Story] = []
+        self.jobs: list[FollowedJob] = []
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def tell(self, prompt: tuple[int, ...], deadline_s: float | None = None, **options) -> Story:
+    async def submit(self, prompt: tuple[int, ...], deadline_s: float | None = None, **options) -> FollowedJob:
         now_s = await self._gateway.now_s()
         number = next(_NUMBERS)
         job = Job(
@@ -101,29 +101,29 @@ class Storyteller:
             feed="chaos",
             adapter=adapter_of(number),
         )
-        story = Story(job)
+        followed = FollowedJob(job)
         events = self._gateway.follow(job.job_id)
         await self._gateway.submit(job)
-        self.stories.append(story)
-        self._tasks.append(asyncio.create_task(_follow(story, events)))
-        return story
+        self.jobs.append(followed)
+        self._tasks.append(asyncio.create_task(_follow(followed, events)))
+        return followed
 
-    async def over(self, within_s: float = PATIENCE_S) -> list[Story]:
-        """Return all stories once their jobs have ended."""
+    async def over(self, within_s: float = PATIENCE_S) -> list[FollowedJob]:
+        """Return all jobs once they have ended."""
         async with asyncio.timeout(within_s):
             await asyncio.gather(*self._tasks)
-        return self.stories
+        return self.jobs
 
 
-async def _follow(story: Story, events) -> None:
+async def _follow(followed: FollowedJob, events) -> None:
     async for event in events:
-        story.events.append(event)
-        story.seen_at_s.append(time.monotonic())
+        followed.events.append(event)
+        followed.seen_at_s.append(time.monotonic())
 
 
-async def until_received(story: Story, num_events: int, within_s: float = 30.0) -> None:
+async def until_received(followed: FollowedJob, num_events: int, within_s: float = 30.0) -> None:
     async with asyncio.timeout(within_s):
-        while len(story.events) < num_events:
+        while len(followed.events) < num_events:
             await asyncio.sleep(0.002)
 
 
@@ -158,24 +158,26 @@ class Goldens:
         return answer
 
 
-def check_stories(stories: list[Story], goldens: Goldens) -> None:
+def check_jobs(jobs: list[FollowedJob], goldens: Goldens) -> None:
     """Check that each job has exactly its golden's answer."""
-    for story in stories:
-        received, golden = story.answer(), goldens.of(story.job)
-        assert (received.end, received.choices) == (golden.end, golden.choices), story.job.job_id
-        assert received.tokens == golden.tokens, story.job.job_id
+    for followed in jobs:
+        received, golden = followed.answer(), goldens.of(followed.job)
+        assert (received.end, received.choices) == (golden.end, golden.choices), followed.job.job_id
+        assert received.tokens == golden.tokens, followed.job.job_id
         for branch, logprobs in golden.logprobs.items():
             if logprobs:
-                assert np.allclose(received.logprobs[branch], logprobs, atol=LOGPROB_TOLERANCE), story.job.job_id
+                assert np.allclose(received.logprobs[branch], logprobs, atol=LOGPROB_TOLERANCE), followed.job.job_id
 
 
-def check_logs(redis: Redis, stories: list[Story]) -> None:
+def check_logs(redis: Redis, jobs: list[FollowedJob]) -> None:
     """Check that logs equal what followers saw, with one end each, and that the queue holds no more of the jobs."""
-    for story in stories:
-        entries = redis.xrange(keys.events(story.job.job_id))
-        assert [int(entry_id.partition(b"-")[0]) for entry_id, _ in entries] == [event.number for event in story.events]
-        assert [b"end" in entry for _, entry in entries] == [event.end is not None for event in story.events]
-        assert [decode(Event, entry[b"m"]) for _, entry in entries] == story.events
+    for followed in jobs:
+        entries = redis.xrange(keys.events(followed.job.job_id))
+        assert [int(entry_id.partition(b"-")[0]) for entry_id, _ in entries] == [
+            event.number for event in followed.events
+        ]
+        assert [b"end" in entry for _, entry in entries] == [event.end is not None for event in followed.events]
+        assert [decode(Event, entry[b"m"]) for _, entry in entries] == followed.events
     for hash_key in (keys.JOBS, keys.STATES, keys.CLAIMS):
         assert redis.hlen(hash_key) == 0, hash_key
     for stream in (keys.WAITING, keys.RETURNED, keys.SUSPECTS):

@@ -89,7 +89,7 @@ class Node:
 
 
 class Cluster:
-    """Nodes; `owner` has the queue's slot, `heir` is its replica."""
+    """Nodes; `owner` has the queue's slot, `successor` is its replica."""
 
     def __init__(self, nodes: list[Node], certificates: Certificates | None):
         self._certificates = certificates
@@ -111,7 +111,7 @@ class Cluster:
         for replica in replicas:
             replica.until(lambda node: node.replication()["master_link_status"] == "up")
         place = next(part for part in range(NUM_PRIMARIES) if bounds[part] <= SLOT < bounds[part + 1])
-        self.owner, self.heir = primaries[place], replicas[place]
+        self.owner, self.successor = primaries[place], replicas[place]
         self._others = [primary for primary in primaries if primary is not self.owner]
 
     @property

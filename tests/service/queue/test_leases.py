@@ -35,19 +35,19 @@ async def die_with(join, gateway, number: int) -> None:
 
 
 async def test_the_jobs_of_a_dead_worker_go_on_with_another(join):
-    gateway, dead, heir = await join(), await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
+    gateway, dead, successor = await join(), await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
     events = gateway.follow("JOB1")
     await gateway.submit(make_job())
     await dead.fetch(1, 1.0)
     await dead.publish(make_events("JOB1", [1, 2]))
     await gateway.submit(make_job("JOB2"))
-    assert await until_taken_over(heir) == 1
+    assert await until_taken_over(successor) == 1
     assert (await gateway.queue_state()).num_waiting == 2
-    first, second = await heir.fetch(4, 1.0)
+    first, second = await successor.fetch(4, 1.0)
     assert (first.job, first.attempt, first.is_suspect) == (make_job(), 2, False)
     assert list(first.history) == make_events("JOB1", [1, 2])
     assert (second.job.job_id, second.attempt, second.history) == ("JOB2", 1, ())
-    await heir.publish([make_event("JOB1", 3), make_event("JOB1", 4, EndReason.STOP)])
+    await successor.publish([make_event("JOB1", 3), make_event("JOB1", 4, EndReason.STOP)])
     assert await outcome(events) == Ended([1, 2, 3, 4], EndReason.STOP)
 
 
@@ -73,32 +73,32 @@ async def test_a_lease_that_ran_out_is_renewed_if_none_took_the_jobs(join):
 
 async def test_who_has_lost_a_job_can_write_nothing_of_it(join):
     """A worker stopped past its lease, then woken: what it says of the jobs that others have is refused."""
-    gateway, zombie, heir = await join(), await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
+    gateway, zombie, successor = await join(), await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
     events = gateway.follow("JOB1")
     for job_id in ("JOB1", "JOB2"):
         await gateway.submit(make_job(job_id))
     await zombie.fetch(2, 1.0)
     await zombie.publish(make_events("JOB1", [1]))
-    assert await until_taken_over(heir) == 2
-    await heir.fetch(2, 1.0)
+    assert await until_taken_over(successor) == 2
+    await successor.fetch(2, 1.0)
     await gateway.submit(make_job("JOB3"))
     await zombie.fetch(1, 1.0)
     step = [make_event("JOB1", 2, EndReason.LENGTH), make_event("JOB2", 1), make_event("JOB3", 1)]
     assert await zombie.publish(step) == {"JOB1", "JOB2"}
     assert await zombie.publish(make_events("JOB1", [2])) == {"JOB1"}
     assert await zombie.renew() == NOTHING_LOST
-    await heir.publish([make_event("JOB1", 2), make_event("JOB1", 3, EndReason.STOP)])
-    await heir.publish([make_event("JOB2", 1, EndReason.STOP)])
+    await successor.publish([make_event("JOB1", 2), make_event("JOB1", 3, EndReason.STOP)])
+    await successor.publish([make_event("JOB2", 1, EndReason.STOP)])
     assert await outcome(events) == Ended([1, 2, 3], EndReason.STOP)
     await zombie.publish([make_event("JOB3", 2, EndReason.STOP)])
     assert await outcome(gateway.follow("JOB3")) == Ended([1, 2], EndReason.STOP)
 
 
 async def test_the_heartbeat_says_what_was_lost(join):
-    gateway, zombie, heir = await join(), await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
+    gateway, zombie, successor = await join(), await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
     await gateway.submit(make_job())
     await zombie.fetch(1, 1.0)
-    assert await until_taken_over(heir) == 1
+    assert await until_taken_over(successor) == 1
     assert await zombie.renew() == Lease(frozenset({"JOB1"}), False)
     assert await zombie.renew() == NOTHING_LOST
 
@@ -115,24 +115,24 @@ async def test_a_job_that_comes_back_to_who_lost_it_is_its_own_again(join):
 
 
 async def test_jobs_handed_back_go_on_at_once_and_before_all_others(join):
-    gateway, leaver, heir = await join(), await join(), await join()
+    gateway, leaver, successor = await join(), await join(), await join()
     events = gateway.follow("JOB1")
     for number in range(4):
         await gateway.submit(make_job(f"JOB{number}"))
     await leaver.fetch(2, 1.0)
     await leaver.publish(make_events("JOB1", [1]))
-    waiting = asyncio.create_task(heir.fetch(8, PATIENCE_S))
+    waiting = asyncio.create_task(successor.fetch(8, PATIENCE_S))
     await waiting
-    fetch = asyncio.create_task(heir.fetch(8, PATIENCE_S))
+    fetch = asyncio.create_task(successor.fetch(8, PATIENCE_S))
     await asyncio.sleep(0.05)
     await leaver.hand_back(["JOB1", "JOB0", "JOB9"])
-    claims = [*await fetch, *await heir.fetch(8, 0.1)]
+    claims = [*await fetch, *await successor.fetch(8, 0.1)]
     assert sorted((claim.job.job_id, claim.attempt, claim.is_suspect) for claim in claims) == [
         ("JOB0", 2, False),
         ("JOB1", 2, False),
     ]
     assert await leaver.publish(make_events("JOB1", [2])) == {"JOB1"}
-    await heir.publish([make_event("JOB1", 2, EndReason.STOP)])
+    await successor.publish([make_event("JOB1", 2, EndReason.STOP)])
     assert await outcome(events) == Ended([1, 2], EndReason.STOP)
 
 
@@ -254,17 +254,17 @@ async def test_a_job_that_gets_on_between_deaths_is_suspected_later(join):
 
 @pytest.mark.parametrize("dies", [True, False])
 async def test_a_cancel_outlives_the_worker_that_heard_it(join, dies):
-    gateway, worker, heir = await join(), await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
+    gateway, worker, successor = await join(), await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
     events = gateway.follow("JOB1")
     await gateway.submit(make_job())
     await worker.fetch(1, 1.0)
     await worker.publish(make_events("JOB1", [1]))
     await gateway.cancel(Cancel(job_id="JOB1", reason=EndReason.CANCELLED))
     if dies:
-        assert await until_taken_over(heir) == 1
+        assert await until_taken_over(successor) == 1
     else:
         await worker.hand_back(["JOB1"])
-    assert list(await heir.fetch(1, 0.05)) == []
+    assert list(await successor.fetch(1, 0.05)) == []
     assert await outcome(events) == Ended([1, 2], EndReason.CANCELLED)
     assert await worker.publish([make_event("JOB1", 2, EndReason.CANCELLED)]) == {"JOB1"}
 
@@ -280,14 +280,14 @@ async def test_a_queued_job_ends_with_its_cancel_though_no_worker_is_there(join)
 
 
 async def test_a_branch_that_is_not_wanted_is_known_to_the_next_worker(join):
-    gateway, worker, heir = await join(), await join(), await join()
+    gateway, worker, successor = await join(), await join(), await join()
     await gateway.submit(make_job())
     await worker.fetch(1, 1.0)
     stop = Cancel(job_id="JOB1", reason=EndReason.STOP, branch=2)
     await gateway.cancel(stop)
     assert list(await worker.fetch_cancels(1.0)) == [stop]
     await worker.hand_back(["JOB1"])
-    (claim,) = await heir.fetch(1, 1.0)
+    (claim,) = await successor.fetch(1, 1.0)
     assert claim.stops == (stop,)
 
 

@@ -117,16 +117,16 @@ async def test_jobs_and_leases_live_on(open_queue, set_clock, redis, by_s):
 
 @pytest.mark.parametrize("by_s", [0, AN_HOUR, -AN_HOUR])
 async def test_a_worker_that_is_gone_is_still_found_dead(open_queue, set_clock, by_s):
-    gateway, dead, heir = await open_queue(), await open_queue(lease_s=1.0), await open_queue(lease_s=1.0)
+    gateway, dead, successor = await open_queue(), await open_queue(lease_s=1.0), await open_queue(lease_s=1.0)
     await gateway.submit(make_job())
     await dead.fetch(1, 1.0)
     await dead.renew()
     set_clock(by_s)
-    await heir.renew()
+    await successor.renew()
     async with asyncio.timeout(PATIENCE_S):
-        while await heir.take_over() == 0:
+        while await successor.take_over() == 0:
             await asyncio.sleep(0.1)
-    assert [claim.attempt for claim in await heir.fetch(1, 1.0)] == [2]
+    assert [claim.attempt for claim in await successor.fetch(1, 1.0)] == [2]
 
 
 async def test_a_deadline_passes_still(open_queue, set_clock):

@@ -67,7 +67,7 @@ async def test_every_token_is_sent_once_though_the_primary_dies(cluster):
             readers.append(await persist(lambda: ask(worker, len(readers)), PATIENCE_S))
             for reader in readers:
                 await reader.hear_all()
-            assert cluster.heir.replication()["role"] == "master"
+            assert cluster.successor.replication()["role"] == "master"
     finally:
         await queue.close()
 
@@ -82,7 +82,7 @@ async def test_what_the_replica_lacks_is_sent_again(cluster):
             early = [await ask(worker, n) for n in range(NUM_SLOTS)]
             for reader in early:
                 await reader.hear_one()
-            cluster.heir.send(signal.SIGSTOP)
+            cluster.successor.send(signal.SIGSTOP)
             cluster.owner.ask("CLIENT", "KILL", "TYPE", "replica")
             behind = [await ask(worker, n) for n in range(NUM_SLOTS, 2 * NUM_SLOTS)]
             record = RequestRecord(
@@ -94,7 +94,7 @@ async def test_what_the_replica_lacks_is_sent_again(cluster):
             for reader in early:
                 await reader.hear_one()
             await asyncio.to_thread(cluster.owner.kill)
-            cluster.heir.send(signal.SIGCONT)
+            cluster.successor.send(signal.SIGCONT)
             for reader in early + behind:
                 await reader.hear_all()
             assert await persist(lambda: gateway.requests.get_request("R"), PATIENCE_S) is None

@@ -88,7 +88,7 @@ async def test_a_running_job_whose_worker_is_lost_too_ends_with_a_named_reason(o
 
 async def test_a_flush_takes_nothing_from_running_jobs(open_queue, redis):
     """Whole logs come back: who reads them anew, and who takes the job over, misses nothing."""
-    gateway, worker, heir = [await open_queue() for _ in range(3)]
+    gateway, worker, successor = [await open_queue() for _ in range(3)]
     for job_id in ("JOB1", "JOB2"):
         await gateway.submit(make_job(job_id))
     await worker.fetch(2, 1.0)
@@ -98,9 +98,9 @@ async def test_a_flush_takes_nothing_from_running_jobs(open_queue, redis):
     await worker.publish(make_events("JOB1", [3]))
     assert await outcome(gateway.follow("JOB2")) == Ended([1, 2], EndReason.STOP)
     await worker.hand_back(["JOB1"])
-    (claim,) = await heir.fetch(1, 1.0)
+    (claim,) = await successor.fetch(1, 1.0)
     assert [event.number for event in claim.history] == [1, 2, 3]
-    await heir.publish([make_event("JOB1", 4, EndReason.LENGTH)])
+    await successor.publish([make_event("JOB1", 4, EndReason.LENGTH)])
     assert await outcome(gateway.follow("JOB1")) == Ended([1, 2, 3, 4], EndReason.LENGTH)
 
 

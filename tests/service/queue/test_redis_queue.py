@@ -218,22 +218,22 @@ async def test_what_a_dead_gateway_left_goes_to_another_and_what_a_live_one_keep
 ):
     monkeypatch.setattr(keys, "INGRESS_KEEP_S", 0.05)
     monkeypatch.setattr(keys, "INGRESS_LEFT_S", 0.4)
-    dead, alive, heir = [await open_queue() for _ in range(3)]
-    assert list(await heir.ingress.fetch_entries(["alice"], 8, 0.0)) == []
+    dead, alive, successor = [await open_queue() for _ in range(3)]
+    assert list(await successor.ingress.fetch_entries(["alice"], 8, 0.0)) == []
     redis.xadd(keys.ingress("alice"), {"m": b"x"})
     (left,) = await dead.ingress.fetch_entries(["alice"], 8, 1.0)
     redis.xadd(keys.ingress("alice"), {"m": b"y"})
     (kept,) = await alive.ingress.fetch_entries(["alice"], 8, 1.0)
     async with asyncio.timeout(PATIENCE_S):
-        while not (taken := list(await heir.ingress.fetch_entries(["alice"], 8, 0.0))):
+        while not (taken := list(await successor.ingress.fetch_entries(["alice"], 8, 0.0))):
             assert list(await alive.ingress.renew_entries()) == []
             await asyncio.sleep(0.05)
     assert taken == [replace(left, was_left=True)]
     assert [(entry.producer, entry.entry_id) for entry in await dead.ingress.renew_entries()] == [
         ("alice", left.entry_id)
     ]
-    assert list(await dead.ingress.renew_entries()) == list(await heir.ingress.renew_entries()) == []
-    await heir.ingress.settle_entry(taken[0])
+    assert list(await dead.ingress.renew_entries()) == list(await successor.ingress.renew_entries()) == []
+    await successor.ingress.settle_entry(taken[0])
     await alive.ingress.settle_entry(kept)
     assert redis.xlen(keys.ingress("alice")) == 0
 

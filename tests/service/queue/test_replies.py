@@ -89,20 +89,20 @@ async def test_a_name_is_used_again_behind_the_last_reply(gateways, produce):
 
 async def test_who_lost_an_entry_adds_nothing_to_its_replies(open_queue, redis, monkeypatch):
     monkeypatch.setattr(keys, "INGRESS_LEFT_S", 0.2)
-    frozen, heir = await open_queue(), await open_queue()
+    frozen, successor = await open_queue(), await open_queue()
     redis.xadd(keys.ingress("alice"), {"m": b"x"})
     (entry,) = await frozen.ingress.fetch_entries(["alice"], 1, PATIENCE_S)
     assert await frozen.ingress.reply(entry, "a1", 1, b"Once")
     async with asyncio.timeout(PATIENCE_S):
-        while not (taken := await heir.ingress.fetch_entries(["alice"], 1, 0.0)):
-            heir._looks_for_left_at_s = 0.0
+        while not (taken := await successor.ingress.fetch_entries(["alice"], 1, 0.0)):
+            successor._looks_for_left_at_s = 0.0
             await asyncio.sleep(0.05)
     assert not await frozen.ingress.reply(entry, "a1", 2, b" upon a")
     assert (await frozen.ingress.begin_replies(entry, "a1")).standing is Standing.TAKEN
-    assert await replies(heir, taken[0]) == [b"Once"]
-    assert await heir.ingress.reply(taken[0], "a1", 2, b" upon")
-    assert await heir.ingress.reply(taken[0], "a1", 3, b" a time", is_last=True)
-    await heir.ingress.settle_entry(taken[0])
+    assert await replies(successor, taken[0]) == [b"Once"]
+    assert await successor.ingress.reply(taken[0], "a1", 2, b" upon")
+    assert await successor.ingress.reply(taken[0], "a1", 3, b" a time", is_last=True)
+    await successor.ingress.settle_entry(taken[0])
     assert await frozen.ingress.reply(entry, "a1", 4, b"!")  # the last reply is there: nothing is written
     assert redis.xrange(keys.reply("alice", "a1")) == [
         (b"1-0", {b"m": b"Once"}),

@@ -1,7 +1,7 @@
-"""The known classes of bad input that have felled other servers, one table. Each is one clean refusal at both doors.
+"""Known classes of bad input that have crashed other servers: each gets one clean refusal at both entry points.
 
-Malformed HTTP, keys, hosts, slow clients and encodings are in http_server/; broken JSON in openai/test_strict_json;
-broken msgpack in queue_door/.
+Malformed HTTP, keys, hosts, slow clients and encodings are in http/; broken JSON in openai/test_strict_json; broken
+msgpack in ingress/.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Both doors against anything: always one well-formed answer, never a 500, and the same verdict at both."""
+"""Both entry points against anything: always one well-formed answer, never a 500, and the same verdict at both."""
 
 import asyncio
 import json
@@ -105,7 +105,7 @@ class RecordingIngress(QuickIngress):
 
 
 class Doors:
-    """Asks both doors, from outside their loop."""
+    """Asks both entry points, from outside their loop."""
 
     def __init__(self, runner, gateway):
         self._runner = runner

@@ -87,11 +87,11 @@ async def test_a_request_is_one_trace_from_the_clients_header_to_the_last_token(
         "POST /v1/completions", "admission", "text_completion m", "queue", "prefill", "decode",
     }  # fmt: skip
     assert {f"{span.context.trace_id:032x}" for span in told.values()} == {trace_id(THEIRS)}
-    door, generation = told["POST /v1/completions"], told["text_completion m"]
-    assert f"{door.parent.span_id:016x}" == THEIRS[36:52]
-    assert told["admission"].parent.span_id == generation.parent.span_id == door.context.span_id
+    served, generation = told["POST /v1/completions"], told["text_completion m"]
+    assert f"{served.parent.span_id:016x}" == THEIRS[36:52]
+    assert told["admission"].parent.span_id == generation.parent.span_id == served.context.span_id
     assert {told[name].parent.span_id for name in ("queue", "prefill", "decode")} == {generation.context.span_id}
-    assert dict(door.attributes) == {
+    assert dict(served.attributes) == {
         "http.request.method": "POST", "http.route": "/v1/completions", "url.scheme": "http",
         "http.response.status_code": 200,
     }  # fmt: skip

@@ -91,22 +91,22 @@ async def test_what_is_left_after_the_drain_waits_for_the_next_worker(data, time
 
 async def test_who_lost_its_jobs_stops_computing_them(data):
     """It sends no heartbeat until its lease has expired, then continues."""
-    async with join(data, step_s=0.005, name="zombie") as zombie, join(data, name="heir") as heir:
-        heir.claims_nothing()
+    async with join(data, step_s=0.005, name="zombie") as zombie, join(data, name="successor") as successor:
+        successor.claims_nothing()
         job_id, events = await zombie.submit([5], max_tokens=500)
         await anext(events)
         assert received_by("num_jobs_held", zombie) == [1]
         zombie.queue.renew = zombie.queue.take_over = asyncio.Event().wait
-        heir.claims_again()
+        successor.claims_again()
         async with asyncio.timeout(60):
             while zombie.job_loop.num_open:
                 await asyncio.sleep(0.02)
             while zombie.engine.stats.num_running:
                 await asyncio.sleep(0.02)
-        assert (await read_events(heir.queue.follow(job_id)))[:2] == (alone([5], 500), EndReason.LENGTH)
+        assert (await read_events(successor.queue.follow(job_id)))[:2] == (alone([5], 500), EndReason.LENGTH)
         (num_lost, none), (num_found,) = (
-            received_by("jobs_lost_total", zombie, heir),
-            received_by("jobs_taken_over_total", heir),
+            received_by("jobs_lost_total", zombie, successor),
+            received_by("jobs_taken_over_total", successor),
         )
         assert 1 <= num_lost <= num_found, "it may claim what it has lost, and lose it again"
         assert none == 0
@@ -114,13 +114,13 @@ async def test_who_lost_its_jobs_stops_computing_them(data):
 
 
 async def test_an_engine_that_hangs_loses_its_jobs(data):
-    async with join(data, step_s=0.005, name="hung") as hung, join(data, name="heir") as heir:
-        heir.claims_nothing()
+    async with join(data, step_s=0.005, name="hung") as hung, join(data, name="successor") as successor:
+        successor.claims_nothing()
         job_id, events = await hung.submit([5], max_tokens=200)
         await anext(events)
         hung.job_loop._engine = _Silent(hung.engine)
-        heir.claims_again()
-        assert (await read_events(heir.queue.follow(job_id)))[:2] == (alone([5], 200), EndReason.LENGTH)
+        successor.claims_again()
+        assert (await read_events(successor.queue.follow(job_id)))[:2] == (alone([5], 200), EndReason.LENGTH)
         async with asyncio.timeout(60):
             while hung.job_loop.num_open:
                 await asyncio.sleep(0.02)

@@ -306,17 +306,17 @@ async def test_the_next_gateway_goes_on_with_the_job_of_one_that_died(model_fold
             forever.wait()
         )  # no word of it any more
         (entry,) = first.queue.ingress.produced
-        async with open_gateway(model_folder, QuickQueue(data, Ledger)) as heir:
+        async with open_gateway(model_folder, QuickQueue(data, Ledger)) as successor:
             data.ingress_of(PRODUCER).append(replace(entry, was_left=True))
             data.wake_waiters()
             async with asyncio.timeout(5):
-                while not heir.queue.ingress.settled:
+                while not successor.queue.ingress.settled:
                     await asyncio.sleep(0.005)
-            replies = [decode(Reply, reply) for reply in heir.queue.replies(PRODUCER, "job")]
+            replies = [decode(Reply, reply) for reply in successor.queue.replies(PRODUCER, "job")]
             assert "".join(reply.text for reply in replies) == "Hello world, here and there."
             assert [reply.number for reply in replies] == list(range(1, len(replies) + 1))
             assert (replies[-1].done, replies[-1].error) == (True, None)
-            assert (len(first.worker.jobs), heir.worker.jobs) == (1, [])
+            assert (len(first.worker.jobs), successor.worker.jobs) == (1, [])
         forever.set()
 
 
