@@ -93,7 +93,7 @@ def received_by(engine, requests):
 
 @pytest.fixture(scope="module")
 def requests():
-    return requests_of(3)
+    return requests_of(2)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_drafts_of_a_model_change_no_token(whole, heads, requests, plain_of_whol
     if name == "eagle3":
         assert stats.num_accepted_by_source[3] > 50
     if name == "same model":
-        assert stats.num_accepted_by_source[4] > 0.8 * stats.num_drafted_by_source[4] > 150  # penalties change some
+        assert stats.num_accepted_by_source[4] > 0.8 * stats.num_drafted_by_source[4] > 100  # penalties change some
 
 
 @pytest.mark.parametrize(("name", "source"), [("eagle3", 3), ("two layers", 4)])
