@@ -3,8 +3,10 @@ is needed for that."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,9 +25,14 @@ BUILDS = (
     ("float32", "80"), ("float16", "80"), ("bfloat16", "80"), *((("bfloat16", "86"),) if COMPILES_ALL else ()),
     ("bfloat16", "89"), ("bfloat16", "90a"), ("bfloat16", "120"),
 )  # fmt: skip
-EVERY_VALUE = (("bfloat16", "80"), ("bfloat16", "90a"))
-"""Architectures for which each value of each define is compiled; for others the first build, and the last where fp8
-units begin. QUIRE_COMPILE_ALL=1: all."""
+EVERY_VALUE = ("bfloat16", "90a")
+"""Architecture for which each value of each define is compiled; for others the first build. A source that includes one
+of FP8_HEADERS has other code for sm_80, with each value, and for sm_89, with the first and the last build.
+QUIRE_COMPILE_ALL=1: all."""
+FP8_HEADERS = {"fp8.cuh", "widen.cuh"}
+"""Headers that distinguish sm_89, where fp8 units begin, from sm_80."""
+SIZES = {"STAGES", "AHEAD", "SHARED_BYTES"}
+"""Defines of which the least and the most are compiled: they count buffers and bytes."""
 AS_LAUNCHED = ("bfloat16", "90a")
 """Architectures for which the first build of each kernel is optimised as in production. The other builds pass the same
 front end, translation and assembler; QUIRE_COMPILE_ALL=1 optimises all."""
@@ -233,11 +240,40 @@ def small_m_w4_builds(dtype_code: int, architecture: str) -> list[dict[str, int]
 def with_each_value(builds: list[dict[str, int]]) -> list[dict[str, int]]:
     """Take the first build, then the build with the most new values of defines, until none has any."""
     kept = builds[:1]
-    new = {value for defines in builds[1:] for value in defines.items()}.difference(*(first.items() for first in kept))
+    values = {value for defines in builds for value in defines.items()}
+    bounds = {
+        (name, bound([value for other, value in values if other == name]))
+        for name in SIZES & {name for name, _ in values}
+        for bound in (min, max)
+    }
+    new = {value for value in values if value[0] not in SIZES or value in bounds}.difference(
+        *(first.items() for first in kept)
+    )
     while new:
         kept.append(max(builds, key=lambda defines: len(defines.items() & new)))
         new -= kept[-1].items()
     return kept
+
+
+def few_of(builds: list[dict[str, int]], dtype: str, architecture: str, *, knows_fp8: bool) -> list[dict[str, int]]:
+    """Drop builds that differ from others by no code of ours."""
+    if (dtype, architecture) == EVERY_VALUE or (knows_fp8 and (dtype, architecture) == ("bfloat16", "80")):
+        return with_each_value(builds)
+    if architecture == "89":
+        return builds[:1] + builds[1:][-1:] if knows_fp8 else []
+    return builds[:1]
+
+
+@functools.cache
+def included_by(path: Path) -> frozenset[str]:
+    """Names of the headers of `cuda/` that this source includes, directly or not."""
+    headers = [ROOT / "cuda" / header for header in re.findall(r'#include "(.+)"', path.read_text())]
+    return frozenset(header.name for header in headers).union(*map(included_by, headers))
+
+
+def knows_fp8(name: str) -> bool:
+    (path,) = (ROOT / "cuda").glob(f"*/{name}.cu")
+    return not FP8_HEADERS.isdisjoint(included_by(path))
 
 
 @pytest.mark.parametrize(("dtype", "architecture"), BUILDS)
@@ -247,18 +283,19 @@ def test_it_compiles(name, dtype, architecture):
     kernels = pytest.importorskip("model.ops.gpu.kernels", reason=reason, exc_type=ImportError)
     builds = builds_of(name, DTYPE_CODES[dtype], architecture)
     if not COMPILES_ALL:
-        few = builds[:1] + (builds[1:][-1:] if architecture == "89" else [])
-        builds = with_each_value(builds) if (dtype, architecture) in EVERY_VALUE else few
+        builds = few_of(builds, dtype, architecture, knows_fp8=knows_fp8(name))
     for number, defines in enumerate(builds):
         is_whole = COMPILES_ALL or (number == 0 and (dtype, architecture) == AS_LAUNCHED)
         options = () if is_whole else (QUICK,)
         assert kernels.compile_cubin(name, architecture, defines, *options).startswith(b"\x7fELF")
 
 
-def test_no_source_distinguishes_sm_86_from_sm_80():
-    """Otherwise sm_86 has to be compiled without QUIRE_COMPILE_ALL too."""
-    sources = [path.read_text() for path in (ROOT / "cuda").rglob("*.cu*")]
-    assert {limit for source in sources for limit in re.findall(r"__CUDA_ARCH__ *(.*)", source)} == {">= 890", ">= 900"}
+def test_sources_distinguish_architectures_in_few_places():
+    """Otherwise sm_86, and sm_89 of every kernel, have to be compiled without QUIRE_COMPILE_ALL too."""
+    sources = {path.name: path.read_text() for path in (ROOT / "cuda").rglob("*.cu*")}
+    limits = {name: set(re.findall(r"__CUDA_ARCH__ *(.*)", source)) for name, source in sources.items()}
+    assert set().union(*limits.values()) == {">= 890", ">= 900"}
+    assert {name for name, own in limits.items() if ">= 890" in own} == FP8_HEADERS
 
 
 def test_a_mistake_is_reported_with_its_line():
