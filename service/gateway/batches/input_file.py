@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from array import array
 from collections.abc import Awaitable, Callable
@@ -70,6 +71,8 @@ class LineScanner:
         if self._is_too_long and end:
             begin = data.find(b"\n") + 1
             self._is_too_long = False
+        elif self._offset == 0 and data.startswith(codecs.BOM_UTF8):
+            begin = len(codecs.BOM_UTF8)
         for found in _ROW.finditer(data, begin, end):
             self._number += data.count(b"\n", counted, found.start())
             counted = found.start()

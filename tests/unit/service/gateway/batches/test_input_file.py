@@ -51,6 +51,14 @@ def test_requests_are_found_in_pieces_of_any_size(seed, checks):
     assert found == rows
 
 
+@pytest.mark.parametrize("size", [1, 2, 500])
+def test_a_byte_order_mark_precedes_the_first_line(size):
+    """Editors and shells on Windows write one. It is no part of a later line."""
+    index = scan(b"\xef\xbb\xbf" + row(1) + b"\r\n" + row(2), size).index
+    assert list(index.starts) == [3, 3 + len(row(1)) + 2]
+    assert wrong(row(1) + b"\n\xef\xbb\xbf" + row(2)) == [("The line is not a JSON object.", 2)]
+
+
 def test_errors_name_their_lines():
     data = b"\n" + row(1) + b"\n\n{\n" + row(1) + b"\n" + row(2, method="GET")
     assert wrong(data) == [
