@@ -82,7 +82,8 @@ class ServiceClient:
         try:
             async with self._http.request(method, self._url + path, allow_redirects=False, **options) as response:
                 if response.status != 200:
-                    raise ServiceError(await _refusal(response))
+                    hint = f" (--api-key, or ${KEY})" if response.status == 401 else ""
+                    raise ServiceError(await _refusal(response) + hint)
                 yield response
         except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):
             raise StartupError(f"--url: {self._url!r} is not supported (an http or https URL)") from None

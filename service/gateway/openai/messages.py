@@ -172,8 +172,6 @@ def _check_tools(tools: Sequence[Tool]) -> None:
         raise refusal("tools", f"has more than {MAX_TOOLS} entries")
     seen: set[str] = set()
     for i, tool in enumerate(tools):
-        if tool.type != "function":
-            raise refusal(f"tools[{i}].type", "must be function")
         name = tool.function.name
         if not _NAME.fullmatch(name):
             raise refusal(f"tools[{i}].function.name", "must be 1 to 64 letters, digits, '_' or '-'")

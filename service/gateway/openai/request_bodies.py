@@ -345,7 +345,7 @@ def convert(fields: Mapping[str, Any], kind: type[Body]) -> Body:
 
 
 def check_part_types(parts: Any, kinds: Collection[str], param: str) -> None:
-    """Refuse content parts of another type by that type, before their fields. Raises RequestError (400)."""
+    """Refuse content parts, or tools, of another type by that type, before their fields. Raises RequestError (400)."""
     for i, part in enumerate(parts if isinstance(parts, list) else ()):
         if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] not in kinds:
             raise refusal(f"{param}[{i}].type", f"must be {' or '.join(sorted(kinds))}")

@@ -49,6 +49,7 @@ from service.gateway.openai.request_bodies import (
     PoolingBody,
     StreamOptions,
     check_metadata,
+    check_part_types,
     check_ranges,
     convert,
     without_idle_fields,
@@ -120,6 +121,7 @@ def _read_chat(fields: Mapping[str, Any]) -> GenerationRequest:
     left = without_idle_fields(fields, IDLE_CHAT_FIELDS)
     if "messages" in left:
         left["messages"] = plain_messages(left["messages"])
+    check_part_types(left.get("tools"), ("function",), "tools")
     body = convert(left, ChatBody)
     if body.top_logprobs and not body.logprobs:
         raise refusal("top_logprobs", "needs 'logprobs' to be true")

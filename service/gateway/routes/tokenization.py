@@ -11,7 +11,7 @@ from service.gateway.core.refusals import refusal
 from service.gateway.core.request import CHAT, Prompt
 from service.gateway.core.served_model import ServedModel
 from service.gateway.openai.messages import plain_messages
-from service.gateway.openai.request_bodies import Message, Tool, convert
+from service.gateway.openai.request_bodies import Message, Tool, check_part_types, convert
 from service.gateway.openai.request_reader import read_request
 from service.gateway.openai.strict_json import decode_object
 
@@ -40,6 +40,7 @@ def tokenize(model: ServedModel, data: bytes, adapters: Container[str] = ()) -> 
     """
     fields = decode_object(data)
     plain = {**fields, "messages": plain_messages(fields["messages"])} if "messages" in fields else fields
+    check_part_types(plain.get("tools"), ("function",), "tools")
     body = convert(plain, TokenizeBody)
     model.require(body.model, adapters)
     ids = model.encode(_prompt(model, body, fields), body.add_special_tokens is not False)

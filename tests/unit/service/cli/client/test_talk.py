@@ -59,7 +59,7 @@ async def test_a_refusal_is_one_line(folder, capsys):
     async with open_gateway(folder, api_key=("right",)) as gateway:
         assert await quire("chat", "--url", gateway.url, "--api-key", "right", "Hi") == 0
         for flags, complaint in (
-            (["--api-key", "wrong", "Hi"], "key"),
+            (["--api-key", "wrong", "Hi"], "(--api-key, or $QUIRE_API_KEY)"),
             (["--api-key", "right", "--max-tokens", "0", "Hi"], "max_tokens"),
             (["--api-key", "right", "--model", "other", "Hi"], "model"),
         ):

@@ -59,6 +59,7 @@ async def test_the_ids_are_those_of_the_chat(knowing):
     ("fields", "param"),
     [
         ({"tools": [{**TOOL, "type": "retrieval"}]}, "tools[0].type"),
+        ({"tools": [TOOL, {"type": "web_search"}]}, "tools[1].type"),
         ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
         ({"tools": "weather"}, "tools"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),

@@ -211,7 +211,8 @@ async def test_what_cannot_be_had_is_refused(served, model_folder):
 
 CALLING = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
 REFUSED = [
-    ("tools", {"tools": [{"type": "retrieval", "function": {"name": "f"}}]}),
+    ("tools[0].type", {"tools": [{"type": "retrieval", "function": {"name": "f"}}]}),
+    ("tools[1].type", {"tools": [CLOCK, {"type": "custom", "custom": {"name": "f"}}]}),
     ("tools", {"tools": [{"type": "function", "function": {"name": "a b"}}]}),
     ("tools", {"tools": [{"type": "function", "function": {"name": "f", "extra": 1}}]}),
     ("tools", {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}),
