@@ -207,7 +207,7 @@ struct RowState {
 };
 
 #if QUIRE_KV_FP8
-__device__ __forceinline__ float widened(u8 x) { return __half2float(__half(__nv_cvt_fp8_to_halfraw(x, __NV_E4M3))); }
+__device__ __forceinline__ float widened(u8 x) { return e4m3_to_float(x); }
 
 __device__ __forceinline__ float dot_row(const float* a, const u8* b) {
     float sum = 0.0f;

@@ -1,8 +1,6 @@
 // e4m3 ("fn": no infinity, NaN 0x7f and 0xff, largest 448): rounding a row with one scale, exact widening.
 #pragma once
 
-#include <cuda_fp8.h>
-
 #include "common/types.cuh"
 
 using u8 = unsigned char;
@@ -11,10 +9,36 @@ using u16 = unsigned short;
 constexpr float E4M3_MAX = 448.0f;
 constexpr float MIN_SCALE = 1e-12f;  // MIN_SCALE of model/ops/fp8.py
 
+#if __CUDA_ARCH__ >= 890
+
 // Rounds to nearest even, `low` in the low byte; NaN stays NaN.
+__device__ __forceinline__ u16 e4m3_pair(float low, float high) {
+    u16 pair;
+    asm("{cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;}\n" : "=h"(pair) : "f"(low), "f"(high));
+    return pair;
+}
+
+__device__ __forceinline__ float e4m3_to_float(u8 x) {
+    u32 pair;
+    float out;
+    asm("{cvt.rn.f16x2.e4m3x2 %0, %1;}\n" : "=r"(pair) : "h"(static_cast<u16>(x)));
+    asm("{cvt.f32.f16 %0, %1;}\n" : "=f"(out) : "h"(static_cast<u16>(pair)));
+    return out;
+}
+
+#else
+
+#include <cuda_fp8.h>
+
 __device__ __forceinline__ u16 e4m3_pair(float low, float high) {
     return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
 }
+
+__device__ __forceinline__ float e4m3_to_float(u8 x) {
+    return __half2float(__half(__nv_cvt_fp8_to_halfraw(x, __NV_E4M3)));
+}
+
+#endif
 
 // Bytes 2 HALF and 2 HALF + 1; NaN stays NaN.
 template <int HALF>

@@ -1,8 +1,12 @@
 // The element type `T` of a build (QUIRE_DTYPE), vectors, conversions, reductions. NVRTC has no standard headers.
 #pragma once
 
+#if __CUDA_ARCH__ >= 900
+#include "common/half.cuh"
+#else
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#endif
 
 #ifndef QUIRE_DTYPE
 #error "define QUIRE_DTYPE: 0 float32, 1 float16, 2 bfloat16"

@@ -86,7 +86,12 @@ __device__ __forceinline__ Vec<T> load_rank_vec(const T* from) {
 
 template <typename Element>
 __device__ __forceinline__ Element load_rank_element(const Element* from) {
-    return *const_cast<const volatile Element*>(from);
+    if constexpr (sizeof(Element) == 2) {  // structs without volatile copies
+        const unsigned short bits = *reinterpret_cast<const volatile unsigned short*>(from);
+        return *reinterpret_cast<const Element*>(&bits);
+    } else {
+        return *const_cast<const volatile Element*>(from);
+    }
 }
 
 // Polls until true; false after LIMIT_NS, which reports `peer` to all ranks, or once the group has an error.

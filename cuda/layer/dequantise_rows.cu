@@ -16,7 +16,7 @@
 
 __device__ __forceinline__ float widened(u8 x) {
     if (WEIGHT_INT8) return static_cast<float>(static_cast<signed char>(x));
-    return __half2float(__half(__nv_cvt_fp8_to_halfraw(x, __NV_E4M3)));
+    return e4m3_to_float(x);
 }
 
 extern "C" __global__ void __launch_bounds__(256) dequantise_rows(const u8* x, const float* scale, T* out, int width) {
