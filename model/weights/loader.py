@@ -147,7 +147,7 @@ class AllocatedModel:
 
     def first_layer(self) -> Llama:
         """Return `Llama.first_layer` of undefined weights, for `Ops.compile_ahead`, to be called in its work."""
-        self._plan.check()  # in `load`
+        self._plan.run_checks()
         return _prepared(self._unfilled.first_layer())
 
     def load(self, *, progress: bool = False) -> Llama:
@@ -290,6 +290,13 @@ class _Plan:
         on_any_rank = self._ops.download(each_rank(found)).reshape(-1, len(errors)).any(axis=0)
         for index in np.flatnonzero(on_any_rank).tolist():
             raise errors[index][1]()
+
+    def run_checks(self) -> None:
+        """Run the kernels of `check` once, for `Ops.compile_ahead`."""
+        found = self._ops.upload(np.zeros(1, np.int32))
+        arrays = {target.array.dtype: target.array for target in self._targets if target.nonfinite is not None}
+        for array in arrays.values():
+            self._ops.find_nonfinite(array, found)
 
     def _add_dense(self, name: str, array: Array) -> None:
         error = partial(self._source.nonfinite, name, self._ops.dtype)
