@@ -1,0 +1,59 @@
+// Rows that blocks of one launch exchange in memory, in words of 32 bits of data and the number of the launch: a word
+// is its own flag. That is one way through the L2 and back, a barrier of all blocks is three.
+#pragma once
+
+#include "common/types.cuh"
+
+constexpr u32 MAX_POLLS = 1 << 26;  // half a minute: then the launch fails, and another worker takes the requests
+
+__device__ __forceinline__ void publish(u64* to, u32 data, u32 launch) {
+    const u64 word = static_cast<u64>(launch) << 32 | data;
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" : : "l"(to), "l"(word) : "memory");
+}
+
+// Publishes elements of two neighbouring lanes, the first of which passes `to`. Called by a whole warp; `exists` is equal
+// for both.
+__device__ __forceinline__ void publish_pair(u64* to, T own, bool exists, u32 launch) {
+    const u32 bits = *reinterpret_cast<const unsigned short*>(&own);
+    const u32 next = __shfl_down_sync(FULL_WARP, bits, 1);
+    if (exists && threadIdx.x % 2 == 0) publish(to, next << 16 | bits, launch);
+}
+
+__device__ __forceinline__ u32 receive(const u64* from, u32 launch) {
+#pragma unroll 1
+    for (u32 polls = 0;; ++polls) {
+        u64 word;
+        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+        if (word >> 32 == launch) return static_cast<u32>(word);
+        if (polls == MAX_POLLS) __trap();
+    }
+}
+
+// COUNT vectors of T at once, each from four words; null: none.
+template <int COUNT>
+__device__ __forceinline__ void receive_vecs(uint4 (&to)[COUNT], const u64* const (&from)[COUNT], u32 launch) {
+#pragma unroll 1
+    for (u32 polls = 0;; ++polls) {
+        bool is_there = true;
+#pragma unroll
+        for (int n = 0; n < COUNT; n++) {
+            if (from[n] == nullptr) continue;
+            u64 a, b, c, d;
+            asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(from[n]) : "memory");
+            asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(c), "=l"(d) : "l"(from[n] + 2) : "memory");
+            is_there = is_there && a >> 32 == launch && b >> 32 == launch && c >> 32 == launch && d >> 32 == launch;
+            to[n] = make_uint4(static_cast<u32>(a), static_cast<u32>(b), static_cast<u32>(c), static_cast<u32>(d));
+        }
+        if (is_there) return;
+        if (polls == MAX_POLLS) __trap();
+    }
+}
+
+__device__ __forceinline__ Vec<T> receive_vec(const u64* from, u32 launch) {
+    uint4 received[1];
+    const u64* const words[1] = {from};
+    receive_vecs(received, words, launch);
+    Vec<T> vec;
+    memcpy(&vec, received, sizeof(vec));
+    return vec;
+}
