@@ -42,10 +42,10 @@ def _setting(
     *,
     verbs: Sequence[str],
     parse: Callable[[str], Any] = str,
-    low: float | None = None,
-    high: float | None = None,
+    bounds: tuple[float, float] | None = None,
     choices: Sequence[Any] | None = None,
 ) -> Any:
+    low, high = bounds or (None, None)
     metadata = {"help": help, "verbs": verbs, "parse": parse, "low": low, "high": high, "choices": choices}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -136,8 +136,7 @@ class Settings:
         None,
         "max tokens of a sequence, prompt plus output (default: what model and memory allow)",
         verbs=_MODEL_VERBS,
-        low=2,
-        high=1 << 24,
+        bounds=(2, 1 << 24),
     )
     load_format: str = _one_of(
         "safetensors",
@@ -174,15 +173,14 @@ class Settings:
         verbs=_GATEWAY_VERBS,
     )
     max_loras: int = _integer(
-        1, "max different adapters in a step", verbs=(SERVE, WORKER, CHECK), low=1, high=MAX_SLOTS
+        1, "max different adapters in a step", verbs=(SERVE, WORKER, CHECK), bounds=(1, MAX_SLOTS)
     )
     max_lora_rank: int = _one_of(16, "max rank of an adapter", RANKS, verbs=(SERVE, GATEWAY, WORKER, CHECK))
     max_cpu_loras: int | None = _integer(
         None,
         "adapters kept in host memory besides those of open requests (default: --max-loras)",
         verbs=(SERVE, WORKER),
-        low=1,
-        high=1 << 16,
+        bounds=(1, 1 << 16),
     )
     model_config: str | None = _setting(
         None,
@@ -199,18 +197,16 @@ class Settings:
         0.9,
         "share of GPU memory for weights, workspace and KV cache; on a CPU the cache takes at most 2 GiB",
         verbs=_ENGINE_VERBS,
-        low=0.05,
-        high=0.98,
+        bounds=(0.05, 0.98),
     )
     num_gpu_blocks: int | None = _integer(
-        None, "blocks in the KV cache (default: what the memory holds)", verbs=_ENGINE_VERBS, low=1, high=1 << 24
+        None, "blocks in the KV cache (default: what the memory holds)", verbs=_ENGINE_VERBS, bounds=(1, 1 << 24)
     )
     swap_space: float | None = _number(
         None,
         "host memory for swapped blocks and evicted prefixes, GiB (default: 4 with a GPU and 32 of memory, else 0)",
         verbs=_ENGINE_VERBS,
-        low=0.0,
-        high=4096.0,
+        bounds=(0.0, 4096.0),
     )
     preemption_mode: str = _one_of(
         "auto",
@@ -223,21 +219,19 @@ class Settings:
         "reuse the blocks of ended requests for prompts of the same tenant with the same prefix",
         verbs=_ENGINE_VERBS,
     )
-    max_num_seqs: int = _integer(256, "max running sequences", verbs=_ENGINE_VERBS, low=1, high=4096)
+    max_num_seqs: int = _integer(256, "max running sequences", verbs=_ENGINE_VERBS, bounds=(1, 4096))
     max_num_batched_tokens: int | None = _integer(
         None,
         "max tokens per step (default: 8192 on a GPU, 512 on a CPU)",
         verbs=_ENGINE_VERBS,
-        low=1,
-        high=1 << 20,
+        bounds=(1, 1 << 20),
     )
     max_prefill_chunk: int | None = _integer(
         None,
         "max prefill tokens per step while decodes run, per prompt (up to 3 prompts; more with a long queue; "
         "default: 512 on a GPU, 128 on a CPU)",
         verbs=_STEP_VERBS,
-        low=1,
-        high=1 << 20,
+        bounds=(1, 1 << 20),
     )
     speculative_config: SpeculativeConfig | None = _setting(
         None,
@@ -258,15 +252,13 @@ class Settings:
         "workers, each with the whole model on its own --tensor-parallel-size devices; a request goes to the worker "
         "with its prefix or the most room",
         verbs=(SERVE,),
-        low=1,
-        high=64,
+        bounds=(1, 64),
     )
     step_timeout: float | None = _number(
         None,
         "seconds until a step counts as hung and its worker exits (default: 60 on a GPU, 600 on a CPU)",
         verbs=(SERVE, WORKER),
-        low=0.5,
-        high=86400.0,
+        bounds=(0.5, 86400.0),
     )
 
     # Queue
@@ -292,15 +284,13 @@ class Settings:
         30.0,
         "seconds for running requests to finish after SIGTERM",
         verbs=(SERVE, GATEWAY, WORKER),
-        low=0.0,
-        high=3600.0,
+        bounds=(0.0, 3600.0),
     )
     lease: float = _number(
         10.0,
         "seconds without a heartbeat until a worker's requests move to another worker",
         verbs=(SERVE, WORKER),
-        low=0.5,
-        high=300.0,
+        bounds=(0.5, 300.0),
     )
     worker_name: str | None = _setting(
         None,
@@ -311,9 +301,9 @@ class Settings:
 
     # HTTP
     host: str = _setting("127.0.0.1", "address to listen on", verbs=_GATEWAY_VERBS)
-    port: int = _integer(8000, "port to listen on; 0: any free port", verbs=_GATEWAY_VERBS, low=0, high=65535)
+    port: int = _integer(8000, "port to listen on; 0: any free port", verbs=_GATEWAY_VERBS, bounds=(0, 65535))
     api_server_count: int = _integer(
-        1, "gateways, a process each, that share --port", verbs=_GATEWAY_VERBS, low=1, high=64
+        1, "gateways, a process each, that share --port", verbs=_GATEWAY_VERBS, bounds=(1, 64)
     )
     root_path: str | None = _setting(
         None,
@@ -352,72 +342,64 @@ class Settings:
         None,
         "port of a separate thread for /livez and /readyz; 0: any free port (default: only --port answers them)",
         verbs=_GATEWAY_VERBS,
-        low=0,
-        high=65535,
+        bounds=(0, 65535),
     )
-    max_connections: int = _integer(16384, "max HTTP connections", verbs=_GATEWAY_VERBS, low=1, high=1 << 20)
+    max_connections: int = _integer(16384, "max HTTP connections", verbs=_GATEWAY_VERBS, bounds=(1, 1 << 20))
     max_connections_per_client: int = _integer(
-        8192, "max HTTP connections per client address", verbs=_GATEWAY_VERBS, low=1, high=1 << 20
+        8192, "max HTTP connections per client address", verbs=_GATEWAY_VERBS, bounds=(1, 1 << 20)
     )
     max_open_per_key: int = _integer(
         8192,
         "max open requests per API key, unless its line in --api-key-file sets another number",
         verbs=_GATEWAY_VERBS,
-        low=1,
-        high=1 << 20,
+        bounds=(1, 1 << 20),
     )
-    max_body_bytes: int = _integer(2 << 20, "max bytes of a request body", verbs=_GATEWAY_VERBS, low=1024, high=1 << 28)
+    max_body_bytes: int = _integer(2 << 20, "max bytes of a request body", verbs=_GATEWAY_VERBS, bounds=(1024, 1 << 28))
     max_file_bytes: int = _integer(
-        64 << 20, "max bytes of a batch file; Redis stores it", verbs=_GATEWAY_VERBS, low=1024, high=1 << 29
+        64 << 20, "max bytes of a batch file; Redis stores it", verbs=_GATEWAY_VERBS, bounds=(1024, 1 << 29)
     )
     max_body_bytes_in_flight: int = _integer(
         128 << 20,
         "max bytes of request bodies, uploads and downloads in memory, at least twice --max-body-bytes; half of it per "
         "tenant, or per address if no key is required",
         verbs=_GATEWAY_VERBS,
-        low=1 << 20,
-        high=1 << 40,
+        bounds=(1 << 20, 1 << 40),
     )
     max_stored_bytes_per_tenant: int = _integer(
         512 << 20,
         "max bytes stored in Redis per tenant: files, batches and responses; half as many again for records of its "
         "requests; more get 429",
         verbs=_GATEWAY_VERBS,
-        low=1024,
-        high=1 << 50,
+        bounds=(1024, 1 << 50),
     )
     queue_memory_share: float = _number(
         0.5,
         "share of Redis' maxmemory, or of its host's memory if it has none, reserved for the queue; files and "
         "responses that would need it get 503",
         verbs=_GATEWAY_VERBS,
-        low=0.05,
-        high=0.95,
+        bounds=(0.05, 0.95),
     )
-    request_timeout: float = _number(600.0, "max seconds of a request", verbs=_GATEWAY_VERBS, low=1.0, high=86400.0)
+    request_timeout: float = _number(600.0, "max seconds of a request", verbs=_GATEWAY_VERBS, bounds=(1.0, 86400.0))
     read_timeout: float = _number(
         30.0,
         "max seconds to receive a request's headers, and again for its body",
         verbs=_GATEWAY_VERBS,
-        low=0.1,
-        high=3600.0,
+        bounds=(0.1, 3600.0),
     )
     write_timeout: float = _number(
-        30.0, "max seconds that a client may leave an answer unread", verbs=_GATEWAY_VERBS, low=1.0, high=3600.0
+        30.0, "max seconds that a client may leave an answer unread", verbs=_GATEWAY_VERBS, bounds=(1.0, 3600.0)
     )
     resume_grace: float = _number(
         30.0,
         "seconds that a resumable request continues without a client",
         verbs=_GATEWAY_VERBS,
-        low=0.05,
-        high=86400.0,
+        bounds=(0.05, 86400.0),
     )
     response_retention: float = _number(
         86400.0,
         "seconds that a stored response is kept",
         verbs=_GATEWAY_VERBS,
-        low=1.0,
-        high=2592000.0,
+        bounds=(1.0, 2592000.0),
     )
     enable_embeddings: bool = _switch(
         False, "serve /v1/embeddings: the model's pooled hidden states", verbs=_GATEWAY_VERBS
@@ -428,28 +410,25 @@ class Settings:
         ("mean", "last"),
         verbs=_GATEWAY_VERBS,
     )
-    max_waiting: int = _integer(4096, "max waiting jobs; more get 503", verbs=_GATEWAY_VERBS, low=1, high=1 << 20)
+    max_waiting: int = _integer(4096, "max waiting jobs; more get 503", verbs=_GATEWAY_VERBS, bounds=(1, 1 << 20))
     max_waiting_tokens: int = _integer(
         1 << 22,
         "max tokens of waiting jobs, prompts plus at most 1024 per branch; more get 503",
         verbs=_GATEWAY_VERBS,
-        low=1,
-        high=1 << 40,
+        bounds=(1, 1 << 40),
     )
     max_waiting_tokens_per_tenant: int = _integer(
         1 << 20,
         "max tokens of one tenant's waiting jobs, counted likewise; more get 429",
         verbs=_GATEWAY_VERBS,
-        low=1,
-        high=1 << 40,
+        bounds=(1, 1 << 40),
     )
-    max_n: int = _integer(8, "max choices per prompt (`n` and `best_of`)", verbs=_GATEWAY_VERBS, low=1, high=32)
+    max_n: int = _integer(8, "max choices per prompt (`n` and `best_of`)", verbs=_GATEWAY_VERBS, bounds=(1, 32))
     max_request_tokens: int = _integer(
         1 << 20,
         "max tokens of one request: prompts plus max_tokens, over all choices",
         verbs=_GATEWAY_VERBS,
-        low=1,
-        high=1 << 31,
+        bounds=(1, 1 << 31),
     )
 
     # All

@@ -36,10 +36,10 @@ def run_all_kernels(model: Llama, sizes: WarmUpSizes, adapters: AdapterSlots | N
     sampled = ops.empty((max_rows,), np.dtype(np.int32))
     graphs = StepGraphs(model, sampled, max_rows, max_blocks, verifies_drafts=sizes.verifies_drafts)
     kv = allocate(ops, model.config, 1, sizes.block_size)
-    graphs.run_sizes(kv, adapters)
-    with ops.scratch():
+    with ops.scratch():  # first: sampling is needed first, and compiles long
         logits = model.forward(shared_block_batch(ops, np.ones(1, np.int64), sizes.block_size, 1), kv)
         ops.sample(logits, _sampling(model, SamplingParams(max_tokens=1, temperature=0.0), 1))
+    graphs.run_sizes(kv, adapters)
     warm_up(model, sizes, adapters)
     warm_up_products(model, sizes)
 
