@@ -16,12 +16,12 @@ from service.engine.sequence import Sequence
 
 FIRST_RATE = 0.7
 """Acceptance until any is seen; high enough to try."""
-DECAY = 0.9
+DECAY = 0.95
 """Factor of a sequence's counts, each step."""
 SOURCE_DECAY, FADE, MIN_TRIALS = 0.995, 0.98, 16.0
 """Factors of a source's counts, each step with drafts and without; FADE ends at MIN_TRIALS."""
-PRIOR_TRIALS = 4.0
-"""Weight of the source's rate against a sequence's own trials."""
+PRIOR_TRIALS, SEQUENCE_PRIOR_TRIALS = 4.0, 12.0
+"""Weights of FIRST_RATE against a source's trials, and of the source's rate against a sequence's own."""
 MIN_SPEED_UP = 1.03
 """A smaller gain is within the error of the step times."""
 TRIAL_SHARE = 0.005
@@ -64,8 +64,8 @@ class Counts:
         self.accepted *= factor
         self.trials *= factor
 
-    def rate(self, prior: float) -> float:
-        return (self.accepted + PRIOR_TRIALS * prior) / (self.trials + PRIOR_TRIALS)
+    def rate(self, prior: float, weight: float = PRIOR_TRIALS) -> float:
+        return (self.accepted + weight * prior) / (self.trials + weight)
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class Acceptance:
         if own is None:
             return prior
         own.decay(DECAY)
-        return own.rate(prior)
+        return own.rate(prior, SEQUENCE_PRIOR_TRIALS)
 
 
 class _Option(NamedTuple):
