@@ -27,6 +27,7 @@ class Batch:
     num_sequences: int
     max_query_len: int  # of the later sequences
     adapters: BatchAdapters | None = None  # None: every row is the base model's
+    has_drafts: bool = True  # rows may be tokens of one sequence; False: each decode is its own
 
 
 @dataclass(frozen=True)

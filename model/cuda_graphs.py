@@ -82,7 +82,7 @@ class StepGraphs:
         self._decodes_only = decode_sizes(max_rows)
         self._decodes_with_chunks = _decodes_with_chunks(max_rows)
         self._adapters: StaticAdapterRows | None = None
-        most_drafted = min(max_rows, MAX_EXACT_ROWS) if verifies_drafts else 0
+        self._most_drafted = most_drafted = min(max_rows, MAX_EXACT_ROWS) if verifies_drafts else 0
         self._drafted = sorted({size for size in (*DRAFTED_ROWS, most_drafted) if 1 < size <= most_drafted})
         larger = [size for size in self._decodes_only if size == 1 or size > most_drafted]
         self._decodes_with_drafts = sorted([*self._drafted, *larger])
@@ -299,7 +299,7 @@ class StepGraphs:
 
     def _run_exact(self, model: Llama, batch: Batch, kv: Array) -> None:
         with model.ops.exact_rows():
-            self._run(model, batch, kv)
+            self._run(model, replace(batch, has_drafts=True), kv)
 
     def _batch(self, decodes: int, more: int) -> Batch:
         buffers, total = self._buffers, decodes + more
@@ -316,6 +316,7 @@ class StepGraphs:
             num_tokens=total,
             num_sequences=num_sequences,
             max_query_len=total if more else 0,
+            has_drafts=more > 0 or 0 < self._most_drafted < decodes,
         )
 
     def _padding(self) -> list[np.ndarray]:

@@ -401,24 +401,41 @@ __device__ __forceinline__ void store_state(const WarpState<Q_TILES>& state, Res
     }
 }
 
-template <int NUM_ROWS, typename Rows>
-__device__ __forceinline__ void attend(const Rows& rows, const PagedHead& head, const KvSplit& split, float scale_log2,
-                                       Results<NUM_ROWS>& results, unsigned char* tiles) {
-    constexpr int Q_TILES = ceil_div(NUM_ROWS, 8);
-    const int warp = threadIdx.x / WARP_SIZE;
-    const int num_tiles = ceil_div(split.end, TILE);
-    const u32 ring = shared_address(tiles) + warp * (STAGES * 2 * TILE_BYTES);
-    int tile = split.begin / TILE + warp;
-    int2 ids[STAGES];
+// A warp's tiles of a split. Tokens from `copied_end` on are not copied.
+struct TileRing {
+    u32 ring;
+    int tile, num_tiles, first, copied_end;
+    int2 next_ids;
+
+    // Starts the first copies.
+    __device__ __forceinline__ TileRing(unsigned char* tiles, const PagedHead& head, const KvSplit& split,
+                                        int copied_end)
+        : num_tiles(ceil_div(split.end, TILE)), first(split.first), copied_end(copied_end) {
+        const int warp = threadIdx.x / WARP_SIZE;
+        ring = shared_address(tiles) + warp * (STAGES * 2 * TILE_BYTES);
+        tile = split.begin / TILE + warp;
+        int2 ids[STAGES];
 #pragma unroll
-    for (int i = 0; i < STAGES; ++i) ids[i] = blocks_of_tile(head, tile + i * WARPS);
-    int2 next_ids = blocks_of_tile(head, tile + STAGES * WARPS);
+        for (int i = 0; i < STAGES; ++i) ids[i] = blocks_of_tile(head, tile + i * WARPS);
+        next_ids = blocks_of_tile(head, tile + STAGES * WARPS);
 #pragma unroll
-    for (int i = 0; i < STAGES; ++i) {
-        const int ahead = tile + i * WARPS;
-        if (ahead < num_tiles) copy_tile(ring + i * 2 * TILE_BYTES, head, ids[i], ahead, split.first, split.end);
-        commit_copies();
+        for (int i = 0; i < STAGES; ++i) {
+            const int ahead = tile + i * WARPS;
+            if (ahead < num_tiles) copy_tile(ring + i * 2 * TILE_BYTES, head, ids[i], ahead, first, copied_end);
+            commit_copies();
+        }
     }
+};
+
+// No token of a split is missing in the cache.
+struct NoNewToken {
+    __device__ __forceinline__ void place(u32, int) const {}
+};
+
+template <int NUM_ROWS, typename Rows, typename NewToken>
+__device__ __forceinline__ void attend(TileRing& tiles, const Rows& rows, const PagedHead& head, const KvSplit& split,
+                                       float scale_log2, Results<NUM_ROWS>& results, const NewToken& new_token) {
+    constexpr int Q_TILES = ceil_div(NUM_ROWS, 8);
     u32 fragments[Q_TILES][STEPS][2];
     load_queries(fragments, rows);
     ScoreScale<Q_TILES> scale;
@@ -434,21 +451,30 @@ __device__ __forceinline__ void attend(const Rows& rows, const PagedHead& head, 
 #pragma unroll
     for (int n = 0; n < Q_TILES; ++n) state.maximum[n][0] = state.maximum[n][1] = minus_infinity();
 
-    for (u32 stage = 0; tile < num_tiles; tile += WARPS) {
-        const u32 at = ring + stage * 2 * TILE_BYTES;
+    int tile = tiles.tile;
+    for (u32 stage = 0; tile < tiles.num_tiles; tile += WARPS) {
+        const u32 at = tiles.ring + stage * 2 * TILE_BYTES;
         wait_for_copies<STAGES - 1>();
         __syncwarp();
+        new_token.place(at, tile);
         attend_tile(state, fragments, at, split.first - tile * TILE, split.end - tile * TILE, ends, tile * TILE, scale);
         __syncwarp();
         const int ahead = tile + STAGES * WARPS;
-        if (ahead < num_tiles) copy_tile(at, head, next_ids, ahead, split.first, split.end);
+        if (ahead < tiles.num_tiles) copy_tile(at, head, tiles.next_ids, ahead, tiles.first, tiles.copied_end);
         commit_copies();
-        next_ids = blocks_of_tile(head, ahead + WARPS);  // ahead, so that the copy does not wait
+        tiles.next_ids = blocks_of_tile(head, ahead + WARPS);  // ahead, so that the copy does not wait
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     wait_for_copies<0>();
     __syncthreads();
     store_state(state, results);
+}
+
+template <int NUM_ROWS, typename Rows>
+__device__ __forceinline__ void attend(const Rows& rows, const PagedHead& head, const KvSplit& split, float scale_log2,
+                                       Results<NUM_ROWS>& results, unsigned char* tiles) {
+    TileRing ring(tiles, head, split, split.end);
+    attend(ring, rows, head, split, scale_log2, results, NoNewToken{});
 }
 
 #endif

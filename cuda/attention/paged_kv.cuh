@@ -102,14 +102,6 @@ struct TileOf {
 using SharedTile = TileOf<HEAD_DIM / 8>;  // 16-bit elements
 using KvTile = TileOf<HEAD_DIM * sizeof(Kv) / 16>;  // the cache's
 
-#if QUIRE_KV_FP8
-// Apart from store_widened, so that loads can precede stores.
-__device__ __forceinline__ uint2 load_eight(u32 from) {
-    uint2 eight;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(eight.x), "=r"(eight.y) : "r"(from) : "memory");
-    return eight;
-}
-
 __device__ __forceinline__ uint4 load_chunk(u32 from) {
     uint4 chunk;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -124,6 +116,14 @@ __device__ __forceinline__ void store_chunk(u32 to, uint4 chunk) {
                  :
                  : "r"(to), "r"(chunk.x), "r"(chunk.y), "r"(chunk.z), "r"(chunk.w)
                  : "memory");
+}
+
+#if QUIRE_KV_FP8
+// Apart from store_widened, so that loads can precede stores.
+__device__ __forceinline__ uint2 load_eight(u32 from) {
+    uint2 eight;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(eight.x), "=r"(eight.y) : "r"(from) : "memory");
+    return eight;
 }
 
 __device__ __forceinline__ void store_widened(u32 to, uint2 eight) {

@@ -8,8 +8,9 @@
 //   A build defines WARPS, MEMBERS, BLOCK_SIZE, MAX_SPLITS; MIN_SPLIT and MIN_COMMON in tokens.
 //   grid (1), block (1024)
 //   reference: NumpyOps.plan_decode_attention
-//   needs: num_slots >= S, with target_splits > 0 (0: no splits) S + 2 * target_splits + max_groups; max_groups 0 if
-//   S > 1024, target_splits is 0 or the window hides tokens. Tables with a block in common agree up to it.
+//   needs: num_slots >= S, with target_splits > 0 (0: no splits) S + 2 * target_splits + max_groups, or target_splits if
+//   S is 1; max_groups 0 if S > 1024, target_splits is 0 or the window hides tokens. Tables with a block in common agree
+//   up to it.
 //   roofline: none, one launch
 #include "attention/split_sizes.cuh"
 

@@ -128,6 +128,12 @@ __device__ __forceinline__ Value block_scan(Value value, Value* total) {
     return before + value;
 }
 
+// Brings `num_bytes` of constants to the L2 for a grid of few blocks, by its first.
+__device__ __forceinline__ void prefetch_for_few_rows(const void* from, int num_bytes) {
+    if (gridDim.x <= 16 && blockIdx.x == 0 && threadIdx.x * 128 < num_bytes)
+        asm volatile("prefetch.global.L2 [%0];" : : "l"(static_cast<const char*>(from) + threadIdx.x * 128));
+}
+
 // Programmatic dependent launch: before this call a kernel may not read what other kernels write, nor write what they
 // read. A no-op in a plain launch and before sm_90.
 __device__ __forceinline__ void wait_for_previous_kernel() {

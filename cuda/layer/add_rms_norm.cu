@@ -9,6 +9,7 @@
 extern "C" __global__ void __launch_bounds__(1024)
     add_rms_norm(const T* x, T* residual, const T* weight, T* out, int width, float eps) {
     start_next_kernel();
+    prefetch_for_few_rows(weight, width * sizeof(T));
     wait_for_previous_kernel();
     const i64 start = static_cast<i64>(blockIdx.x) * width;
     const T* added = x + start;

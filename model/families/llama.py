@@ -242,15 +242,17 @@ class Llama:
     def _attended(self, index: int, qkv: Array, batch: Batch, kv: Array, plans: Mapping[int, Array | None]) -> Array:
         """qkv [T, (Hq + 2 Hkv) * D] -> [T, Hq * D]: attention's rows before the output product."""
         ops, kv_scales, layer = self.ops, self.weights.kv_scales, self.weights.layers[index]
-        q = self._rotated(index, qkv, batch, kv)
-        out = ops.temporary(q.shape, ops.dtype)
         scale, window, n = self.config.attention_scale, self.config.windows[index], batch.num_decodes
         tables, lens, rounds = batch.block_tables, batch.context_lens, layer.output.quantised_input
+        decodes = AttentionBatch(
+            kv, index, tables[:n], lens[:n], scale, window, plan=plans.get(window), kv_scales=kv_scales,
+            rounds_output=rounds,
+        )  # fmt: skip
+        if n == batch.num_tokens and not batch.has_drafts and layer.rotation.query_cos is None:
+            return self._decoded(index, qkv, batch, decodes)
+        q = self._rotated(index, qkv, batch, kv)
+        out = ops.temporary(q.shape, ops.dtype)
         if n > 0:
-            plan = plans[window]
-            decodes = AttentionBatch(
-                kv, index, tables[:n], lens[:n], scale, window, plan=plan, kv_scales=kv_scales, rounds_output=rounds
-            )
             ops.paged_decode_attention(q[:n], decodes, out[:n])
         if n < batch.num_sequences:
             rows = batch.query_start, batch.max_query_len
@@ -259,6 +261,16 @@ class Llama:
             )
             ops.paged_prefill_attention(q, chunks, out)
         return out.reshape(len(out), -1)
+
+    def _decoded(self, index: int, qkv: Array, batch: Batch, decodes: AttentionBatch) -> Array:
+        """qkv [S, (Hq + 2 Hkv) * D] of a token of each sequence -> attention's rows [S, Hq * D]."""
+        ops, layer, eps = self.ops, self.weights.layers[index], self.config.rms_norm_eps
+        norms = (layer.q_norm, layer.k_norm)
+        if self.config.qk_norm_whole:
+            ops.normalise_qk(qkv, *norms, eps)
+            norms = (None, None)
+        rotation = HeadRotation(layer.rotation.cos, layer.rotation.sin, *norms, eps)
+        return ops.rope_decode_attention(qkv, rotation, batch.positions, batch.slots, decodes)
 
     def _rotated(self, index: int, qkv: Array, batch: Batch, kv: Array) -> Array:
         """qkv [T, (Hq + 2 Hkv) * D] -> q [T, Hq, D], normed and rotated; keys and values go to `kv`."""

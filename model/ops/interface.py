@@ -383,6 +383,20 @@ class Ops(Device, Protocol):
         weights, experts and adapters.
         """
 
+    def rope_decode_attention(
+        self,
+        qkv: Array,
+        rotation: HeadRotation,
+        positions: Array,
+        slots: Array,
+        batch: AttentionBatch,
+    ) -> Array:
+        """Return [S, Hq * D]: `rope_kv_write` and `paged_decode_attention`.
+
+        qkv [S, (Hq + 2 Hkv) * D], positions int32[S], slots int64[S] of the last token of each of S sequences: a row
+        does not read what another writes. Rows without context write nothing and are zeros.
+        """
+
     def paged_decode_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
         """Attend with one query per sequence, at position context_lens[s] - 1; q, out [S, Hq, D].
 

@@ -101,6 +101,8 @@ def _kind(kernel: str) -> str:
         return COPIES
     if kernel.startswith(("experts_gemv", "experts_sm90", "experts_w4a16")):
         return EXPERTS
+    if kernel == "rope_paged_decode":
+        return ATTENTION  # of few rows, rotation included
     if "splitkreduce" in lowered or "memset" in lowered:
         return "part of a product"
     if "nvjet" in lowered or "gem" in lowered or "cutlass" in lowered or kernel.startswith("small_m"):

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from model.ops.gpu.attention import split_decode
+from model.ops.gpu.attention.paged import split_decode
 from model.ops.interface import NO_WINDOW, AttentionBatch
 from tests.support.kernel_checks import seconds_of
 from tests.support.paged_cache import captured

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from model.ops.gpu.attention import split_decode
+from model.ops.gpu.attention.paged import split_decode
 from model.ops.interface import NO_WINDOW, AttentionBatch
 from tests.support.paged_cache import drafted_rows
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from model.dtypes import all_finite
+from model.ops.attention import rope_decode_attention
 from model.ops.cpu import drafts, lora
 from model.ops.cpu import sampling as numpy_sampling
 from model.ops.cpu.device import NumpyDevice
@@ -164,6 +165,16 @@ class NumpyOps(NumpyDevice):
 
     def plan_decode_attention(self, num_heads: int, batch: AttentionBatch) -> None:
         return None
+
+    def rope_decode_attention(
+        self,
+        qkv: Array,
+        rotation: HeadRotation,
+        positions: Array,
+        slots: Array,
+        batch: AttentionBatch,
+    ) -> Array:
+        return rope_decode_attention(self, qkv, rotation, (positions, slots), batch)
 
     def paged_decode_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
         lens = batch.context_lens

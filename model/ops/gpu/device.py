@@ -62,6 +62,7 @@ class CudaDevice:
         self._arena = Arena(self._allocate, ARENA_CHUNK_BYTES)
         self._launch_overlapped = OverlappedLaunch(self.stream) if int(device.compute_capability) >= 90 else None
         self._is_capturing = False
+        self._zeros: dict[tuple[tuple[int, ...], np.dtype], Array] = {}
         self._most_clusters: dict[tuple[Any, ...], int] = {}
         self._transfers = Transfers(self.stream, self.launch)
 
@@ -117,6 +118,13 @@ class CudaDevice:
         if not self._arena.is_open:
             return self.empty(shape, dtype)
         return cupy.ndarray(shape, dtype, self._arena.take(math.prod(shape) * dtype.itemsize))
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        """Return the array of zeros of this shape, which kernels write and leave as zeros."""
+        key = (shape, np.dtype(dtype))
+        if key not in self._zeros:
+            self._zeros[key] = self.upload(np.zeros(*key))
+        return self._zeros[key]
 
     def host_blocks(self, kv: Array, num_blocks: int) -> CudaHostBlocks:
         return CudaHostBlocks(kv, num_blocks, self.stream)

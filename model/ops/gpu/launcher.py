@@ -30,6 +30,9 @@ class KernelLauncher(Protocol):
     def temporary(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """See `Device.temporary`."""
 
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """See `CudaDevice.zeros`."""
+
     def launch(
         self,
         name: str,

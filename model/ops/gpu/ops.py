@@ -11,12 +11,14 @@ from functools import partial
 
 import numpy as np
 
+from model.ops.attention import rope_decode_attention
 from model.ops.cpu.quantised import dequantise
 from model.ops.experts import add_norm_experts, gated_experts
 from model.ops.gpu import drafts
 from model.ops.gpu.adapters import launches as lora
 from model.ops.gpu.adapters.writes import AsyncWriter, CudaWrite
-from model.ops.gpu.attention import decode_attention, kv_build, plan_decode_attention, prefill_attention
+from model.ops.gpu.attention.paged import decode_attention, kv_build, plan_decode_attention, prefill_attention
+from model.ops.gpu.attention.rotated_decode import rotate_and_decode, should_rotate
 from model.ops.gpu.device import DTYPE_CODES, THREADS, CudaDevice, expect
 from model.ops.gpu.experts.fused import can_gate, gate_and_sum
 from model.ops.gpu.experts.launches import combine_experts, group_by_expert, route_experts, route_to_groups
@@ -237,22 +239,10 @@ class CudaOps(CudaDevice):
         layer: int,
         kv_scales: Array | None = None,
     ) -> Array:
+        self._expect_rotation(qkv, rotation, positions, slots, kv, layer, kv_scales)
         num_blocks, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
         rows, max_len = len(qkv), len(rotation.cos)
         num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-        expect("kv", kv, self.kv_dtype, num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
-        _expect_scales(kv_scales, self.kv_dtype, num_layers, num_kv_heads)
-        expect("qkv", qkv, self.dtype, rows, (num_heads + 2 * num_kv_heads) * head_dim)
-        expect("cos", rotation.cos, _FLOAT32, max_len, head_dim // 2)
-        expect("sin", rotation.sin, _FLOAT32, max_len, head_dim // 2)
-        expect("positions", positions, _INT32, rows)
-        expect("slots", slots, _INT64, rows)
-        for name, weight in (("q_norm", rotation.q_norm), ("k_norm", rotation.k_norm)):
-            if weight is not None:
-                expect(name, weight, self.dtype, head_dim)
-        if head_dim * self.dtype.itemsize % (2 * _VEC_BYTES) or not 0 <= layer < num_layers:
-            raise ValueError(f"rope_kv_write: head_dim {head_dim} in layer {layer} of {num_layers} is not supported")
-
         lanes = head_dim * self.dtype.itemsize // (2 * _VEC_BYTES)
         heads_per_block = THREADS >> (lanes - 1).bit_length()
         out = self.temporary((rows, num_heads, head_dim), self.dtype)
@@ -282,6 +272,22 @@ class CudaOps(CudaDevice):
         expect("context_lens", batch.context_lens, _INT32, None)
         expect("block_tables", batch.block_tables, _INT32, len(batch.context_lens), None)
         return plan_decode_attention(self, num_heads, self._made_exact(batch))
+
+    def rope_decode_attention(
+        self,
+        qkv: Array,
+        rotation: HeadRotation,
+        positions: Array,
+        slots: Array,
+        batch: AttentionBatch,
+    ) -> Array:
+        self._expect_rotation(qkv, rotation, positions, slots, batch.kv, batch.layer, batch.kv_scales)
+        expect("context_lens", batch.context_lens, _INT32, len(qkv))
+        expect("block_tables", batch.block_tables, _INT32, len(qkv), None)
+        made_exact = self._made_exact(batch)
+        if not should_rotate(self, qkv, made_exact):
+            return rope_decode_attention(self, qkv, rotation, (positions, slots), batch)
+        return rotate_and_decode(self, qkv, rotation, (positions, slots), made_exact)
 
     def paged_decode_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
         self._expect_attention(q, batch, out)
@@ -450,6 +456,32 @@ class CudaOps(CudaDevice):
         if len(batch.context_lens) > MAX_EXACT_ROWS:
             raise ValueError(f"exact_rows: {len(batch.context_lens)} decodes are not supported ({MAX_EXACT_ROWS} rows)")
         return replace(batch, exact=True)
+
+    def _expect_rotation(
+        self,
+        qkv: Array,
+        rotation: HeadRotation,
+        positions: Array,
+        slots: Array,
+        kv: Array,
+        layer: int,
+        kv_scales: Array | None,
+    ) -> None:
+        num_blocks, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
+        rows, max_len = len(qkv), len(rotation.cos)
+        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+        expect("kv", kv, self.kv_dtype, num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
+        _expect_scales(kv_scales, self.kv_dtype, num_layers, num_kv_heads)
+        expect("qkv", qkv, self.dtype, rows, (num_heads + 2 * num_kv_heads) * head_dim)
+        expect("cos", rotation.cos, _FLOAT32, max_len, head_dim // 2)
+        expect("sin", rotation.sin, _FLOAT32, max_len, head_dim // 2)
+        expect("positions", positions, _INT32, rows)
+        expect("slots", slots, _INT64, rows)
+        for name, weight in (("q_norm", rotation.q_norm), ("k_norm", rotation.k_norm)):
+            if weight is not None:
+                expect(name, weight, self.dtype, head_dim)
+        if head_dim * self.dtype.itemsize % (2 * _VEC_BYTES) or not 0 <= layer < num_layers:
+            raise ValueError(f"rope_kv_write: head_dim {head_dim} in layer {layer} of {num_layers} is not supported")
 
     def _expect_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
         kv, layer, num_sequences = batch.kv, batch.layer, len(batch.context_lens)

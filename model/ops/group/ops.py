@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from model.ops.attention import rope_decode_attention
 from model.ops.collectives import Collectives
 from model.ops.experts import add_norm_experts, gated_experts, layer_tail
 from model.ops.group.arrays import GroupArray, PartialSums, SplitArray, divided, joined, on_rank, product_split
@@ -139,6 +140,16 @@ class GroupOps(GroupDevice):
         own_heads = num_heads // self.num_ranks
         plan: Array | None = self._each(lambda ops, batch: ops.plan_decode_attention(own_heads, batch), batch)
         return plan
+
+    def rope_decode_attention(
+        self,
+        qkv: Array,
+        rotation: HeadRotation,
+        positions: Array,
+        slots: Array,
+        batch: AttentionBatch,
+    ) -> Array:
+        return rope_decode_attention(self, qkv, rotation, (positions, slots), batch)
 
     def paged_decode_attention(self, q: Array, batch: AttentionBatch, out: Array) -> None:
         self._each(lambda ops, *arrays: ops.paged_decode_attention(*arrays), q, batch, out)

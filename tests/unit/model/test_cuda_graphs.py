@@ -106,6 +106,28 @@ def test_captured_steps_of_a_group_have_its_parts_of_the_logits(model, kv, graph
     np.testing.assert_allclose(ops.download(logits), graphs.forward(step(model, [(20, 1), (7, 1)])), atol=2e-4)
 
 
+@pytest.mark.parametrize("verifies_drafts", [False, True])
+def test_only_rows_of_different_sequences_are_rotated_and_attended_at_once(model, kv, monkeypatch, verifies_drafts):
+    """A row with drafts reads the keys that its neighbours write."""
+    asked, run = [], model.ops.rope_decode_attention
+
+    def recorded(qkv, *args):
+        asked.append(len(qkv))
+        return run(qkv, *args)
+
+    monkeypatch.setattr(model.ops, "rope_decode_attention", recorded)
+    made = StepGraphs(model, np.arange(MAX_ROWS, dtype=np.int32), MAX_ROWS, MAX_BLOCKS, verifies_drafts=verifies_drafts)
+    made.capture(kv)
+    asked.clear()
+    inputs = step(model, [(20, 1), (7, 1)])
+    made.forward(inputs)
+    assert asked == [2] * model.config.num_layers
+    made.forward(replace(inputs, num_draft_rows=2))
+    assert len(asked) == model.config.num_layers * (1 if verifies_drafts else 2)
+    made.forward(step(model, [(3, 1), (0, 30)]))
+    assert len(asked) == model.config.num_layers * (1 if verifies_drafts else 2)
+
+
 def test_padding_writes_no_key(model, kv, graphs):
     inputs, before = step(model, [(30, 1), (8, 5)]), kv.copy()
     graphs.forward(inputs)

@@ -40,6 +40,12 @@ def test_products_are_named_by_their_place_in_the_step():
     assert names == [COPIES, *layer * 2, "linear lm_head", "sample_tokens"] * 2
 
 
+def test_the_fused_attention_of_few_rows_counts_as_attention():
+    layer = ["gemv", "rope_paged_decode", "gemv", "add_rms_norm", "gemv", "silu_mul", "gemv"]
+    found = op_names([event(name, i, i + 1) for i, name in enumerate([*layer, "gemv"])], [*PRODUCTS, "lm_head"])
+    assert found[1] == "paged_decode"
+
+
 def test_a_kernel_that_began_early_adds_what_comes_after_the_one_before():
     added, idle = added_us([event("a", 0, 10), event("b", 2, 14), event("c", 3, 12), event("d", 20, 21)])
     assert added == [10, 4, 0, 1]

@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from model.ops.gpu.attention import decode_attention, plan_decode_attention, prefill_attention
+from model.ops.gpu.attention.paged import decode_attention, plan_decode_attention, prefill_attention
+from model.ops.gpu.attention.rotated_decode import can_rotate, rotate_and_decode
 from model.ops.gpu.experts import builds as experts
 from model.ops.gpu.int4.builds import GEMV_X_ROWS, Int4Layout, gemv_w4_build, small_m_w4_build
 from model.ops.gpu.linear_builds import GEMV_BUILDS, SMALL_M_SPLITS, exact_gemv_build, small_m_build
 from model.ops.gpu.w8.builds import GEMV_W8_BUILDS, small_m_fp8_build, small_m_w8a16_build
-from model.ops.interface import MAX_EXACT_ROWS, NO_WINDOW, AttentionBatch
+from model.ops.interface import MAX_EXACT_ROWS, NO_WINDOW, AttentionBatch, HeadRotation
 from tests.support.source_tree import ROOT
 
 COMPILES_ALL = "QUIRE_COMPILE_ALL" in os.environ
@@ -93,7 +94,7 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
         return []
     if name == "unpack_int4":
         return [{"QUIRE_DTYPE": dtype_code, **layout.defines} for layout in LAYOUTS]
-    if not name.startswith(("plan_", "paged_decode", "paged_prefill")):
+    if not name.startswith(("plan_", "paged_", "rope_paged_")):
         return [{"QUIRE_DTYPE": dtype_code, **SHAPE, **more} for more in ALSO.get(name, ({},))]
     builds = attention_builds(dtype_code, architecture, np.float32) + attention_builds(
         dtype_code, architecture, np.uint8
@@ -120,6 +121,9 @@ def attention_builds(dtype_code: int, architecture: str, kv_dtype: type) -> list
         num_sms=132,
         stream=None,
         temporary=np.empty,
+        zeros=np.zeros,
+        dtype=np.dtype(np.float16),
+        max_shared_bytes=(99 << 10) if architecture in ("86", "89", "120") else 163 << 10,
         tensor_maps=SimpleNamespace(get=lambda *_: None),
     )
     q, kv = np.empty((2048, 32, 128), np.float32), np.empty((1, 1, 2, 8, 16, 128), kv_dtype)
@@ -129,6 +133,10 @@ def attention_builds(dtype_code: int, architecture: str, kv_dtype: type) -> list
     exact = AttentionBatch(kv, 0, tables[:8], ints[:8], 0.1, exact=True)
     plan_decode_attention(ops, 32, exact)
     decode_attention(ops, q[:8], exact, q[:8])
+    qkv, few = np.empty((8, 48 * 128), np.float32), AttentionBatch(kv, 0, tables[:8], ints[:8], 0.1)
+    rotation = HeadRotation(np.empty((64, 64), np.float32), np.empty((64, 64), np.float32))
+    if can_rotate(ops, qkv, few):
+        rotate_and_decode(ops, qkv, rotation, (ints[:8], ints[:8]), few)
     for num_tokens, longest in ((96, 1), (96, 96), (2048, 96)):
         rows = q[:num_tokens]
         prefill_attention(ops, rows, AttentionBatch(kv, 0, tables, ints[:96], 0.1, NO_WINDOW, ints, longest), rows)

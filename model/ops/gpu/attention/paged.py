@@ -79,7 +79,7 @@ def plan_decode_attention(device: KernelLauncher, num_heads: int, batch: Attenti
     """Return int32[num_slots + rows of members, 8]: `KvSplit`s of kv_split.cuh, then `PrefixGroupMember`s."""
     kv, tables = batch.kv, batch.block_tables
     split = split_decode(device, num_heads, batch)
-    tiles = _decode_tiles(device.dtype_code, kv, num_heads // kv.shape[3])
+    tiles = decode_tiles(device.dtype_code, kv, num_heads // kv.shape[3])
     kernel, threads = ("plan_exact_rows", _WARP_SIZE) if batch.exact else ("plan_decode", _PLAN_THREADS)
     num_member_rows = math.ceil(split.num_members * _MEMBER_INTS / _SPLIT_INTS)
     plan = device.temporary((split.num_slots + num_member_rows, _SPLIT_INTS), np.int32)
@@ -112,9 +112,9 @@ def decode_attention(device: KernelLauncher, q: Array, batch: AttentionBatch, ou
     num_partials = split.num_rows * num_heads
     partial_sums = device.temporary((num_partials, head_dim), np.float32)
     partial_stats = device.temporary((num_partials, 2), np.float32)
-    tiles = _decode_tiles(device.dtype_code, kv, num_heads // num_kv_heads)
+    tiles = decode_tiles(device.dtype_code, kv, num_heads // num_kv_heads)
     sizes = map(np.int32, (num_sequences, num_blocks, num_layers, batch.layer, tables.shape[1]))
-    args = (out, q, kv, tables, plan, partial_sums, partial_stats, *sizes, _scale_log2(batch.scale), batch.kv_scales)
+    args = (out, q, kv, tables, plan, partial_sums, partial_stats, *sizes, scale_log2(batch.scale), batch.kv_scales)
     device.launch(
         "paged_decode_exact" if batch.exact else "paged_decode",
         (split.num_ctas, split.num_stripes),
@@ -252,7 +252,7 @@ def _short_build(kv: Array, group: int) -> dict[str, int]:
     }
 
 
-def _decode_tiles(dtype_code: int, kv: Array, group: int) -> dict[str, int]:
+def decode_tiles(dtype_code: int, kv: Array, group: int) -> dict[str, int]:
     """Return macros: each warp streams tiles of 16 keys and values."""
     head_dim, is_fp8 = kv.shape[5], is_e4m3(kv)
     warps, stages = 4 if head_dim <= 128 else 2, _STAGES
@@ -299,10 +299,11 @@ def split_decode(device: KernelLauncher, num_heads: int, batch: AttentionBatch) 
         num_rows = num_slots if most_splits > 1 else 0
         num_stripes = min(num_slots, _num_stripes(device, num_ctas, is_e4m3(kv)))
         return _Split(num_ctas, target_splits, num_slots, num_stripes, 0, num_sequences, num_rows)
-    num_slots = min(num_sequences + 2 * target_splits, num_sequences * most_splits)
+    most_slots = target_splits if num_sequences == 1 else num_sequences + 2 * target_splits
+    num_slots = max(num_sequences, min(most_slots, num_sequences * most_splits))
     if num_slots == num_sequences:
         return _Split(num_ctas, 0, num_slots, num_slots, 0, 0, 0)
-    members = _decode_tiles(device.dtype_code, kv, group)["MEMBERS"]
+    members = decode_tiles(device.dtype_code, kv, group)["MEMBERS"]
     may_share = members > 1 and target_splits > 1 and _MIN_COMMON_TOKENS < num_tokens <= window
     if not may_share or not 1 < num_sequences <= _PLAN_THREADS:
         return _Split(num_ctas, target_splits, num_slots, num_slots, 0, 0, num_slots)
@@ -344,9 +345,9 @@ def _cache_map(device: KernelLauncher, kv: Array, keys: int) -> np.ndarray:
 
 def _scales(batch: AttentionBatch) -> tuple[np.float32, np.int32, Array | None]:
     """Return the last arguments of prefill."""
-    return _scale_log2(batch.scale), np.int32(batch.window), batch.kv_scales
+    return scale_log2(batch.scale), np.int32(batch.window), batch.kv_scales
 
 
-def _scale_log2(scale: float) -> np.float32:
+def scale_log2(scale: float) -> np.float32:
     """Return the scale for exp2."""
     return np.float32(scale * math.log2(math.e))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from model.ops.gpu.attention import decode_attention, plan_decode_attention, prefill_attention
+from model.ops.gpu.attention.paged import decode_attention, plan_decode_attention, prefill_attention
 from model.ops.interface import NO_WINDOW, AttentionBatch
 
 SMALLEST_SHARED_LIMIT_BYTES = 99 << 10  # a block's on sm_86, sm_89 and sm_120
@@ -111,8 +111,8 @@ def test_prefill_on_hopper_holds_tiles_of_bytes_in_addition(chunk):
 
 def test_a_sequence_can_be_cut_to_fill_the_device_twice():
     ops = decoded(max_blocks=2048)
-    assert ops.grid == (8, 1 + 2 * 33)
-    assert ops.temporaries == [(67, 8), (32 * 67, 128), (32 * 67, 2)]
+    assert ops.grid == (8, 33)
+    assert ops.temporaries == [(33, 8), (32 * 33, 128), (32 * 33, 2)]
 
 
 def test_many_sequences_leave_room_to_cut_the_long_ones():
@@ -198,7 +198,7 @@ def test_parts_are_not_shorter_than_they_are_worth():
 
 def test_parts_of_one_kv_head_stay_within_the_memory_for_their_weights():
     ops = decoded(heads=(4, 1), max_blocks=8192)
-    assert ops.grid == (1, 1 + 2 * 264)
+    assert ops.grid == (1, 264)
     assert ops.build[1]["MAX_SPLITS"] == 256
 
 

@@ -1,0 +1,95 @@
+"""Launches rope_paged_decode: rotation, cache write and attention of few decodes as one kernel."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from model.ops.gpu.attention.paged import (
+    decode_tiles,
+    is_e4m3,
+    kv_build,
+    plan_decode_attention,
+    scale_log2,
+    split_decode,
+)
+from model.ops.gpu.launcher import KernelLauncher
+from model.ops.interface import Array, AttentionBatch, HeadRotation
+
+_FP32 = 0
+_MAX_ROWS, _MIN_FP8_ROWS, _MAX_GROUP = 16, 8, 4
+"""Rows and query heads of a kv head where one kernel is faster, on an H200 with Llama-3.1-8B's heads and
+Qwen3-30B-A3B's."""
+
+_PADDING = 8
+"""16-bit elements between rotated queries in shared memory."""
+
+_ALIGNMENT = 1024
+"""Alignment of the tiles, which follow the queries."""
+
+
+def can_rotate(device: KernelLauncher, qkv: Array, batch: AttentionBatch) -> bool:
+    """Return whether one kernel may serve the rows: their blocks run at once and fit the shared memory."""
+    if batch.exact or device.dtype_code == _FP32 or len(qkv) == 0:
+        return False
+    num_kv_heads, head_dim = batch.kv.shape[3], batch.kv.shape[5]
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    group = num_heads // num_kv_heads
+    tiles = decode_tiles(device.dtype_code, batch.kv, group)
+    num_rows = tiles["MEMBERS"] * min(group, 16)
+    static_bytes = 2 * num_rows * (head_dim + _PADDING) + 2 * head_dim * batch.kv.dtype.itemsize
+    num_ctas = num_kv_heads * math.ceil(group / min(group, 16))
+    aligned_bytes = (math.ceil(static_bytes / _ALIGNMENT) + 1) * _ALIGNMENT  # and reductions
+    fits = bool(tiles["SHARED_BYTES"] + aligned_bytes <= device.max_shared_bytes)
+    return fits and num_heads % num_kv_heads == 0 and len(qkv) * num_ctas <= device.num_sms
+
+
+def should_rotate(device: KernelLauncher, qkv: Array, batch: AttentionBatch) -> bool:
+    """Return whether one kernel is also faster."""
+    least = _MIN_FP8_ROWS if is_e4m3(batch.kv) else 1
+    num_kv_heads, head_dim = batch.kv.shape[3], batch.kv.shape[5]
+    few = qkv.shape[1] <= (_MAX_GROUP + 2) * num_kv_heads * head_dim
+    return few and least <= len(qkv) <= _MAX_ROWS and can_rotate(device, qkv, batch)
+
+
+def rotate_and_decode(
+    device: KernelLauncher,
+    qkv: Array,
+    rotation: HeadRotation,
+    at: tuple[Array, Array],
+    batch: AttentionBatch,
+) -> Array:
+    """`Ops.rope_decode_attention`. Launches must not overlap: they share a workspace.
+
+    The kernel reads the plan before its predecessor ends, which must not be the planning kernel.
+    """
+    kv, tables, num_rows = batch.kv, batch.block_tables, len(qkv)
+    num_blocks, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    plan = plan_decode_attention(device, num_heads, batch) if batch.plan is None else batch.plan
+    split = split_decode(device, num_heads, batch)
+    num_partials = max(1, split.num_rows) * num_heads
+    sent = (
+        device.zeros((num_partials, head_dim), np.float32),
+        device.zeros((num_partials, 2), np.float32),
+    )
+    out = device.temporary((num_rows, num_heads * head_dim), device.dtype)
+    tiles = decode_tiles(device.dtype_code, kv, num_heads // num_kv_heads)
+    rotated = (qkv, rotation.cos, rotation.sin, *at, rotation.q_norm, rotation.k_norm)
+    sizes = (num_rows, num_blocks, num_layers, batch.layer, tables.shape[1], len(rotation.cos))
+    numbers = (*map(np.int32, sizes), scale_log2(batch.scale), np.float32(rotation.eps))
+    device.launch(
+        "rope_paged_decode",
+        (split.num_ctas, split.num_slots),
+        (out, *rotated, kv, tables, plan, *sent, *numbers, batch.kv_scales),
+        threads=32 * tiles["WARPS"],
+        shared_bytes=tiles["SHARED_BYTES"],
+        overlaps=batch.plan is not None,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        GROUP=num_heads // num_kv_heads,
+        **tiles,
+        **kv_build(kv),
+    )
+    return out
