@@ -29,7 +29,7 @@ from service.gateway.routes.invocations import INVOCATIONS, Invocations
 from service.gateway.routes.messages import COUNT_TOKENS, Messages
 from service.gateway.routes.models import Models
 from service.gateway.routes.operations import ASSETS, PAGES, Operations, asset
-from service.gateway.routes.responses import RESPONSE_ROUTE, Responses
+from service.gateway.routes.responses import COUNT_INPUT_TOKENS, RESPONSE_ROUTE, Responses
 from service.gateway.routes.scores import RERANK_PATHS, SCORE_PATHS, Scores
 
 _SHOWN_SETTINGS = ("max_n", "max_request_tokens", "request_timeout", "enable_embeddings", "pooling")
@@ -62,6 +62,7 @@ def route_table(service: InferenceService, runner: BatchRunner) -> list[Route]:
         Route("GET", REQUEST_ROUTE, completions.get),
         Route("DELETE", REQUEST_ROUTE, completions.delete),
         Route("POST", RESPONSES, responses.create),
+        Route("POST", COUNT_INPUT_TOKENS, responses.count_input_tokens),
         Route("GET", RESPONSE_ROUTE, responses.get),
         Route("DELETE", RESPONSE_ROUTE, responses.delete),
         Route("POST", f"{RESPONSE_ROUTE}/cancel", responses.cancel),

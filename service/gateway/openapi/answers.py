@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from service.gateway.openapi.message_answers import AnthropicMessage, AnthropicRefusal, TokenCount
-from service.gateway.openapi.response_answers import Response, ResponseDeleted, ResponseItems, Shape
+from service.gateway.openapi.response_answers import InputTokens, Response, ResponseDeleted, ResponseItems, Shape
 from service.queue.records import BatchStatus
 
 
@@ -357,7 +357,7 @@ class RequestState(Shape):
 
 ANSWERS: tuple[Any, ...] = (
     *(Completion, ChatCompletion, RequestState, ModelList, Model, Tokens, Detokenized),
-    *(Response, ResponseDeleted, ResponseItems, EmbeddingList, PoolingList, ScoreList, Ranking),
+    *(Response, InputTokens, ResponseDeleted, ResponseItems, EmbeddingList, PoolingList, ScoreList, Ranking),
     *(File, FileList, FileDeleted, Batch, BatchList),
     *(Status, Readiness, Version, ServerInfo, Refusal, AnthropicMessage, AnthropicRefusal, TokenCount),
 )

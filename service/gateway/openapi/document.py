@@ -279,6 +279,9 @@ def _response_paths(headers: Mapping[str, str]) -> Json:
                 "ResponseBody", "Response", "Answer a conversation and store it.", headers, streams=True
             )
         },
+        f"{RESPONSES}/input_tokens": {
+            "post": _operation_with_body("ResponseBody", "InputTokens", "Count the tokens of a conversation.")
+        },
         one: {
             "get": _with_stream(
                 _operation("Response", "Get a response, finished or not.", of=of), "starting_after", "Last-Event-ID"

@@ -113,6 +113,11 @@ class Response(Shape):
     user: str | None
 
 
+class InputTokens(Shape):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class ResponseDeleted(Shape):
     id: str
     object: Literal["response"]

@@ -16,6 +16,7 @@ from service.gateway.core.back_pressure import NoRoom
 from service.gateway.core.refusals import UNAVAILABLE, refusal
 from service.gateway.core.request import RESPONSES, GenerationRequest
 from service.gateway.core.response_stream import ResponseStream
+from service.gateway.core.served_model import ServedModel
 from service.gateway.core.service import InferenceService
 from service.gateway.http.middleware import REQUEST_ID, TENANT, json_response, read_body
 from service.gateway.http.sse import ClientGone, SseStream
@@ -33,6 +34,7 @@ from service.gateway.routes.generation import (
     as_request_error,
     idempotency_key,
     last_event_id,
+    refuse_idempotency_key,
     stream,
     wants_stream,
 )
@@ -40,7 +42,8 @@ from service.gateway.routes.pages import is_ascending, page_json
 from service.gateway.routes.response_store import ResponseStore, check_size
 from service.queue.records import StoredResponse
 
-RESPONSE_ROUTE = "/v1/responses/{response_id}"
+RESPONSE_ROUTE = f"{RESPONSES}/{{response_id}}"
+COUNT_INPUT_TOKENS = f"{RESPONSES}/input_tokens"
 CANCEL_WAIT_S = 5.0
 DEFAULT_PAGE = 20
 
@@ -68,6 +71,18 @@ class Responses:
         )
         generation = _Response(self._service, accepted, self._store, record if record.answer["store"] else None)
         return await answer_new(http, generation, after)
+
+    async def count_input_tokens(self, http: web.Request) -> web.Response:
+        """Count the tokens of the prompt that `create` would make of the same body."""
+        refuse_idempotency_key(http)
+        tenant, model = http[TENANT], self._service.model
+        request, _, _ = await self._read(await read_body(http), tenant)
+        model.require(request.model, await self._service.adapters.loaded_names())
+        try:
+            num_tokens = await self._service.threads.run(tenant, _count_tokens, model, request)
+        except RequestError as error:
+            raise with_own_field_names(error) from None
+        return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     async def _read(self, data: bytes, tenant: str) -> tuple[GenerationRequest, list[Json], list[Json]]:
         """Return the request, the items of the conversation that it continues, and its own. Raises RequestError."""
@@ -238,6 +253,11 @@ async def _read_response(builder: ResponsesBuilder, deltas: ResponseStream) -> J
         for delta in arrived:
             builder.chunks(delta)
     return response_of(builder.closing(deltas.outcome))
+
+
+def _count_tokens(model: ServedModel, request: GenerationRequest) -> int:
+    model.check_tools(request.tools)
+    return sum(len(model.encode(prompt, request.add_special_tokens)) for prompt in request.prompts)
 
 
 def _read_fields(data: bytes) -> tuple[Json, GenerationRequest, list[Json]]:

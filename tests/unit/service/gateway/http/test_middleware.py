@@ -31,6 +31,7 @@ ROUTES = (
     ("GET", "/"),
     ("GET", "/openapi.json"),
     ("POST", "/v1/responses"),
+    ("POST", "/v1/responses/input_tokens"),
     ("GET", "/v1/responses/{response_id}"),
     ("DELETE", "/v1/responses/{response_id}"),
     ("POST", "/v1/responses/{response_id}/cancel"),

@@ -57,6 +57,7 @@ async def test_it_has_the_documented_routes_of_the_table_and_their_need_of_a_key
         (RESPONSES, {"input": "Hi", "truncation": "auto"}, answers.Refusal),
         (MESSAGES, {"messages": HELLO}, answers.AnthropicMessage),
         (MESSAGES, {"messages": HELLO, "n": 2}, answers.AnthropicRefusal),
+        (f"{RESPONSES}/input_tokens", {"input": "Hi"}, answers.InputTokens),
         (f"{RESPONSES}/resp_none", None, answers.Refusal),
         ("/v1/embeddings", {"input": "Hi"}, answers.Refusal),
         ("/tokenize", {"prompt": "the", "return_token_strs": True}, answers.Tokens),
@@ -76,7 +77,7 @@ async def test_answers_have_the_shape_that_is_documented(folder, path, body, sha
         if body is None:
             _, answer = await gateway.get(path)
         else:
-            most = "max_output_tokens" if path == RESPONSES else "max_tokens"
+            most = "max_output_tokens" if path.startswith(RESPONSES) else "max_tokens"
             _, answer = await gateway.post(path, {"model": MODEL, most: 3, **body} if "v1" in path else body)
     msgspec.convert(answer, shape, strict=True)
 

@@ -95,6 +95,24 @@ async def test_a_conversation_goes_on_from_what_is_stored(served):
     assert await client.responses.retrieve(third.id) == third
 
 
+async def test_the_tokens_of_a_conversation_are_counted(served):
+    gateway, client = served
+    first = await client.responses.create(model=MODEL, input="One")
+    asked = {"model": MODEL, "input": "Two", "instructions": "Be kind.", "previous_response_id": first.id}
+    counted = await client.responses.input_tokens.count(**asked, tools=[WEATHER])
+    second = await client.responses.create(**asked, tools=[WEATHER])
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", second.usage.input_tokens)
+    assert len(gateway.worker.jobs) == 2
+    for change, param in (
+        ({"input": "a" * 500_000}, "input"),
+        ({"previous_response_id": "resp_none"}, "previous_response_id"),
+        ({"model": "other"}, "model"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ):
+        _, answer = await gateway.post(f"{RESPONSES}/input_tokens", {**asked, **change})
+        assert answer["error"]["param"] == param
+
+
 async def test_another_gateway_goes_on_with_it(served, folder):
     gateway, client = served
     first = await client.responses.create(model=MODEL, input="One")
