@@ -8,8 +8,15 @@ import pytest
 
 from service.bench import preemption_modes
 from service.cli.main import main
+from service.engine.scheduling import swap_cost
 
 QUICK = ("--device", "cpu", "--max-model-len", "512", "--num-gpu-blocks", "128", "--max-num-seqs", "4")
+
+
+@pytest.fixture(autouse=True)
+def short_calibration(monkeypatch):
+    """Measure the costs of swapping on 128 tokens: 2,048 take NumPy 2 s at each start."""
+    monkeypatch.setattr(swap_cost, "CALIBRATION_TOKENS", 128)
 
 
 @pytest.fixture
