@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from model.text.tokenizer import Tokenizer
 from tests.support.make_tokenizers import ALL_STYLES
+from tests.support.num_examples import num_examples
 
 STYLES = [style.__name__ for style in ALL_STYLES]
 UTF8_STYLES = ["llama3_style", "llama2_style", "mistral_style", "gemma_style"]
@@ -31,7 +32,7 @@ def test_parts_join_to_the_whole(name, readers):
     words = st.sampled_from([[i] for i in range(0, reader.vocab_size, 7)])
     texts = st.sampled_from([reader.encode(HARD_TEXT), reader.encode("👨‍👩‍👧")])
 
-    @settings(max_examples=150, deadline=None, database=None)
+    @settings(max_examples=num_examples(150), deadline=None, database=None)
     @given(st.lists(st.lists(ids, max_size=3) | words | texts, max_size=12), options)
     def check(parts: list[list[int]], chosen: dict[str, bool]) -> None:
         whole = [i for part in parts for i in part]
@@ -50,7 +51,7 @@ def test_the_whole_is_the_library_s(name, readers, folders):
     if name == "gemma_style":  # the library loses a whole run of byte tokens when one of them is invalid
         tokens = [i for i in tokens if len(reader.token_bytes(i)) != 1]
 
-    @settings(max_examples=100, deadline=None, database=None)
+    @settings(max_examples=num_examples(100), deadline=None, database=None)
     @given(st.lists(st.sampled_from(tokens), max_size=20), st.booleans())
     def check(ids: list[int], skip: bool) -> None:
         received = streamed(reader, [[i] for i in ids], skip_special_tokens=skip, at_start=True)

@@ -17,7 +17,7 @@ from tests.support import make_tokenizers
 from tests.support.served import REPOSITORY
 
 MEMORY_BYTES = 2 << 30
-RENDER_S = 0.2
+RENDER_S = 0.1
 CPU_S = 4
 """RENDER_S, one operation on the longest value, and a busy machine."""
 BIG = "{% set big = 'a' * 10000000 %}"

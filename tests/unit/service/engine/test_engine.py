@@ -15,6 +15,7 @@ from service.engine.scheduling.limits import Limits
 from service.engine.scheduling.scheduler import Scheduler
 from service.errors import EndReason
 from tests.fakes.scripted_executor import ScriptedExecutor, next_token
+from tests.support.num_examples import num_examples
 
 EOS = 7
 
@@ -245,7 +246,9 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.stats().num_blocks_used == 0
 
 
-EngineMachine.TestCase.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
+EngineMachine.TestCase.settings = hypothesis_settings(
+    max_examples=num_examples(60), stateful_step_count=40, deadline=None
+)
 test_engine_machine = EngineMachine.TestCase
 
 

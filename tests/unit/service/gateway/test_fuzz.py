@@ -27,6 +27,7 @@ from service.queue.codec import decode
 from service.queue.messages import Reply
 from tests.fakes.scripted_worker import Script
 from tests.support.gateway import MODEL, QuickIngress, QuickQueue, open_gateway
+from tests.support.num_examples import num_examples
 
 BODIES = {
     COMPLETIONS: {"model": MODEL, "prompt": "the and", "max_tokens": 4},
@@ -38,7 +39,7 @@ FIELDS = {
 }
 RESPONSE = {"model": MODEL, "input": "hi", "max_output_tokens": 4}
 RESPONSE_FIELDS = sorted({*ResponseBody.__struct_fields__, *IDLE_RESPONSE_FIELDS, "nonsense"})
-EXAMPLES = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(max_examples=num_examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 LAST_WORDS_S = 5.0
 
 leaves = st.one_of(

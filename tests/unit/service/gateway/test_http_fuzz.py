@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.gateway import MODEL, open_gateway
+from tests.support.num_examples import num_examples
 from tests.support.raw_http import RawClient
 
-EXAMPLES = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(max_examples=num_examples(300), deadline=None, suppress_health_check=list(HealthCheck))
 ANSWER_WITHIN_S = 10.0
 KEY = "first-key"
 GOOD = {"Authorization": f"Bearer {KEY}", "Host": "localhost"}

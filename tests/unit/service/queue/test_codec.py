@@ -26,6 +26,7 @@ from service.queue.messages import (
     Usage,
     WorkerCard,
 )
+from tests.support.num_examples import num_examples
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "häß"}], "temperature": 0.5, "n": 1, "stop": None}
 SAMPLES = [
@@ -256,7 +257,7 @@ def test_random_bytes_are_wire_errors(kind, payload):
         decode(kind, payload)
 
 
-@settings(max_examples=300)
+@settings(max_examples=num_examples(300))
 @given(st.sampled_from(SAMPLES), st.data())
 def test_mutated_messages_decode_or_are_wire_errors(message, data):
     payload = bytearray(encode(message))

@@ -33,6 +33,7 @@ from model.text.tool_calls.reader import Function
 from model.text.tool_calls.stream import ArgumentsDelta, CallStart, TextDelta, ToolCallStream
 from tests.support import make_tokenizers
 from tests.support.call_specs import spec_of
+from tests.support.num_examples import num_examples
 
 NAMES = ("get_weather", "stop")
 WEATHER = '{"city": "서울 \\"x\\" {]", "n": [1, {"a": "}"}]}'
@@ -110,7 +111,7 @@ WORDS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None, database=None)
+@settings(max_examples=num_examples(300), deadline=None, database=None)
 @given(
     st.sampled_from(sorted(CALL_FORMATS)),
     st.lists(st.sampled_from(WORDS), max_size=10),

@@ -19,6 +19,7 @@ from model.text.tool_calls.reader import Function
 from model.text.tool_calls.stream import ArgumentsDelta, CallStart, ToolCallStream
 from tests.support.call_specs import spec_of
 from tests.support.make_tokenizers import llama3_style
+from tests.support.num_examples import num_examples
 from tests.unit.model.text.tool_calls.test_resync import SCHEMAS, check
 
 
@@ -65,7 +66,7 @@ literals = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None, database=None)
+@settings(max_examples=num_examples(200), deadline=None, database=None)
 @given(literals)
 def test_any_literal_means_what_python_says(value):
     written = of_value(repr(value))

@@ -15,6 +15,7 @@ from model.text.tool_calls import stream as tool_call_stream
 from model.text.tool_calls.formats import CALL_FORMATS
 from model.text.tool_calls.reader import CallReader
 from model.text.tool_calls.stream import MAX_RESCANS, ArgumentsDelta, CallStart, TextDelta, ToolCallStream
+from tests.support.num_examples import num_examples
 
 SCHEMAS = {"get_weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}, "stop": None}
 Received = tuple[str, list[tuple[str, str]]]
@@ -144,7 +145,7 @@ def mixtures(draw):
     return form, draw(st.lists(st.one_of(*kinds.values()), max_size=7)), draw(st.sampled_from(["\n", " ", "\n\n"]))
 
 
-@settings(max_examples=400, deadline=None, database=None)
+@settings(max_examples=num_examples(400), deadline=None, database=None)
 @given(mixtures(), st.randoms(use_true_random=False))
 def test_every_valid_call_is_found_and_the_rest_is_text(mixture, rng):
     form, parts, between = mixture

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from model.sampling_params import BeamSearch
 from service.engine.scheduling.preemption import MODES
+from tests.support.num_examples import num_examples
 from tests.support.random_operations import CHANCES, TENANTS, Operations, World, run_randomly
 
 prompts = st.builds(
@@ -81,7 +82,9 @@ class MemoryMachine(RuleBasedStateMachine):
             self.operations.finish()
 
 
-MemoryMachine.TestCase.settings = hypothesis_settings(max_examples=40, stateful_step_count=30, deadline=None)
+MemoryMachine.TestCase.settings = hypothesis_settings(
+    max_examples=num_examples(40), stateful_step_count=30, deadline=None
+)
 test_memory_machine = MemoryMachine.TestCase
 
 

@@ -14,6 +14,7 @@ from service.gateway.anthropic.messages_body import IDLE_MESSAGES_FIELDS, Messag
 from service.gateway.anthropic.request_reader import read_count_body, read_messages, read_messages_body
 from service.gateway.core.request import MESSAGES
 from service.gateway.endpoints import read_outline
+from tests.support.num_examples import num_examples
 
 HI = [{"role": "user", "content": "hi"}]
 USE = {
@@ -173,7 +174,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(300), deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES), values, max_size=4))
 def test_anything_is_read_or_refused(fields):
     with contextlib.suppress(RequestError):
