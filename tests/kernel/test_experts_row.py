@@ -10,8 +10,8 @@ from tests.support.expert_checks import gated_stacks
 from tests.support.kernel_checks import NUMPY_DTYPES, assert_close, normal
 
 pytestmark = pytest.mark.gpu
-fused = pytest.importorskip(
-    "model.ops.gpu.experts.fused", reason="needs the packages of the cuda extra", exc_type=ImportError
+one_row = pytest.importorskip(
+    "model.ops.gpu.experts.one_row", reason="needs the packages of the cuda extra", exc_type=ImportError
 )
 
 HIDDEN, EPS = 2048, 1e-6
@@ -32,7 +32,7 @@ def test_a_row_in_one_launch(open_hopper_ops, rng, dtype, shape, renormalise):
         slots = None if slot is None else ops.upload(np.array([slot]))
         routing = Routing(used, renormalise, slots, 64)
         streams = [ops.upload(residual) for _ in range(2)]
-        assert fused.can_take_row(ops, ops.upload(x), weights, routing)
+        assert one_row.can_take_row(ops, ops.upload(x), weights, routing)
         for _ in range(uses):
             with ops.scratch():
                 args = ops.upload(norm), EPS, weights, routing
