@@ -3,8 +3,8 @@
 //
 //   context_lens int32 [S], block_tables int32 [S, max_blocks] -> splits KvSplit [num_slots], members PrefixGroupMember
 //   [S]
-//   A split names its group's last row, the first member with tokens there and how many follow. num_stripes slots past
-//   the last name sequence S.
+//   A split names its group's last row, the first member with tokens there and how many follow; tokens from its `count`
+//   on may be of this step. num_stripes slots past the last name sequence S.
 //   A build defines WARPS, MEMBERS, BLOCK_SIZE, MAX_SPLITS, MIN_SPLIT in tokens.
 //   grid (1), block (32)
 //   reference: NumpyOps.plan_decode_attention
@@ -72,6 +72,7 @@ extern "C" __global__ void __launch_bounds__(WARP_SIZE)
         const int most = __shfl_sync(FULL_WARP, num_splits, leader);
         const int of_group = __shfl_sync(FULL_WARP, num_members, leader), last = leader + of_group - 1;
         const int last_end = __shfl_sync(FULL_WARP, visible.end, last);
+        const int first_new = __shfl_sync(FULL_WARP, visible.end, leader) - num_sequences;
         int counts[MEMBERS];
 #pragma unroll
         for (int m = 0; m < MEMBERS; ++m) counts[m] = __shfl_sync(FULL_WARP, count, min(leader + m, last));
@@ -80,10 +81,11 @@ extern "C" __global__ void __launch_bounds__(WARP_SIZE)
 #pragma unroll
             for (int m = 0; m < MEMBERS; ++m) ended += m < of_group && counts[m] <= i;
             const int begin = origin + i * size, end = min(begin + size, last_end);
-            splits[slot + i] = {last, first, begin, end, 0, leader + ended, i, of_group - ended};
+            splits[slot + i] = {last, first, begin, end, first_new, leader + ended, i, of_group - ended};
         }
     }
     const int last_slot = min(num_slots, total + num_stripes);
     for (int slot = total + row; slot < last_slot; slot += WARP_SIZE)
         splits[slot] = {num_sequences, 0, 0, 0, 0, 0, 0, 0};
+    __threadfence();  // paged_decode_exact reads them before the kernel ahead of it has ended
 }

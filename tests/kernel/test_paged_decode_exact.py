@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from model.ops.interface import NO_WINDOW, AttentionBatch
+from model.ops.interface import NO_WINDOW, AttentionBatch, HeadRotation
 from tests.support.kernel_checks import normal, seconds_of
 from tests.support.paged_cache import (
     LAYER,
@@ -47,6 +49,44 @@ def test_each_row_has_the_bits_of_a_batch_of_one(open_ops, rng, heads, window, d
     for row in range(len(lengths)):
         one = slice(row, row + 1)
         alone = decoded(ops, q[one], cache, tables[one], lens[one], window, exact=False)
+        np.testing.assert_array_equal(together[one].view(np.uint8), alone.view(np.uint8))
+
+
+def test_tokens_of_this_step_are_read_after_they_are_written(open_ops, rng, monkeypatch):
+    """The captured kernel copies earlier ones while rope_kv_write runs."""
+    ops, heads, (first, count) = open_ops("bfloat16"), Heads("bfloat16", 128, 4, 2, 16), (250, 9)
+    _, lengths = drafted_rows([(first, count)])
+    cache = paged_cache(rng, heads, [lengths[-1]], [0])
+    positions = np.array(lengths, np.int32) - 1
+    blocks, offsets = cache.block_tables[0, positions // heads.block_size], positions % heads.block_size
+    cache.kv[blocks, LAYER, :, :, offsets] = np.nan
+    tables, lens = cache.block_tables[np.zeros(count, np.int64)], np.array(lengths, np.int32)
+    angles = rng.uniform(0, 6, (lengths[-1], heads.head_dim // 2)).astype(np.float32)
+    rotation = HeadRotation(ops.upload(np.cos(angles)), ops.upload(np.sin(angles)), None, None, 1e-6)
+    qkv = ops.upload(normal(rng, (count, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim), "bfloat16"))
+    slots = ops.upload(blocks.astype(np.int64) * heads.block_size + offsets)
+    sent, kv = [ops.upload(each) for each in (positions, tables, lens)], ops.upload(cache.kv)
+    q, out = (ops.empty((count, heads.num_heads, heads.head_dim), ops.dtype) for _ in range(2))
+    monkeypatch.setattr(ops, "is_poisoning", False)  # nothing runs between the two kernels
+    with ops.scratch(), ops.exact_rows():
+        batch = AttentionBatch(kv, LAYER, *sent[1:], 0.1)
+        batch = replace(batch, plan=ops.plan_decode_attention(heads.num_heads, batch))
+
+        def step():
+            with ops.scratch():
+                rotated = ops.rope_kv_write(qkv, rotation, sent[0], slots, kv, LAYER)
+                ops.paged_decode_attention(rotated, batch, out)
+                ops.place_columns(rotated.reshape(count, -1), q.reshape(count, -1), 0)
+
+        replay = ops.capture(step)
+        for _ in range(3):
+            kv.data.copy_from_host(cache.kv.ctypes.data, cache.kv.nbytes)
+            replay()
+            together, written = ops.download(out), replace(cache, kv=ops.download(kv))
+    queries = ops.download(q)
+    for row in range(count):
+        one = slice(row, row + 1)
+        alone = decoded(ops, queries[one], written, tables[one], lens[one], NO_WINDOW, exact=False)
         np.testing.assert_array_equal(together[one].view(np.uint8), alone.view(np.uint8))
 
 

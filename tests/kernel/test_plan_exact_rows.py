@@ -11,7 +11,7 @@ from tests.support.paged_cache import drafted_rows
 
 pytestmark = pytest.mark.gpu
 
-SEQUENCE, FIRST, BEGIN, END, COUNT, FIRST_ROW, ROW, NUM_MEMBERS = range(8)  # of a split
+SEQUENCE, FIRST, BEGIN, END, FIRST_NEW, FIRST_ROW, ROW, NUM_MEMBERS = range(8)  # of a split
 MEMBER_COUNT, MEMBER_FIRST_ROW, MEMBER_END = range(1, 4)
 BLOCK_SIZE, KV_HEADS, HEADS = 16, 8, 32
 
@@ -81,6 +81,8 @@ def test_each_row_has_the_splits_of_a_batch_of_one(open_ops, drafted, window):
     for split in used:
         rows = range(split[FIRST_ROW], split[FIRST_ROW] + split[NUM_MEMBERS])
         assert {owners[row] for row in rows} == {owners[split[SEQUENCE]]}
+        first_new = lengths[owners.index(owners[split[SEQUENCE]])] - 1
+        assert split[END] <= split[BEGIN] or split[FIRST_NEW] <= first_new
 
 
 def test_rows_of_a_sequence_read_a_long_context_once(open_ops):

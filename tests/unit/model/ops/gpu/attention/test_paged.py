@@ -190,6 +190,15 @@ def test_exact_rows_have_slots_for_all_their_splits_on_blocks_that_run_at_once()
     assert exact_plan(3, heads=(4, 1)) == (3 * 256, 2, 3 * 256, 264)
 
 
+@pytest.mark.parametrize(("heads", "members"), [((32, 8), 6), ((64, 8), 3), ((16, 1), 2), ((8, 8), 8)])
+def test_exact_groups_have_24_query_rows_or_two_members(heads, members):
+    ops, kv = RecordingOps(BF16), np.empty((1, 1, 2, heads[1], 16, 128), np.float32)
+    tables, lens = np.empty((9, 64), np.int32), np.empty(9, np.int32)
+    q = np.empty((9, heads[0], 128), np.float32)
+    decode_attention(ops, q, AttentionBatch(kv, 0, tables, lens, 0.1, exact=True), q)
+    assert ops.build[1]["MEMBERS"] == members
+
+
 def test_parts_are_not_shorter_than_they_are_worth():
     assert decoded(max_blocks=32).grid == (8, 4)  # 512 tokens
     assert decoded(max_blocks=2048, window=200).grid == (8, 2)
