@@ -48,12 +48,3 @@ __device__ __forceinline__ void receive_vecs(uint4 (&to)[COUNT], const u64* cons
         if (polls == MAX_POLLS) __trap();
     }
 }
-
-__device__ __forceinline__ Vec<T> receive_vec(const u64* from, u32 launch) {
-    uint4 received[1];
-    const u64* const words[1] = {from};
-    receive_vecs(received, words, launch);
-    Vec<T> vec;
-    memcpy(&vec, received, sizeof(vec));
-    return vec;
-}

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 
 import numpy as np
 
 from model.batch import Batch
 from model.config import ModelConfig
 from model.families.experts import experts_mlp
-from model.ops.interface import Array, AttentionBatch, Fp8Rows, HeadRotation, LayerTail, Ops, Routing
+from model.ops.interface import Array, AttentionBatch, Fp8Rows, HeadRotation, Ops
 from model.ops.weight import ExpertWeights, Weight, WeightFormat
 
 
@@ -117,9 +116,6 @@ class Llama:
         residual = ops.gather_rows(self.weights.embedding, batch.token_ids)
         if self.config.norm_after:
             return self._hidden_norm_after(residual, batch, kv, plans)
-        tails = self._tails(batch, kv)
-        if tails:
-            return self._hidden_by_tails(tails, residual, batch, kv, plans, state_layers, states)
         first_norm = ops.rms_norm_quantised if self._takes_fp8(layers[0].qkv) else ops.rms_norm
         normed = first_norm(residual, layers[0].attention_norm, eps)
         outputs = self._norm_outputs(normed, residual.shape)
@@ -134,56 +130,6 @@ class Llama:
                 normed = self._add_norm(mlp, residual, norm, is_fp8, outputs[is_fp8])
         if states is not None and len(layers) in state_layers:
             ops.place_columns(residual, states, state_layers.index(len(layers)) * self.config.hidden_size)
-        return normed
-
-    def _tails(self, batch: Batch, kv: Array) -> list[tuple[LayerTail, Routing]]:
-        """Return what follows each layer's attention if every one is a single launch, else nothing."""
-        config, layers, experts = self.config, self.weights.layers, self.config.experts
-        if batch.num_tokens != 1 or batch.adapters is not None or experts is None:
-            return []
-        routing = Routing(experts.num_used, experts.renormalises, batch.slots, kv.shape[0] * kv.shape[4])
-        tails = []
-        for layer, after in zip_longest(layers, layers[1:]):
-            if layer.router is None or layer.qkv.shape != layers[0].qkv.shape or self._takes_fp8(layer.qkv):
-                return []
-            tail = LayerTail(
-                output=layer.output,
-                output_bias=layer.output_bias,
-                norm=layer.mlp_norm,
-                experts=ExpertWeights(layer.router, layer.gate_up, layer.down),
-                next_norm=self.weights.final_norm if after is None else after.attention_norm,
-                product=None if after is None else after.qkv,
-                product_bias=None if after is None else after.qkv_bias,
-                width=layer.qkv.shape[0],
-                eps=config.residual_eps,
-            )
-            if not self.ops.can_take_tail(tail, routing):
-                return []
-            tails.append((tail, routing))
-        return tails
-
-    def _hidden_by_tails(
-        self,
-        tails: Sequence[tuple[LayerTail, Routing]],
-        residual: Array,
-        batch: Batch,
-        kv: Array,
-        plans: Mapping[int, Array | None],
-        state_layers: Sequence[int],
-        states: Array | None,
-    ) -> Array:
-        """Return the final norm [1, H]."""
-        ops, layers, width = self.ops, self.weights.layers, self.config.hidden_size
-        normed = ops.rms_norm(residual, layers[0].attention_norm, self.config.residual_eps)
-        qkv = ops.linear(normed, layers[0].qkv, layers[0].qkv_bias)
-        for index, (tail, routing) in enumerate(tails):
-            if states is not None and index in state_layers:
-                ops.place_columns(residual, states, state_layers.index(index) * width)
-            with ops.scratch():
-                attended = self._attended(index, qkv, batch, kv, plans)
-                ops.layer_tail(attended, residual, tail, routing, normed if tail.product is None else qkv)
-        if states is not None and len(layers) in state_layers:
-            ops.place_columns(residual, states, state_layers.index(len(layers)) * width)
         return normed
 
     def _hidden_norm_after(self, residual: Array, batch: Batch, kv: Array, plans: Mapping[int, Array | None]) -> Array:

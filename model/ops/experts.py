@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from model.ops.interface import Array, ExpertGroups, LayerTail, Ops, Routing
+from model.ops.interface import Array, ExpertGroups, Ops, Routing
 from model.ops.weight import ExpertWeights, Weight, WeightFormat
 
 
@@ -22,16 +22,6 @@ def add_norm_experts(
     product = ops.experts_linear(ops.quantise_rows(x) if _takes_fp8(ops, gate_up) else x, gate_up, groups)
     activation = ops.silu_mul_quantised if _takes_fp8(ops, down) else ops.silu_mul
     return ops.combine_experts(ops.experts_linear(activation(product), down, groups, is_sorted=True), groups, weights)
-
-
-def layer_tail(ops: Ops, x: Array, residual: Array, tail: LayerTail, routing: Routing, out: Array) -> None:
-    """`Ops.layer_tail`, for any number of rows."""
-    attended = ops.linear(x, tail.output, tail.output_bias)
-    mlp = ops.add_norm_experts(attended, residual, tail.norm, tail.eps, tail.experts, routing)
-    if tail.product is None:
-        ops.add_rms_norm(mlp, residual, tail.next_norm, tail.eps, out)
-        return
-    ops.linear(ops.add_rms_norm(mlp, residual, tail.next_norm, tail.eps), tail.product, tail.product_bias, out=out)
 
 
 def gated_experts(ops: Ops, x: Array, stacks: tuple[Weight, Weight], groups: ExpertGroups, weights: Array) -> Array:

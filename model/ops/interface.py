@@ -136,21 +136,6 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class LayerTail:
-    """The part of a layer of experts that follows attention, and the first product of the next layer."""
-
-    output: Weight  # [H, K]
-    output_bias: Array | None
-    norm: Array  # [H], of the experts' input
-    experts: ExpertWeights
-    next_norm: Array  # [H]
-    product: Weight | None  # [N, H], of `next_norm`'s result; None: that is the result
-    product_bias: Array | None
-    width: int  # N, of every layer
-    eps: float
-
-
-@dataclass(frozen=True)
 class AttentionBatch:
     """S sequences of an attention call."""
 
@@ -471,13 +456,6 @@ class Ops(Device, Protocol):
         self, x: Array, residual: Array, weight: Array, eps: float, experts: ExpertWeights, routing: Routing
     ) -> Array:
         """residual [T, H] += x -> [T, H]: the experts that its norm is routed to; zeros for padding."""
-
-    def can_take_tail(self, tail: LayerTail, routing: Routing) -> bool:
-        """Return whether `layer_tail` of one row is one launch."""
-
-    def layer_tail(self, x: Array, residual: Array, tail: LayerTail, routing: Routing, out: Array) -> None:
-        """x [1, K], residual [1, H] -> out [1, N]: `linear`, `add_norm_experts`, `add_rms_norm`, and `linear` if there
-        is a product, where `can_take_tail`."""
 
     def gated_experts(self, x: Array, gate_up: Weight, down: Weight, groups: ExpertGroups, weights: Array) -> Array:
         """x [T, H], gate_up [E, 2 I, H], down [E, H, I] -> [T, H]: `experts_linear`, `silu_mul`, `experts_linear`,

@@ -31,7 +31,6 @@ def experts_in_use(built: BuiltEngine) -> float | None:
         return weights, groups
 
     own = {"route_to_groups": counted, "add_norm_experts": partial(_add_norm_experts, ops)}  # no fused kernels
-    own["can_take_tail"] = lambda *_: False
     vars(ops).update(own)
     try:
         with ops.scratch():

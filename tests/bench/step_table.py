@@ -80,9 +80,6 @@ def op_names(events: Sequence[KernelEvent], products: Sequence[str]) -> list[str
             num_products += 1
         if kind == "experts_row":
             num_products += 1  # the router's product is in it
-        if kind == "layer_row":
-            num_products += 2  # of the output and the router
-            num_products += products[num_products % len(products)] == "qkv"
         if kind in ("group_by_expert", "route_few"):
             expert_product = "gate_up"
         elif kind.startswith("silu_mul") or is_gated:

@@ -17,7 +17,7 @@ from model.ops.cpu.device import NumpyDevice
 from model.ops.cpu.experts import combine_experts, group_by_expert, route_experts
 from model.ops.cpu.host_blocks import NumpyTransfer
 from model.ops.cpu.quantised import linear_quantised
-from model.ops.experts import add_norm_experts, gated_experts, layer_tail
+from model.ops.experts import add_norm_experts, gated_experts
 from model.ops.fp8 import E4M3, narrow, quantise, widen
 from model.ops.interface import (
     AdapterMatrix,
@@ -29,7 +29,6 @@ from model.ops.interface import (
     ExpertGroups,
     Fp8Rows,
     HeadRotation,
-    LayerTail,
     Routing,
     Sampled,
     SamplingArrays,
@@ -288,12 +287,6 @@ class NumpyOps(NumpyDevice):
         self, x: Array, residual: Array, weight: Array, eps: float, experts: ExpertWeights, routing: Routing
     ) -> Array:
         return add_norm_experts(self, (x, residual), (weight, eps), experts, routing)
-
-    def can_take_tail(self, tail: LayerTail, routing: Routing) -> bool:
-        return False
-
-    def layer_tail(self, x: Array, residual: Array, tail: LayerTail, routing: Routing, out: Array) -> None:
-        layer_tail(self, x, residual, tail, routing, out)
 
     def gated_experts(self, x: Array, gate_up: Weight, down: Weight, groups: ExpertGroups, weights: Array) -> Array:
         return gated_experts(self, x, (gate_up, down), groups, weights)

@@ -22,7 +22,7 @@ from model.ops.gpu.attention.rotated_decode import rotate_and_decode, should_rot
 from model.ops.gpu.device import DTYPE_CODES, THREADS, CudaDevice, expect
 from model.ops.gpu.experts.fused import can_gate, gate_and_sum
 from model.ops.gpu.experts.launches import combine_experts, group_by_expert, route_experts, route_to_groups
-from model.ops.gpu.experts.one_row import MAX_WORDS, can_take_row, can_take_tail, experts_of_row, tail_of_row
+from model.ops.gpu.experts.one_row import MAX_WORDS, can_take_row, experts_of_row
 from model.ops.gpu.experts.products import dequantised_stack, experts_linear, pack_stack
 from model.ops.gpu.fp8 import Fp8Linear, as_weight, expect_fp8, quantised_by, silu_mul_quantised
 from model.ops.gpu.int4 import linear as int4
@@ -42,7 +42,6 @@ from model.ops.interface import (
     ExpertGroups,
     Fp8Rows,
     HeadRotation,
-    LayerTail,
     Routing,
     Sampled,
     SamplingArrays,
@@ -73,7 +72,7 @@ class CudaOps(CudaDevice):
         self._linear_int4 = int4.Int4Linear(self, self._linear)
         self._writer: AsyncWriter | None = None  # until adapters need it
         self._is_exact = False
-        # of experts_row and layer_row
+        # of experts_row
         self._exchange = self.upload(np.zeros(MAX_WORDS, np.uint64)), self.upload(np.zeros(self.num_sms, np.uint32))
 
     def exact_rows(self) -> AbstractContextManager[None]:
@@ -393,12 +392,6 @@ class CudaOps(CudaDevice):
         if can_take_row(self, x, experts, routing):
             return experts_of_row(self, sums, norm, experts, routing, self._exchange)
         return add_norm_experts(self, sums, norm, experts, routing)
-
-    def can_take_tail(self, tail: LayerTail, routing: Routing) -> bool:
-        return can_take_tail(self, tail, routing)
-
-    def layer_tail(self, x: Array, residual: Array, tail: LayerTail, routing: Routing, out: Array) -> None:
-        tail_of_row(self, x, residual, tail, routing, out, self._exchange)
 
     def gated_experts(self, x: Array, gate_up: Weight, down: Weight, groups: ExpertGroups, weights: Array) -> Array:
         if can_gate(self, gate_up, down, groups):

@@ -15,7 +15,7 @@ import numpy as np
 
 from model.ops.attention import rope_decode_attention
 from model.ops.collectives import Collectives
-from model.ops.experts import add_norm_experts, gated_experts, layer_tail
+from model.ops.experts import add_norm_experts, gated_experts
 from model.ops.group.arrays import GroupArray, PartialSums, SplitArray, divided, joined, on_rank, product_split
 from model.ops.group.device import GroupDevice
 from model.ops.interface import (
@@ -24,7 +24,6 @@ from model.ops.interface import (
     ExpertGroups,
     Fp8Rows,
     HeadRotation,
-    LayerTail,
     PartOps,
     Routing,
     Sampled,
@@ -222,12 +221,6 @@ class GroupOps(GroupDevice):
         self, x: Array, residual: Array, weight: Array, eps: float, experts: ExpertWeights, routing: Routing
     ) -> Array:
         return add_norm_experts(self, (x, residual), (weight, eps), experts, routing)
-
-    def can_take_tail(self, tail: LayerTail, routing: Routing) -> bool:
-        return False
-
-    def layer_tail(self, x: Array, residual: Array, tail: LayerTail, routing: Routing, out: Array) -> None:
-        layer_tail(self, x, residual, tail, routing, out)
 
     def gated_experts(self, x: Array, gate_up: Weight, down: Weight, groups: ExpertGroups, weights: Array) -> Array:
         """Return `PartialSums` for stacks divided by columns."""

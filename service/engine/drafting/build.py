@@ -97,8 +97,8 @@ def build_drafter(wanted: SpeculativeConfig | None) -> Drafter | None:
 
 
 def check_experts(draft: ModelConfig, model: ModelConfig, ops: Ops) -> None:
-    """Raise StartupError for two models with experts on one GPU: blocks of `experts_row` and `layer_row` wait for
-    each other, and launches on two streams could each hold some SMs."""
+    """Raise StartupError for two models with experts on one GPU: blocks of `experts_row` wait for each other, and those
+    of two streams could each hold some SMs."""
     if ops.name == "cuda" and ops.num_ranks == 1 and draft.experts is not None and model.experts is not None:
         raise StartupError(
             "--speculative-config: two models with experts on one GPU are not supported (a dense draft model)"

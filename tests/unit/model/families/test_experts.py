@@ -16,7 +16,7 @@ from model.families.experts import experts_mlp
 from model.kv_cache import allocate
 from model.ops.cpu.ops import NumpyOps
 from model.ops.cpu.quantised import dequantise
-from model.ops.interface import Array, ExpertGroups, LayerTail, Routing
+from model.ops.interface import Array, ExpertGroups
 from model.ops.weight import ExpertWeights, Weight, WeightFormat
 from model.weights.formats.stored_matrix import StoredMatrix
 from model.weights.loader import load_model, plan_weights
@@ -162,20 +162,3 @@ def test_plans_count_experts_and_keep_the_router():
     assert planned.expert_bytes == sum(layer.gate_up.nbytes + layer.down.nbytes for layer in routed)
     assert [layer.gate_up.format for layer in model.weights.layers] == [WeightFormat.FP8] * 4
     assert model.weights.layers[3].router.format is WeightFormat.DENSE
-
-
-def test_tails_of_layers_compute_what_their_operations_do():
-    class InOneLaunch(NumpyOps):
-        num_tails = 0
-
-        def can_take_tail(self, tail: LayerTail, routing: Routing) -> bool:
-            return True
-
-        def layer_tail(self, *args) -> None:
-            self.num_tails += 1
-            super().layer_tail(*args)
-
-    golden, ops = Golden.load("mixtral_bf16"), InOneLaunch()
-    expected, found = (golden.in_chunks(golden.model(each), [100, 1], 16) for each in (NumpyOps(), ops))
-    np.testing.assert_array_equal(found, expected)
-    assert ops.num_tails == 4 * 2  # the last rows in both layers

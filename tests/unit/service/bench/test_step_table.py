@@ -111,17 +111,6 @@ def test_the_router_of_one_row_is_in_the_kernel_of_its_experts():
     assert op_names(events, products_of(config)) == layer * config.num_layers + ["linear lm_head"]
 
 
-def test_the_products_around_experts_are_in_the_kernel_of_one_row():
-    config = PRESETS["qwen3-30b-a3b"]
-    layer = ["rope_kv_write", "paged_decode", "layer_row"]
-    events = [
-        event(name, 6 * i, 6 * i + 5)
-        for i, name in enumerate(["gemv", *layer * config.num_layers, "gemv", "sample_tokens"] * 2)
-    ]
-    expected = ["linear qkv", *layer * config.num_layers, "linear lm_head", "sample_tokens"]
-    assert op_names(events, products_of(config)) == expected * 2
-
-
 def test_experts_in_use_are_read_once():
     config = PRESETS["qwen3-30b-a3b"]
     assert config.experts is not None

@@ -67,6 +67,8 @@ W8_KINDS = (
     {"X_FP8": 0, "WEIGHT_INT8": 1, "BLOCK_SCALES": 0},
 )
 H200 = 132, 227 << 10
+ONE_ROW = {"HIDDEN": 2048, "INNER": 768, "NUM_USED": 8, "NUM_EXPERTS": 128, "BLOCKS": 132, "STAGES": 4}
+"""Of Qwen3-30B-A3B on an H200."""
 NAMES = sorted(path.stem for path in (ROOT / "cuda").glob("*/*.cu"))
 
 
@@ -84,7 +86,7 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
         return small_m_w8a16_builds(dtype_code, architecture)
     if name == "silu_mul_quantised_sm90" and (dtype_code, architecture) != (DTYPE_CODES["bfloat16"], "90a"):
         return []
-    if name.startswith("experts_") or name == "layer_row":
+    if name.startswith("experts_"):
         return expert_builds(name, dtype_code, architecture)
     if name == "gemv_w4a16":
         return gemv_w4_builds(dtype_code)
@@ -215,21 +217,14 @@ def expert_builds(name: str, dtype_code: int, architecture: str) -> list[dict[st
     if name == "experts_gemv_w4a16":
         few = zip(sizes, LAYOUTS, strict=True)
         return [{"QUIRE_DTYPE": dtype_code, **experts.gemv_w4_build(*size).defines(layout)} for size, layout in few]
-    if name in ("experts_row", "layer_row"):
-        return one_row_builds(name, dtype_code) if architecture == "90a" else []
+    if name == "experts_row":
+        return [{"QUIRE_DTYPE": dtype_code, **ONE_ROW}] if architecture == "90a" else []
     if name == "experts_gemv":
         kinds = ({"GATED": 1, "KNOWN": 0}, {"GATED": 0, "KNOWN": 0}, {"GATED": 0, "KNOWN": 1})
         few = zip(kinds, (*sizes, sizes[0]), strict=True)
         return [{**common, **kind, **experts.gemv_build(*size).defines} for kind, size in few]
     asked = zip(W8_KINDS, (*sizes, sizes[0]), strict=True)
     return [{**common, "GATED": 0, "KNOWN": 0, **kind, **experts.gemv_w8_build(*size).defines} for kind, size in asked]
-
-
-def one_row_builds(name: str, dtype_code: int) -> list[dict[str, int]]:
-    """Qwen3-30B-A3B's on an H200."""
-    sizes = {"HIDDEN": 2048, "INNER": 768, "NUM_USED": 8, "NUM_EXPERTS": 128, "BLOCKS": 132, "STAGES": 2}
-    around = {"ATTENDED": 4096, "NEXT_SIZE": 5120, "HOLD": 1} if name == "layer_row" else {}
-    return [{"QUIRE_DTYPE": dtype_code, **sizes, **around}]
 
 
 def gemv_w4_builds(dtype_code: int) -> list[dict[str, int]]:
