@@ -45,7 +45,7 @@ def narrow(array: np.ndarray, out: np.ndarray, spare: np.ndarray) -> None:
 def all_finite(array: np.ndarray) -> bool:
     """Return whether a contiguous float32, float16, bfloat16 or e4m3 array has no NaN or infinity.
 
-    Compares bits: those that are not finite are the largest integers of either sign.
+    Compares bits: values that are not finite are the largest integers of either sign.
     """
     bits = array.reshape(-1).view(f"i{array.dtype.itemsize}")
     return all(_no_exponent_of_ones(bits[start : start + _PIECE], array.dtype) for start in range(0, bits.size, _PIECE))

@@ -4,7 +4,7 @@
 //   out [S, Hq, HEAD_DIM]; sent_sums float [num_rows, Hq, HEAD_DIM], sent_stats float2 [num_rows, Hq]: zeros before and
 //   after
 //   grid (Hkv * SLICES, num_slots), block THREADS, shared memory SHARED_BYTES
-//   reference: NumpyOps.rope_decode_attention; bits are those of the kernels one after another
+//   reference: NumpyOps.rope_decode_attention, with the bits of one kernel after the other
 //   needs: as paged_decode; S * gridDim.x CTAs run at once; a position in the table and a slot in the cache for each row
 //   with tokens; what the kernels before the previous one wrote is visible (plan, tables, older tokens)
 //   Rows with context_len <= 0 write no key and are zeros.

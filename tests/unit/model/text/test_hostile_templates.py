@@ -144,15 +144,15 @@ from model.text.tokenizer import Tokenizer
 tokenizer = Tokenizer.read(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]),) * 2)
 for source in json.load(sys.stdin):
-    started, told = time.process_time(), ""
+    started, refusal = time.process_time(), ""
     try:
         template = ChatTemplate({"default": source}, tokenizer, RenderLimits(max_s=float(sys.argv[3])))
         template.render([{"role": "user", "content": "hello"}])
     except (TemplateError, jinja2.TemplateSyntaxError) as error:
-        told = repr(error.__cause__ or error)
+        refusal = repr(error.__cause__ or error)
     except Exception as error:
-        told = "not refused: " + repr(error)
-    print(json.dumps([source[:90], round(time.process_time() - started, 2), told[:200]]), flush=True)
+        refusal = "not refused: " + repr(error)
+    print(json.dumps([source[:90], round(time.process_time() - started, 2), refusal[:200]]), flush=True)
 """
 
 

@@ -82,15 +82,15 @@ async def test_a_request_is_one_trace_from_the_clients_header_to_the_last_token(
         before_s = time.time()
         status, answer = await complete(http, {"traceparent": THEIRS})
         assert status == 200
-    told = spans.by_name()
-    assert set(told) == {
+    made = spans.by_name()
+    assert set(made) == {
         "POST /v1/completions", "admission", "text_completion m", "queue", "prefill", "decode",
     }  # fmt: skip
-    assert {f"{span.context.trace_id:032x}" for span in told.values()} == {trace_id(THEIRS)}
-    served, generation = told["POST /v1/completions"], told["text_completion m"]
+    assert {f"{span.context.trace_id:032x}" for span in made.values()} == {trace_id(THEIRS)}
+    served, generation = made["POST /v1/completions"], made["text_completion m"]
     assert f"{served.parent.span_id:016x}" == THEIRS[36:52]
-    assert told["admission"].parent.span_id == generation.parent.span_id == served.context.span_id
-    assert {told[name].parent.span_id for name in ("queue", "prefill", "decode")} == {generation.context.span_id}
+    assert made["admission"].parent.span_id == generation.parent.span_id == served.context.span_id
+    assert {made[name].parent.span_id for name in ("queue", "prefill", "decode")} == {generation.context.span_id}
     assert dict(served.attributes) == {
         "http.request.method": "POST", "http.route": "/v1/completions", "url.scheme": "http",
         "http.response.status_code": 200,
@@ -105,13 +105,13 @@ async def test_a_request_is_one_trace_from_the_clients_header_to_the_last_token(
         "gen_ai.usage.output_tokens": 4, "gen_ai.usage.cache_read.input_tokens": 0,
         "quire.tenant": "anonymous", "quire.stream": False,
     }  # fmt: skip
-    assert told["prefill"].attributes["gen_ai.usage.input_tokens"] == 3
-    assert told["decode"].attributes["gen_ai.usage.output_tokens"] == 4
-    assert told["decode"].attributes["quire.end"] == "length"
-    queue_span, prefill, decode = (told[name] for name in ("queue", "prefill", "decode"))
+    assert made["prefill"].attributes["gen_ai.usage.input_tokens"] == 3
+    assert made["decode"].attributes["gen_ai.usage.output_tokens"] == 4
+    assert made["decode"].attributes["quire.end"] == "length"
+    queue_span, prefill, decode = (made[name] for name in ("queue", "prefill", "decode"))
     assert before_s - 1 < queue_span.start_time / 1e9
     assert queue_span.end_time == prefill.start_time <= prefill.end_time == decode.start_time <= decode.end_time
-    assert all(span.status.is_ok or span.status.status_code.name == "UNSET" for span in told.values())
+    assert all(span.status.is_ok or span.status.status_code.name == "UNSET" for span in made.values())
 
 
 async def test_what_begins_here_is_a_trace_of_its_own_each_time(folder):
@@ -136,10 +136,10 @@ async def test_refusals_say_why(folder):
     async with service(folder, spans.tracing) as (_, _, http):
         assert (await complete(http, model="nobody"))[0] == 404
         assert (await complete(http, prompt=[]))[0] == 400
-    told = spans.kept.get_finished_spans()
-    assert [span.name for span in told] == ["admission", "POST /v1/completions", "POST /v1/completions"]
-    assert told[0].attributes["error.type"] == "model_not_found"
-    assert [span.attributes["http.response.status_code"] for span in told[1:]] == [404, 400]
+    made = spans.kept.get_finished_spans()
+    assert [span.name for span in made] == ["admission", "POST /v1/completions", "POST /v1/completions"]
+    assert made[0].attributes["error.type"] == "model_not_found"
+    assert [span.attributes["http.response.status_code"] for span in made[1:]] == [404, 400]
 
 
 async def test_a_job_that_is_cancelled_fails_by_name(folder):
@@ -150,8 +150,8 @@ async def test_a_job_that_is_cancelled_fails_by_name(folder):
             await response.content.readline()
             await queue.cancel(Cancel(job_id=response.headers["X-Request-Id"], reason=EndReason.CANCELLED))
             await response.read()
-    told = spans.by_name()
-    assert told["decode"].attributes["error.type"] == told["text_completion m"].attributes["error.type"] == "cancelled"
+    made = spans.by_name()
+    assert made["decode"].attributes["error.type"] == made["text_completion m"].attributes["error.type"] == "cancelled"
 
 
 async def test_a_producers_trace_goes_through_the_queue_door(folder):
@@ -165,9 +165,9 @@ async def test_a_producers_trace_goes_through_the_queue_door(folder):
         async with asyncio.timeout(10):
             while "text_completion m" not in spans.by_name():
                 await asyncio.sleep(0.005)
-    told = spans.by_name()
-    assert {f"{span.context.trace_id:032x}" for span in told.values()} == {trace_id(THEIRS)}
-    assert f"{told['text_completion m'].parent.span_id:016x}" == THEIRS[36:52]
+    made = spans.by_name()
+    assert {f"{span.context.trace_id:032x}" for span in made.values()} == {trace_id(THEIRS)}
+    assert f"{made['text_completion m'].parent.span_id:016x}" == THEIRS[36:52]
 
 
 async def test_without_tracing_a_clients_trace_still_reaches_the_log_and_the_job(folder, caplog):
@@ -189,10 +189,10 @@ async def test_a_second_attempt_has_no_wait_in_the_queue():
     job_spans = JobSpans(tracing=spans.tracing, job=make_job(traceparent=THEIRS), times=times)
     times.request.started_s = times.request.first_token_s = time.time()
     job_spans.end(None)
-    told = spans.by_name()
-    assert set(told) == {"prefill", "decode"}
-    assert told["decode"].attributes["quire.end"] == "handed_on"
-    assert told["decode"].attributes["quire.attempt"] == 2
+    made = spans.by_name()
+    assert set(made) == {"prefill", "decode"}
+    assert made["decode"].attributes["quire.end"] == "handed_on"
+    assert made["decode"].attributes["quire.attempt"] == 2
 
 
 @pytest.mark.parametrize(

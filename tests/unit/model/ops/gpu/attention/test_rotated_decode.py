@@ -1,4 +1,4 @@
-"""When few decodes are rotated and attended by one kernel, and how it is launched."""
+"""The choice of one kernel that rotates and attends few decodes, and its launch."""
 
 from __future__ import annotations
 
