@@ -184,7 +184,7 @@ class Speculation:
 
     def _room(self, sequence: Sequence) -> int:
         """Return the most drafts that can be accepted once its tokens are known."""
-        # Beams and forks sample several sequences, or one that needs more than the next token.
+        # Beams and forks sample several sequences, or a sequence that needs more than the next token.
         is_alone = sequence.sampled_sequences == (sequence,) and not sequence.prefix_followers
         if sequence.cannot_run_ahead or not is_alone:
             return 0
