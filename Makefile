@@ -12,6 +12,8 @@ IN_RANGE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
 # Many tests wait for processes of their own: one more at a time than there are cores keeps these busy.
 TEST_PROCESSES ?= $(shell echo $$(($$(nproc) < 4 ? $$(nproc) + 1 : 4)))
+# Kernels are compiled on the host: several processes share the GPU, some 8 GB each.
+GPU_TEST_PROCESSES ?= $(shell echo $$(($$(nproc) < 16 ? $$(nproc) : 15)))
 
 # These three are looked up only when a recipe needs them.
 PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
@@ -41,7 +43,8 @@ coverage: ARGS += --cov=service --cov=model --cov-report=term:skip-covered
 coverage: test ## the same with line coverage, half as fast
 
 test-gpu: $(if $(PYTHON_BIN),,gpu-env) ## each kernel against its NumPy reference (PYTHON_BIN=python3 uses that Python as it is)
-	@$(or $(PYTHON_BIN),$(VENV)/bin/python) -m pytest tests/kernel -m gpu $(ARGS)
+	@$(or $(PYTHON_BIN),$(VENV)/bin/python) -m pytest tests/kernel -m 'gpu and not whole_gpu' -n $(GPU_TEST_PROCESSES) $(ARGS)
+	@$(or $(PYTHON_BIN),$(VENV)/bin/python) -m pytest tests/kernel -m 'gpu and whole_gpu' $(ARGS)
 
 .PHONY: gpu-env
 gpu-env: $(VENV)/requirements-cuda.stamp $(VENV)/requirements-test.stamp $(VENV)/quire.stamp

@@ -34,6 +34,12 @@ class SkippedModule(pytest.Module):
         pytest.skip(missing(), allow_module_level=True)
 
 
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.name.startswith("test_speed"):
+            item.add_marker(pytest.mark.whole_gpu)
+
+
 def pytest_pycollect_makemodule(module_path, parent):
     return None if missing() is None else SkippedModule.from_parent(parent, path=module_path)
 

@@ -56,6 +56,7 @@ def test_a_transfer_waits_for_the_work_before_it(ops):
     host.close()
 
 
+@pytest.mark.whole_gpu
 def test_bandwidth_both_ways(ops):
     num_blocks = 256
     kv = ops.empty((2 * num_blocks, *BLOCK), ops.dtype)

@@ -80,7 +80,7 @@ def test_tokens_of_this_step_are_read_after_they_are_written(open_ops, rng, monk
 
         replay = ops.capture(step)
         for _ in range(3):
-            kv.data.copy_from_host(cache.kv.ctypes.data, cache.kv.nbytes)
+            kv.data.copy_from_host_async(cache.kv.ctypes.data, cache.kv.nbytes, ops.stream)
             replay()
             together, written = ops.download(out), replace(cache, kv=ops.download(kv))
     queries = ops.download(q)

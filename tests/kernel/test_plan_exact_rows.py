@@ -85,8 +85,10 @@ def test_each_row_has_the_splits_of_a_batch_of_one(open_ops, drafted, window):
         assert split[END] <= split[BEGIN] or split[FIRST_NEW] <= first_new
 
 
-def test_rows_of_a_sequence_read_a_long_context_once(open_ops):
-    ops, (owners, lengths) = open_ops("bfloat16"), drafted_rows([(4000, 8)])
+@pytest.mark.parametrize(("num_rows", "most_reads"), [(8, 2), (17, 5)])
+def test_rows_of_a_sequence_share_reads_of_a_long_context(open_ops, num_rows, most_reads):
+    """Groups of four to six rows read it together, as their splits run at once."""
+    ops, (owners, lengths) = open_ops("bfloat16"), drafted_rows([(4000, num_rows)])
     tables = np.arange(1024, dtype=np.int32)[None].repeat(len(owners), axis=0)
     used = used_splits(plan_of(ops, tables, lengths, NO_WINDOW, True)[0], len(lengths))
-    assert (used[:, END] - used[:, BEGIN]).sum() == 4007
+    assert (used[:, END] - used[:, BEGIN]).sum() <= most_reads * lengths[-1]

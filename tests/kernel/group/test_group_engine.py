@@ -10,7 +10,7 @@ from service.engine.request import EngineRequest
 from tests.support.demo_engine import DemoEngines, run_all
 from tests.support.received import run_steps
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu]  # ranks on one card wait 4 s for one another
 
 KINDS = (
     {"temperature": 0.0},

@@ -10,7 +10,7 @@ from model.ops.gpu.group.paths import SumPath
 from tests.support.group_checks import on_ranks
 from tests.support.kernel_checks import normal
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu]
 
 
 @pytest.mark.parametrize(
