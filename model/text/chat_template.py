@@ -178,7 +178,7 @@ def _given_text(given: str) -> str:
     """Return the file's text, or `given` itself if it has a brace, as in vLLM."""
     source = read_text(Path(given), MAX_CONFIG_BYTES) if "{" not in given else given
     if source is None:
-        raise ModelError(f"--chat-template: {given}: no such file")
+        raise ModelError(f"--chat-template: {given}: no such file (leave it out for the model's own template)")
     return source
 
 

@@ -15,7 +15,7 @@ from service.cli.models import take_model_argument, with_model
 from service.cli.parser import parser_for, translated, unknown_word
 from service.cli.secret_flags import hide_secrets
 from service.cli.verbs import COMPLETION, WITHOUT_SETTINGS, load_plain_verb, load_verb
-from service.cli.vllm_words import with_stored_format, with_vllm_key
+from service.cli.vllm_words import vllm_variables, with_stored_format, with_vllm_key
 from service.config.settings import GATEWAY, SERVE, WORKER
 from service.config.sources import read_settings
 from service.cuda_contexts import create_contexts
@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             log.warning("%s", warning)
         for note in translation.notes:
             log.info("%s", note)
+        if STARTED_BY_SERVE not in os.environ and (variables := vllm_variables(os.environ)):
+            log.info("%s", variables)
         if flags.verb == WORKER and settings.device != "cpu":
             create_contexts(settings.tensor_parallel_size)
         settings = with_stored_format(with_model(settings), translation.stored_format)

@@ -22,6 +22,9 @@ MODEL_VERBS = tuple(verb for verb in WITH_SETTINGS if verb != BENCH)
 SHORT_FLAGS = {"-tp": "--tensor-parallel-size"}
 """vLLM's words for `bench`, whose other flags are its own."""
 
+TYPO_RATIO = 0.75
+"""Similarity (difflib's, 0 to 1) from which a flag is taken for another one misspelt."""
+
 
 class OneLineParser(argparse.ArgumentParser):
     """Parser that reports an error in one line, without the usage."""
@@ -90,10 +93,28 @@ def unknown_word(word: str, parser: argparse.ArgumentParser, chosen: argparse.Na
     if chosen.verb in MODEL_VERBS and (setting := Settings.__dataclass_fields__.get(name)) is not None:
         return f"{flag}: not a flag of quire {chosen.verb} (of {', '.join(sorted(setting.metadata['verbs']))})"
     known = [*_known_flags(parser, chosen)]
-    if chosen.verb in MODEL_VERBS:
-        known += [f"--{name}" for name, flag in VLLM_FLAGS.items() if flag.note]
-    alike = get_close_matches(word.partition("=")[0], known, n=1)
-    return f"{word}: unknown argument" + (f" (did you mean {alike[0]}?)" if alike else "")
+    notes = [f"--{name}" for name, flag in VLLM_FLAGS.items() if flag.note] if chosen.verb in MODEL_VERBS else []
+    alike = _completed(flag, known) or _corrected(flag, known) or _corrected(flag, notes)
+    return f"{word}: unknown argument" + (f" (did you mean {alike}?)" if alike else "")
+
+
+def _corrected(flag: str, known: Sequence[str]) -> str | None:
+    names = {each.lstrip("-"): each for each in known}
+    alike = get_close_matches(flag.lstrip("-"), names, n=1, cutoff=TYPO_RATIO)
+    return names[alike[0]] if alike else None
+
+
+def _completed(flag: str, known: Sequence[str]) -> str | None:
+    """Return the flag that `flag` shortens, as --gpu-mem-util and --max-len do."""
+    parts = flag.lstrip("-").split("-")
+    alike = get_close_matches(flag, [each for each in known if _begins_words(parts, each)], n=1, cutoff=0)
+    return alike[0] if alike else None
+
+
+def _begins_words(parts: Sequence[str], flag: str) -> bool:
+    """Return whether each part begins a word of the flag, in order."""
+    rest = iter(flag.lstrip("-").split("-"))
+    return all(len(part) > 1 and any(word.startswith(part) for word in rest) for part in parts)
 
 
 def _known_flags(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> Iterator[str]:

@@ -34,6 +34,9 @@ def _rows(names: str, values: Values, note: str = "", reason: str = "", *accepte
 LOCAL_WORKERS = "data-parallel-size-local"
 """Accepted where it is --data-parallel-size."""
 
+TOKENIZER = "tokenizer"
+"""Accepted where it is the model."""
+
 _NONE, _ONE, _SWITCH, _SEVERAL = Values.NONE, Values.ONE, Values.SWITCH, Values.SEVERAL
 _TEXT = "only text models are served"
 _COMPILED = "nothing is compiled at start; kernels are chosen per shape, and decode steps run in CUDA graphs"
@@ -50,6 +53,8 @@ _DEVICE = "weights stay on the device; --quantization fp8 halves them"
 _OTHER_HARDWARE = "it is for other hardware"
 _METRICS = "/metrics has what is measured"
 _NOT_LOGGED = "requests are not logged"
+_PREFIXES = "a prompt reuses all blocks of a common prefix, and the start of the next one"
+_RESTARTED = "a crashed worker is restarted, and its requests continue"
 _ORIGINS = "pages of other origins may call the service with an API key (--api-key-file), and no others"
 
 ALREADY_SO = [
@@ -67,10 +72,10 @@ ALREADY_SO = [
     *_rows("max-context-len-to-capture", _ONE, _COMPILED),
     *_rows("attention-backend moe-backend linear-backend attention-config kernel-config all2all-backend", _ONE,
            _KERNELS),
-    *_rows("ir-op-priority gdn-prefill-backend", _ONE, _KERNELS),
+    *_rows("ir-op-priority gdn-prefill-backend kda-prefill-backend", _ONE, _KERNELS),
     *_rows(
         "enable-flashinfer-autotune disable-cascade-attn disable-custom-all-reduce specialize-active-lora "
-        "kv-sharing-fast-prefill",
+        "kv-sharing-fast-prefill enable-bf16x3-router-gemm enable-batch-sharded-sampling",
         _SWITCH, _KERNELS,
     ),
     *_rows("enable-dbo", _SWITCH, "a step runs whole"),
@@ -79,9 +84,15 @@ ALREADY_SO = [
     *_rows("eplb-config eplb-window-size eplb-step-interval num-redundant-experts expert-placement-strategy", _ONE,
            _EXPERTS),
     *_rows("cp-kv-cache-interleave-size dcp-kv-cache-interleave-size", _ONE, "ranks divide heads, not tokens"),
+    *_rows("dcp-q-replicate", _SWITCH, "ranks divide heads, not tokens"),
     *_rows("disable-nccl-for-dp-synchronization", _SWITCH, "workers run without each other"),
+    *_rows("dp-sync-interval", _ONE, "workers run without each other"),
+    *_rows("enable-fault-tolerance", _SWITCH, _RESTARTED),
+    *_rows("fault-tolerance-config", _ONE, _RESTARTED),
+    *_rows("enable-cumem-allocator", _SWITCH, "memory is reserved once, at start"),
     *_rows("use-v2-block-manager disable-hybrid-kv-cache-manager", _SWITCH, "one pool of blocks holds all layers"),
     *_rows("prefix-caching-hash-algo", _ONE, "prefixes are compared by their tokens"),
+    *_rows("prefix-match-unit prefix-cache-retention-interval", _ONE, _PREFIXES),
     *_rows("scheduling-policy", _ONE, "tenants take turns, and `priority` orders a tenant's requests"),
     *_rows("guided-decoding-backend structured-outputs-config", _ONE, "llguidance compiles every grammar"),
     *_rows("disable-log-requests no-enable-log-requests disable-log-stats disable-uvicorn-access-log enable-log-deltas",
@@ -105,28 +116,32 @@ ALREADY_SO = [
     *_rows("enable-ssl-refresh", _SWITCH, "certificates are reloaded when they change"),
     *_rows("ignore-patterns", _SEVERAL, "only served files are downloaded"),
     *_rows(
-        "safetensors-load-strategy safetensors-prefetch-block-size model-loader-extra-config "
+        "safetensors-load-strategy safetensors-prefetch-block-size safetensors-prefetch-num-threads "
+        "model-loader-extra-config "
         "max-parallel-loading-workers pt-load-map-location",
         _ONE, "tensors are read in parallel from safetensors",
     ),
     *_rows(
         "language-model-only skip-mm-profiling disable-chunked-mm-input disable-mm-preprocessor-cache "
-        "interleave-mm-strings enable-flash-late-interaction enable-tower-connector-lora",
+        "interleave-mm-strings enable-flash-late-interaction enable-tower-connector-lora mm-device-do-normalize "
+        "enable-multimodal-encoder-data-parallel enable-mm-processor-stats",
         _SWITCH, _TEXT,
     ),
     *_rows("allowed-media-domains", _SEVERAL, _TEXT),
     *_rows(
         "limit-mm-per-prompt mm-processor-cache-gb mm-processor-cache-type mm-processor-kwargs mm-encoder-tp-mode "
         "mm-encoder-attn-backend media-io-kwargs allowed-local-media-path video-pruning-rate "
-        "mm-shm-cache-max-object-size-mb mm-tensor-ipc mm-encoder-fp8-scale-path",
+        "mm-shm-cache-max-object-size-mb mm-tensor-ipc mm-encoder-fp8-scale-path mm-encoder-fp8-scale-save-path "
+        "mm-encoder-fp8-scale-save-margin mm-encoder-attn-dtype mm-hasher-algorithm mm-ipc-gpu-memory-gb "
+        "mm-processor-device video-pruning-method",
         _ONE, _TEXT,
     ),
     *_rows(
         "mamba-ssm-cache-dtype mamba-cache-dtype mamba-cache-mode mamba-block-size mamba-backend "
-        "mamba-cache-philox-rounds mamba-ssu-algorithm",
+        "mamba-cache-philox-rounds mamba-ssu-algorithm replayssm-buffer-len",
         _ONE, _LAYERS,
     ),
-    *_rows("enable-mamba-cache-stochastic-rounding", _SWITCH, _LAYERS),
+    *_rows("enable-mamba-cache-stochastic-rounding use-replayssm", _SWITCH, _LAYERS),
     *_rows("lora-target-modules", _SEVERAL, _TARGETS),
     *_rows("seed", _ONE, "weights are not random, and a request brings its own `seed`"),
     *_rows("disable-frontend-multiprocessing", _SWITCH, "the gateway is a process of its own"),
@@ -146,6 +161,8 @@ CONDITIONAL = [
     *_rows("data-parallel-rank data-parallel-start-rank node-rank", _ONE, "it is 0", _ONE_HOST, "0"),
     *_rows("distributed-executor-backend", _ONE, "one process runs all ranks", _ONE_HOST, "mp", "uni"),
     *_rows("data-parallel-backend", _ONE, "each worker is a process of this host", _ONE_HOST, "mp"),
+    *_rows("watermark", _ONE, "blocks are taken as prompts are computed", "blocks are taken as prompts are computed "
+           "(0)", "0", "0.0"),
     *_rows("cpu-offload-gb", _ONE, "weights stay on the device", _DEVICE, "0", "0.0"),
     *_rows("offload-backend", _ONE, "weights stay on the device", _DEVICE, "auto"),
     *_rows("performance-mode", _ONE, "steps are sized by the load",
@@ -190,7 +207,7 @@ REFUSED = [
     *_rows("headless data-parallel-hybrid-lb data-parallel-external-lb", _SWITCH, reason=_ONE_HOST),
     *_rows("enable-elastic-ep data-parallel-multi-port-external-lb", _SWITCH, reason=_ONE_HOST),
     *_rows("no-enable-chunked-prefill", _NONE, reason="prompts are always chunked (--max-num-batched-tokens)"),
-    *_rows("kv-transfer-config kv-events-config ec-transfer-config", _ONE,
+    *_rows("kv-transfer-config kv-events-config ec-transfer-config ec-manager-config", _ONE,
            reason="blocks are not sent between servers; workers share requests through Redis"),
     *_rows("weight-transfer-config", _ONE, reason="a worker's weights are its folder's: start another worker"),
     *_rows("kv-cache-memory-bytes", _ONE, reason="use --gpu-memory-utilization or --num-gpu-blocks"),
@@ -199,12 +216,13 @@ REFUSED = [
     *_rows("num-cpu-blocks-override", _ONE, reason="use --swap-space"),
     *_rows("offload-group-size offload-num-in-group offload-prefetch-step", _ONE, reason=_DEVICE),
     *_rows("offload-params cpu-offload-params", _SEVERAL, reason=_DEVICE),
-    *_rows("long-prefill-token-threshold max-num-partial-prefills max-long-partial-prefills", _ONE,
+    *_rows("long-prefill-token-threshold max-num-partial-prefills max-long-partial-prefills "
+           "prefill-schedule-interval", _ONE,
            reason="use --max-prefill-chunk"),
     *_rows("max-num-scheduled-tokens", _ONE, reason="use --max-num-batched-tokens"),
     *_rows("max-num-prefill-seqs", _ONE, reason="use --max-prefill-chunk"),
     *_rows("scheduler-reserve-full-isl", _SWITCH, reason="blocks are taken as prompts are computed"),
-    *_rows("distributed-timeout-seconds", _ONE, reason="use --step-timeout"),
+    *_rows("distributed-timeout-seconds cpu-distributed-timeout-seconds", _ONE, reason="use --step-timeout"),
     *_rows("numa-bind", _SWITCH, reason="start it under numactl"),
     *_rows("numa-bind-cpus numa-bind-nodes", _SEVERAL, reason="start it under numactl"),
     *_rows("qlora-adapter-name-or-path", _ONE, reason="use --lora-modules"),
@@ -225,12 +243,19 @@ REFUSED = [
     *_rows("h11-max-header-count", _ONE, reason="headers have a fixed bound"),
     *_rows("allow-deprecated-quantization", _SWITCH, reason="a folder's format is served or refused by name"),
     *_rows("override-attention-dtype", _ONE, reason="use --dtype"),
-    *_rows("tokenizer tokenizer-revision hf-config-path", _ONE, reason="the model's folder has its tokenizer"),
+    *_rows(f"{TOKENIZER} tokenizer-revision hf-config-path", _ONE, reason="the model's folder has its tokenizer"),
+    *_rows("model-class-overrides", _ONE, reason="supported models are built in"),
+    *_rows("quantization-config", _ONE, reason="the folder's config has the format; --quantization fp8 rounds 16 bits"),
+    *_rows("device-ids", _ONE, reason="set CUDA_VISIBLE_DEVICES"),
+    *_rows("use-fp64-gumbel", _SWITCH, reason="the sampler computes in float32"),
+    *_rows("enable-mixed-moe-lora-format enable-moe-shared-loras", _SWITCH,
+           reason="adapters of experts are not served (attention and dense layers)"),
     *_rows("rope-scaling rope-theta", _ONE, reason=_EDIT),
     *_rows("disable-sliding-window", _SWITCH, reason=_EDIT),
     *_rows("hf-token", _ONE, reason="set HF_TOKEN: other users of this host can read flags"),
     *_rows("reasoning-config", _ONE, reason="send the budget with each request"),
-    *_rows("exclude-tools-when-tool-choice-none return-tokens-as-token-ids trust-request-chat-template", _SWITCH,
+    *_rows("exclude-tools-when-tool-choice-none return-tokens-as-token-ids trust-request-chat-template "
+           "return-sampling-mask", _SWITCH,
            reason="answers would differ, and that form is not served"),
     *_rows("enable-force-include-usage", _SWITCH, reason="send stream_options.include_usage with each request"),
     *_rows("enable-log-requests enable-log-outputs", _SWITCH,
@@ -238,9 +263,10 @@ REFUSED = [
     *_rows("log-config-file", _ONE, reason="use --log-level"),
     *_rows("otlp-traces-endpoint collect-detailed-traces", _ONE, reason="set OTEL_EXPORTER_OTLP_ENDPOINT"),
     *_rows("enable-server-load-tracking", _SWITCH, reason="/metrics has the load"),
-    *_rows("kv-cache-metrics cudagraph-metrics enable-mfu-metrics enable-logging-iteration-details", _SWITCH,
+    *_rows("kv-cache-metrics cudagraph-metrics enable-mfu-metrics enable-logging-iteration-details "
+           "per-request-spec-decode-metrics enable-trace-replay jit-monitor-verbose", _SWITCH,
            reason=_METRICS),
-    *_rows("kv-cache-metrics-sample show-hidden-metrics-for-version", _ONE, reason=_METRICS),
+    *_rows("kv-cache-metrics-sample show-hidden-metrics-for-version jit-monitor-mode", _ONE, reason=_METRICS),
     *_rows("profiler-config", _ONE, reason="start the worker under a profiler such as nsys"),
     *_rows("enable-layerwise-nvtx-tracing", _SWITCH, reason="start the worker under a profiler such as nsys"),
     *_rows("enable-tokenizer-info-endpoint tokens-only disable-fastapi-docs enable-offline-docs", _SWITCH,
@@ -257,7 +283,8 @@ REFUSED = [
     ),
     *_rows("logits-processors", _SEVERAL, reason=_NO_CODE),
     *_rows("tool-server", _ONE, reason="tools run in the client"),
-    *_rows("enable-sleep-mode", _SWITCH, reason="stop the worker: requests wait in the queue until one starts"),
+    *_rows("enable-sleep-mode enable-nccl-comm-suspend", _SWITCH,
+           reason="stop the worker: requests wait in the queue until one starts"),
     *_rows("override-pooler-config pooler-config", _ONE, reason="use --pooling"),
     *_rows("grpc", _SWITCH, reason="use HTTP, or Redis (--producers)"),
     *_rows("additional-config override-neuron-config", _ONE, reason=_OTHER_HARDWARE),
@@ -285,6 +312,8 @@ RENAMED = {
     "-dpb": "--data-parallel-backend",
     "-dph": "--data-parallel-hybrid-lb",
     "-dpe": "--data-parallel-external-lb",
+    "-dpm": "--data-parallel-multi-port-external-lb",
+    "-dc": "--diffusion-config",
     "-n": "--nnodes",
     "-r": "--node-rank",
     "-dcp": "--decode-context-parallel-size",
@@ -296,6 +325,9 @@ RENAMED = {
     "-cc": "--compilation-config",
     "-O": "--compilation-config",
     "-asc": "--api-server-count",
+    "--spec-method": "--speculative-config.method",
+    "--spec-model": "--speculative-config.model",
+    "--spec-tokens": "--speculative-config.num_speculative_tokens",
     "--max-num-queued-reqs": "--max-waiting",
     "--max-num-queued-tokens": "--max-waiting-tokens",
     "--num-gpu-blocks-override": "--num-gpu-blocks",
@@ -304,3 +336,13 @@ RENAMED = {
     "--uvicorn-log-level": "--log-level",
 }
 """Spellings of vLLM by the flag that means the same."""
+
+VARIABLES = {
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "max_position_embeddings in config.json",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "--lora-dir",
+    "VLLM_CPU_KVCACHE_SPACE": "--num-gpu-blocks",
+    "VLLM_ENGINE_ITERATION_TIMEOUT_S": "--step-timeout",
+    "VLLM_LOGGING_LEVEL": "--log-level",
+    "VLLM_USE_MODELSCOPE": "HF_ENDPOINT",
+}
+"""Variables of vLLM that have no effect, by what to use."""

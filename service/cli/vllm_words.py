@@ -13,7 +13,7 @@ from typing import Any
 from model.errors import ModelError
 from model.weights.formats.method import find_method
 from service.cli.help import SectionHelp
-from service.cli.vllm_flags import LOCAL_WORKERS, RENAMED, VLLM_FLAGS, Values, VllmFlag
+from service.cli.vllm_flags import LOCAL_WORKERS, RENAMED, TOKENIZER, VARIABLES, VLLM_FLAGS, Values, VllmFlag
 from service.cli.yaml_files import with_yaml_files
 from service.config.settings import Settings
 from service.errors import StartupError
@@ -26,6 +26,8 @@ OBJECTS = ("--speculative-config", "--override-generation-config", "--default-ch
 """Settings that are JSON objects: vLLM also takes `--flag.key value`."""
 
 GUARDS = ("--api-key", "--api-key-file")
+"""Settings whose `None` is a value: without them every client is let in."""
+
 COUNTS = ("--max-model-len", "--max-num-batched-tokens", "--max-num-seqs")
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
 _FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -72,6 +74,7 @@ class Translation:
     notes: list[str] = field(default_factory=list)  # for the log
     stored_format: str | None = None  # --quantization, where it names the folder's format
     num_local_workers: str | None = None
+    tokenizer: str | None = None
     objects: dict[str, dict[str, Any]] = field(default_factory=dict)  # of OBJECTS, by flag
 
 
@@ -100,6 +103,8 @@ def translate(argv: Sequence[str], flags: Mapping[str, argparse.Action]) -> Tran
             done.argv.append(word)
     if done.num_local_workers is not None:
         _note_local_workers(done, done.num_local_workers)
+    if done.tokenizer is not None:
+        _note_tokenizer(done, done.tokenizer)
     done.argv[:0] = [f"{flag}={json.dumps(found)}" for flag, found in done.objects.items()]
     return done
 
@@ -133,6 +138,13 @@ def with_vllm_key(settings: Settings, environ: Mapping[str, str]) -> Settings:
     return replace(settings, api_key=(key,))
 
 
+def vllm_variables(environ: Mapping[str, str]) -> str | None:
+    """Return a note on the variables of vLLM that are set, None without any; only VLLM_API_KEY is read."""
+    given = sorted(name for name in environ if name.startswith("VLLM_") and name != "VLLM_API_KEY")
+    shown = (f"{name} (use {VARIABLES[name]})" if name in VARIABLES else name for name in given)
+    return f"variables without effect: {', '.join(shown)}" if given else None
+
+
 def _spelled(word: str, flags: Mapping[str, argparse.Action]) -> tuple[str, str | None]:
     """Return (flag, value after "=") in Quire's spelling; vLLM takes "_" for "-" and joins -O3 and -tp=2."""
     flag, equals, value = word.partition("=")
@@ -157,17 +169,17 @@ def _take_setting(flag: str, value: str | None, action: argparse.Action, words: 
         return
     if value is None and action.nargs == "?":
         value = words.pop(0) if words and words[0].lower() in SWITCH_WORDS else str(action.const)
-    elif value is None and flag in LISTS:
-        value = ",".join(_several(words))
     elif value is None:
-        if not words:
+        taken = _several(words) if flag in LISTS else words[:1]
+        if not taken:
             done.argv.append(flag)  # the parser says what is missing
             return
-        value = words.pop(0)
-    value = _translated(flag, value, done)
+        value = ",".join(taken)
+        del words[: 0 if flag in LISTS else 1]
+    typed, value = value, _translated(flag, value, done)
     if flag in OBJECTS and (found := _object(value)) is not None:
         done.objects[flag] = found
-    elif value:
+    elif value or not typed:  # the parser refuses an empty value, as a script's unset variable leaves it
         done.argv.append(f"{flag}={value}")
 
 
@@ -221,6 +233,9 @@ def _take_vllm_flag(flag: str, value: str | None, known: VllmFlag, words: list[s
     if known.name == LOCAL_WORKERS:
         done.num_local_workers = value
         return
+    if known.name == TOKENIZER:
+        done.tokenizer = value
+        return
     shown = flag if value is None or known.values is not Values.ONE else f"{flag} {value}"
     if known.values is Values.SWITCH and value in ("false", "False", "0") and not known.accepted:
         return  # turned off: nothing is asked for
@@ -235,6 +250,12 @@ def _note_local_workers(done: Translation, value: str) -> None:
     if value != num_workers:
         raise StartupError(f"--{LOCAL_WORKERS} {value}: {known.reason}")
     done.notes.append(f"--{LOCAL_WORKERS} {value} has no effect: {known.note}")
+
+
+def _note_tokenizer(done: Translation, value: str) -> None:
+    if value not in (word.removeprefix("--model=") for word in done.argv):
+        raise StartupError(f"--{TOKENIZER} {value}: {VLLM_FLAGS[TOKENIZER].reason}")
+    done.notes.append(f"--{TOKENIZER} {value} has no effect: it is the model's")
 
 
 def _several(words: list[str]) -> list[str]:

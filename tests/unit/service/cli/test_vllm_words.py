@@ -13,7 +13,7 @@ from service.cli.main import main
 from service.cli.models import take_model_argument
 from service.cli.parser import make_parser
 from service.cli.vllm_flags import RENAMED, VLLM_FLAGS
-from service.cli.vllm_words import Translation, translate, with_stored_format, with_vllm_key
+from service.cli.vllm_words import Translation, translate, vllm_variables, with_stored_format, with_vllm_key
 from service.config.settings import Settings
 from service.config.sources import read_settings
 from service.errors import StartupError
@@ -52,6 +52,7 @@ REFUSED = [
     ("meta-llama/Llama-3.1-8B-Instruct -dp 4 -dpa 10.0.0.1 -dpp 13345", "--data-parallel-address 10.0.0.1: "),
     ("meta-llama/Llama-3.1-8B-Instruct -dp 4 --headless", "runs on one host"),
     ("meta-llama/Llama-3.1-8B-Instruct --enable-lora --fully-sharded-loras", "all of an adapter"),
+    ("Qwen/Qwen3-8B --tokenizer Qwen/Qwen3-4B", "--tokenizer Qwen/Qwen3-4B: the model's folder has its tokenizer"),
 ]
 
 
@@ -104,6 +105,10 @@ def test_values_in_vllms_spelling():
         (
             "--speculative-config.method ngram --speculative_config.num_speculative_tokens=3 -sc.prompt_lookup_max 4",
             {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4},
+        ),
+        (
+            "--spec-method draft_model --spec_tokens=3 --spec-model org/draft",
+            {"method": "draft_model", "num_speculative_tokens": 3, "model": "org/draft"},
         ),
         ("""-sc '{"method": "ngram", "num_speculative_tokens": 3}' -sc.num_speculative_tokens 5""",
          {"method": "ngram", "num_speculative_tokens": 5}),
@@ -173,7 +178,7 @@ def test_each_flag_is_accepted_with_a_note_or_refused_with_a_reason(name):
 
 def test_settings_are_not_in_the_table():
     assert SETTINGS & VLLM_FLAGS.keys() == set(), "a setting of that name works now: drop its row"
-    assert {target[2:] for target in RENAMED.values()} <= SETTINGS | VLLM_FLAGS.keys()
+    assert {target[2:].partition(".")[0] for target in RENAMED.values()} <= SETTINGS | VLLM_FLAGS.keys()
 
 
 @pytest.mark.parametrize(
@@ -215,6 +220,26 @@ def test_vllms_variable_of_the_key_locks_the_service():
     assert with_vllm_key(Settings(), {"VLLM_API_KEY": ""}) == Settings()
 
 
+def test_the_models_own_tokenizer_is_already_so():
+    for line in ("org/name --tokenizer org/name", "--tokenizer=org/name --model org/name"):
+        assert read(line)[0].notes == ["--tokenizer org/name has no effect: it is the model's"]
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--served-model-name"])
+def test_a_flag_without_its_value_is_not_left_out(flag, capsys):
+    """An unset variable of a shell script must not unlock the service."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "org/name", flag, "--port", "0"])
+    assert capsys.readouterr().err == f"quire serve: argument {flag}: expected one argument\n"
+
+
+def test_variables_without_effect_are_named():
+    assert vllm_variables({"VLLM_API_KEY": "a", "PATH": "b"}) is None
+    assert vllm_variables({"VLLM_USE_V1": "1", "VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_API_KEY": "a"}) == (
+        "variables without effect: VLLM_LOGGING_LEVEL (use --log-level), VLLM_USE_V1"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -225,6 +250,11 @@ def test_vllms_variable_of_the_key_locks_the_service():
             "--default-chat-template-kwargs: '[]' is not supported (a JSON object)",
         ),
         (["--config", "a.yaml"], "--config: a.yaml: No such file or directory"),
+        *(
+            (words, "--api-key: '' is not supported (at least one key; leave the setting out to require none)")
+            for words in (["--api-key="], ["--api-key", ""], ["--api_key", "", "--port", "0"])
+        ),
+        (["--redis-url", ""], "--redis-url: empty value"),
         (["--enforce-eagre"], "--enforce-eagre: unknown argument (did you mean --enforce-eager?)"),
         (["--max-modle-len", "8"], "--max-modle-len: unknown argument (did you mean --max-model-len?)"),
     ],
