@@ -78,11 +78,13 @@ class ChatTemplate:
         messages: Sequence[Json],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Json] | None = None,
         extra: Json | None = None,
     ) -> str:
         """Return the prompt as text, special tokens unescaped. Raises TemplateError."""
-        return self._render(_variables(messages, add_generation_prompt, tools, extra))
+        rendered = self._render(_variables(messages, add_generation_prompt, tools, extra))
+        return _cut_after(rendered, messages[-1]["content"]) if continue_final_message else rendered
 
     def encode(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
@@ -97,6 +98,21 @@ class Tokenizer:
             ids += self._spellings.get(token_id, [token_id]) if special is None else [special]
         return ids
 
+    def encode_marked(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Like `encode`, but special tokens in `text` are recognised, and its BOS is not repeated."""
+        ids = self.encode_template(text)
+        before, after = self._ends if add_special_tokens else ([], [])
+        return [*([] if ids[: len(before)] == before else before), *ids, *after]
+
+    def spells_special(self, text: str) -> bool:
+        """Return whether a special token occurs in `text`."""
+        return self._special_pattern.search(text) is not None
+
+    def token_id(self, text: str) -> int | None:
+        """Return a token's id by its text in tokenizer.json."""
+        found: int | None = self._backend.token_to_id(text)
+        return found
+
     def special_id(self, text: str) -> int | None:
         return self._special_id_by_text.get(text)
 
@@ -119,6 +135,15 @@ class Tokenizer:
         Special tokens among `shown_ids` are not skipped.
         """
         return self._vocabulary.detokenizer(skip_special_tokens, at_start, shown_ids)
+
+    @cached_property
+    def _ends(self) -> tuple[list[int], list[int]]:
+        """The framing's ids before and after a text."""
+        if self._frame is not None:
+            return self._frame
+        encoding = self._encode("a", add_special_tokens=True)
+        own = [index for index, is_frame in enumerate(encoding.special_tokens_mask) if not is_frame]
+        return encoding.ids[: own[0]], encoding.ids[own[-1] + 1 :]
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if len(text) > self._max_text_chars:

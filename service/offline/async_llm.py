@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from model.text.tokenizer import Tokenizer
 from service.config.settings import Settings
 from service.gateway.core.request import GenerationRequest
 from service.offline.engine import OfflineEngine, OpenRequest, PreparedRequest
@@ -28,6 +27,7 @@ from service.offline.sampling_params import (
     each_params,
 )
 from service.offline.settings import read_keywords
+from service.offline.tokenizer import LLMTokenizer
 from service.offline.vllm_names import VllmNames, named
 
 
@@ -115,8 +115,8 @@ class AsyncLLM(VllmNames):
         """Like `LLM.reset_prefix_cache`."""
         return self._engine.reset_prefix_cache()
 
-    async def get_tokenizer(self) -> Tokenizer:
-        return self._engine.model.tokenizer
+    async def get_tokenizer(self) -> LLMTokenizer:
+        return LLMTokenizer(self._engine.model)
 
     async def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling that the model's folder recommends."""

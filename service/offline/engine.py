@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,8 @@ from service.gateway.core.sampling_resolver import SamplingResolver
 from service.gateway.core.served_model import ServedModel
 from service.gateway.grammars.pool import PackedTask
 from service.offline.lora import AdapterFiles, LoRARequest
+from service.offline.prompts import with_special_tokens
+from service.offline.settings import in_keywords
 from service.worker.engine_thread import Add, Cancel, EngineThread, Stop
 
 MAX_GRAMMARS = 256
@@ -89,7 +92,7 @@ class OfflineEngine:
             self.model = ServedModel.read(settings)
             built = build_engine(settings, progress=True)
         except StartupError as error:
-            raise ValueError(str(error)) from None
+            raise in_keywords(error) from None
         self.max_model_len = min(self.model.max_model_len, built.memory.max_model_len)
         self._settings = settings
         self._seed = seed
@@ -101,6 +104,7 @@ class OfflineEngine:
         self._open: dict[str, OpenRequest] = {}
         self._death: BaseException | None = None
         self._is_shut_down = False
+        self._process = os.getpid()
         self._thread = EngineThread(built.engine, self._on_outputs, self._on_death)
         self._thread.start()
 
@@ -129,6 +133,8 @@ class OfflineEngine:
             return self._prepared(request, request_id, lora, model or self.model)
         except RequestError as error:
             raise ValueError(error.message) from None
+        except UnicodeEncodeError:
+            raise ValueError("'prompt' has a lone surrogate (a text must be valid UTF-8)") from None
 
     def open(self, request: EngineRequest, mailbox: Mailbox, *, streams: bool) -> OpenRequest:
         """Start a request. Raises ValueError for an id in use, RuntimeError if the engine has ended."""
@@ -151,7 +157,9 @@ class OfflineEngine:
             self._thread.send(Cancel(request_id, EndReason.CANCELLED))
 
     def check(self) -> None:
-        """Raises RuntimeError if the engine has ended."""
+        """Raises RuntimeError if the engine has ended, or is in the parent of this process."""
+        if os.getpid() != self._process:
+            raise RuntimeError("the engine is in the process that made it (after a fork, make an LLM in the child)")
         if self._death is not None:
             raise RuntimeError("the engine died") from self._death
         if self._is_shut_down:
@@ -171,6 +179,7 @@ class OfflineEngine:
             raise ValueError(NO_HEAD)
         reader = PromptReader(model, self._settings)
         reader.check(request)
+        request = with_special_tokens(request, model.tokenizer)
         read = reader.read(request, self.max_model_len)
         (prompt,) = read.prompts
         params = request.sampling

@@ -5,16 +5,11 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from model.errors import ModelError
-from model.text.chat_template import ChatTemplate
-from model.text.tokenizer import Tokenizer
 from service.config.settings import Settings
 from service.gateway.core.request import GenerationRequest
 from service.gateway.core.served_model import ServedModel
@@ -42,6 +37,7 @@ from service.offline.sampling_params import (
     each_params,
 )
 from service.offline.settings import read_keywords
+from service.offline.tokenizer import LLMTokenizer, with_template
 from service.offline.vllm_names import VllmNames, named
 
 
@@ -104,7 +100,7 @@ class LLM(VllmNames):
     ) -> list[RequestOutput]:
         """Return one output per conversation, like `generate`. `chat_template`: a file or a text. Tools are only in the
         prompt: calls and reasoning are part of the text."""
-        model = self._engine.model if chat_template is None else self._with_template(chat_template)
+        model = self._engine.model if chat_template is None else with_template(self._engine.model, chat_template)
         options = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
@@ -196,8 +192,8 @@ class LLM(VllmNames):
             for first, second in pairs
         ]
 
-    def get_tokenizer(self) -> Tokenizer:
-        return self._engine.model.tokenizer
+    def get_tokenizer(self) -> LLMTokenizer:
+        return LLMTokenizer(self._engine.model)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling that the model's folder recommends."""
@@ -224,13 +220,6 @@ class LLM(VllmNames):
     ) -> Sequence[SamplingParams]:
         given = self.get_default_sampling_params() if given is None else given
         return each_params(given, SamplingParams, "sampling_params", num_prompts)
-
-    def _with_template(self, given: str) -> ServedModel:
-        model = self._engine.model
-        try:
-            return replace(model, template=ChatTemplate.read(Path(), model.tokenizer, given))
-        except ModelError as error:
-            raise ValueError(f"'chat_template': {error}") from None
 
     def _work(
         self,

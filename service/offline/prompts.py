@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, TypedDict
 
+from model.text.tokenizer import Tokenizer
 from service.gateway.core.request import CHAT, GenerationRequest
 from service.offline.sampling_params import checked_request
 
@@ -22,6 +24,7 @@ class TokensPrompt(TypedDict, total=False):
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
+"""Token ids may also be a tuple or an array."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 Conversation = list[dict[str, Any]]
 
@@ -33,7 +36,7 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
         raise ValueError(f"'prompts' must be a prompt or a list of them, not {prompts!r}")
     found: list[Any] = list(prompts)
-    return [found] if found and isinstance(found[0], int) else found
+    return [found] if found and isinstance(found[0], Integral) else found
 
 
 def with_prompt(request: GenerationRequest, prompt: Prompt) -> GenerationRequest:
@@ -44,14 +47,29 @@ def with_prompt(request: GenerationRequest, prompt: Prompt) -> GenerationRequest
                 raise ValueError(f"'{name}' is not supported in a prompt ({', '.join(PROMPT_KEYS)})")
         request = replace(request, cache_salt=prompt.get("cache_salt") or "")
         ids: Any = prompt.get("prompt_token_ids")
-        content: Any = prompt.get("prompt") if ids is None else list(ids)
+        content: Any = prompt.get("prompt") if ids is None else ids
     else:
         content = prompt
     if isinstance(content, str) and content:
         return _with_content(request, content)
-    if isinstance(content, list) and set(map(type, content)) == {int}:
+    if isinstance(content, list) and set(map(type, content)) == {int}:  # nearly always
         return _with_content(request, tuple(content))
+    if isinstance(content, Iterable) and not isinstance(content, str | bytes | Mapping):
+        ids = tuple(content)
+        if ids and all(isinstance(one, Integral) and not isinstance(one, bool) for one in ids):
+            return _with_content(request, tuple(map(int, ids)))
     raise ValueError("'prompt' must be a text or token ids, and not empty")
+
+
+def with_special_tokens(request: GenerationRequest, tokenizer: Tokenizer) -> GenerationRequest:
+    """Return the request with token ids for a text that spells special tokens, such as a rendered chat template.
+
+    The program wrote the text: unlike an HTTP client's, its special tokens count, as in vLLM. Raises ValueError.
+    """
+    (prompt,) = request.prompts
+    if not isinstance(prompt, str) or not tokenizer.spells_special(prompt):
+        return request
+    return _with_content(request, tuple(tokenizer.encode_marked(prompt)))
 
 
 def _with_content(request: GenerationRequest, content: str | tuple[int, ...]) -> GenerationRequest:

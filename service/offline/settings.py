@@ -30,7 +30,7 @@ KEYWORDS = (
 )  # fmt: skip
 """Settings of an engine without a service around it."""
 
-MAX_BRANCHES = 32
+MAX_BRANCHES = 128
 NO_LIMIT = 1 << 31
 
 
@@ -42,7 +42,12 @@ def read_keywords(keywords: Mapping[str, Any]) -> Settings:
     try:
         return _settings({name: value for name, value in keywords.items() if value is not None})
     except StartupError as error:
-        raise ValueError(re.sub(r"--([a-z][a-z0-9-]*)", lambda flag: flag[1].replace("-", "_"), str(error))) from None
+        raise in_keywords(error) from None
+
+
+def in_keywords(error: StartupError) -> ValueError:
+    """Return the error with keywords in the place of flags."""
+    return ValueError(re.sub(r"--([a-z][a-z0-9-]*)", lambda flag: flag[1].replace("-", "_"), str(error)))
 
 
 def _settings(keywords: Mapping[str, Any]) -> Settings:

@@ -87,13 +87,21 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Class = TypeVar("Class")
 
 
-class VllmNames:
+class _VllmClassNames(type):
+    def __getattr__(cls, name: str) -> NoReturn:
+        raise _lacks(cls, name, cls)
+
+
+class VllmNames(metaclass=_VllmClassNames):
     """Base of a class that gives the reason for each of vLLM's attributes which it lacks."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        subject = f"{type(self).__name__}.{name}"
-        reason = f"not supported: {ATTRIBUTES[name]}" if name in ATTRIBUTES else "unknown name"
-        raise AttributeError(f"{subject}: {reason}", name=name, obj=self)
+        raise _lacks(type(self), name, self)
+
+
+def _lacks(cls: type, name: str, owner: object) -> AttributeError:
+    reason = f"not supported: {ATTRIBUTES[name]}" if name in ATTRIBUTES else "unknown name"
+    return AttributeError(f"{cls.__name__}.{name}: {reason}", name=name, obj=owner)
 
 
 def named(function: Function) -> Function:

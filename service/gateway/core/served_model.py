@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from model.config import ModelConfig, generation_defaults, overriding_defaults
 from model.errors import ModelError
@@ -35,6 +35,8 @@ MAX_ESCAPE_BYTES = 6
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Template variables that turn reasoning on or off."""
 NO_EFFORT = "none"
+
+Rendered = TypeVar("Rendered", str, list[int])
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,11 @@ class ServedModel:
         texts = [m["content"] for m in prompt.messages]
         if len(self._end_of(texts)) < sum(map(len, texts)):
             raise too_long(self.max_model_len, "messages")
-        return self._checked(self._encode_conversation(prompt), "messages")
+        return self._checked(self._by_template(prompt, ChatTemplate.encode), "messages")
+
+    def render(self, conversation: Conversation) -> str:
+        """Return the prompt as text, special tokens in messages included. Raises RequestError (400)."""
+        return self._by_template(conversation, ChatTemplate.render)
 
     def _end_of(self, texts: Sequence[str]) -> str:
         """Return the joined texts; of a long text only its end, with more tokens than a prompt may have. Encodes in
@@ -193,7 +199,7 @@ class ServedModel:
             raise refusal("tools", "are not supported: this model's chat template has none")
         return self.call_format, self.template
 
-    def _encode_conversation(self, conversation: Conversation) -> list[int]:
+    def _by_template(self, conversation: Conversation, render: Callable[..., Rendered]) -> Rendered:
         if self.template is None:
             raise refusal("messages", "needs a chat template, and this model has none; use /v1/completions")
         self._check_bytes(sum(len(m["content"].encode()) for m in conversation.messages), "messages")
@@ -202,7 +208,8 @@ class ServedModel:
         encoded = json.dumps([other, conversation.tools, options], ensure_ascii=False, separators=(",", ":")).encode()
         self._check_bytes(len(encoded) // MAX_ESCAPE_BYTES, "messages")
         try:
-            return self.template.encode(
+            return render(
+                self.template,
                 list(conversation.messages),
                 add_generation_prompt=conversation.add_generation_prompt,
                 tools=list(conversation.tools) or None,

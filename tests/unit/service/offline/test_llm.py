@@ -9,6 +9,7 @@ import signal
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from service.offline import api, public
@@ -44,11 +45,20 @@ def test_outputs_come_in_the_prompts_order_and_say_what_was_generated(llm):
         (choice,) = each.outputs
         assert each.finished
         assert choice.finished()
-        assert choice.text == tokenizer.decode(choice.token_ids, at_start=False)
+        assert choice.text.strip() == tokenizer.decode(choice.token_ids).strip()
         assert (len(choice.token_ids), choice.finish_reason) == (asked.max_tokens, "length")
         assert choice.logprobs is choice.cumulative_logprob is each.prompt_logprobs is None
     assert found[2].outputs[0].text.startswith(found[1].outputs[0].text)
     assert len({each.request_id for each in found}) == 4
+
+
+def test_ids_may_be_tuples_and_arrays(llm):
+    given = [(5, 6), np.array([5, 6]), {"prompt_token_ids": np.array([5, 6], np.int32)}, [np.int64(5), 6]]
+    found = llm.generate(given, SamplingParams(max_tokens=1), use_tqdm=False)
+    assert [each.prompt_token_ids for each in found] == [[5, 6]] * 4
+    assert all(type(token_id) is int for each in found for token_id in each.prompt_token_ids)
+    (alone,) = llm.generate(np.array([5, 6]), SamplingParams(max_tokens=1), use_tqdm=False)
+    assert alone.prompt_token_ids == [5, 6]
 
 
 def test_branches_stop_strings_and_stop_tokens(llm):
@@ -125,6 +135,8 @@ def test_a_form_holds_and_a_bad_one_is_named(llm):
         (3, GREEDY, "'prompts' must be"),
         (b"abc", GREEDY, "'prompts' must be"),
         ([[1 << 40]], None, "prompt"),
+        ([[True, 2]], None, "'prompt' must be"),
+        (["a\ud800", "x"], None, "'prompt' has a lone surrogate"),
         (["x"], SamplingParams(max_tokens=500), "context"),
         (["x"], SamplingParams(stop_token_ids=[1 << 20]), "stop_token_ids"),
     ],
@@ -234,6 +246,23 @@ def test_it_starts_no_process_and_ends_its_threads():
     for each in own:
         each.join(10)
     assert not any(each.is_alive() for each in own)
+
+
+def test_a_forked_child_is_refused(llm):
+    """Its copy has no engine thread: a call would wait forever."""
+    child = os.fork()
+    if not child:
+        try:
+            llm.generate("x", GREEDY, use_tqdm=False)
+        except RuntimeError as error:
+            os._exit("after a fork" in str(error))
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_a_keyword_beyond_the_model_is_named():
+    with pytest.raises(ValueError, match=r"^max_model_len: "):
+        LLM(max_model_len=1 << 20)
 
 
 def test_a_kept_log_record_does_not_keep_the_model(caplog):

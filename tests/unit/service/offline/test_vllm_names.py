@@ -58,6 +58,8 @@ def test_missing_attributes_have_a_reason():
         Model().sleep()
     with pytest.raises(AttributeError, match=r"Model\.slep: unknown name"):
         Model().slep()
+    with pytest.raises(AttributeError, match=r"Model\.from_engine_args: not supported: no part of vLLM's engine"):
+        Model.from_engine_args()
     assert not hasattr(Model(), "llm_engine")
 
 
