@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shlex
 from pathlib import Path
@@ -56,9 +57,14 @@ REFUSED = [
 ]
 
 
+@functools.cache
+def parser_of_serve() -> argparse.ArgumentParser:
+    return make_parser(("serve",))
+
+
 def read(line: str) -> tuple[Translation, Settings]:
     """The settings of `quire serve LINE`, without looking for the model."""
-    parser = make_parser()
+    parser = parser_of_serve()
     (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     done = translate(shlex.split(line), verbs.choices["serve"]._option_string_actions)
     flags = parser.parse_args(["serve", *done.argv])
