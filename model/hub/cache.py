@@ -14,12 +14,13 @@ from model.json_files import read_json_object
 
 DEFAULT_REVISION = "main"
 UNVERIFIED = ".quire-unverified"
-"""Marker of a download that is not complete and checked."""
+"""Marker of a commit whose download is not complete and checked."""
 
 INDEX_BYTES = 64 << 20
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _REVISION = re.compile(r"[\w.][\w./-]{0,254}", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHORT_COMMIT = re.compile(r"[0-9a-f]{7,39}")
 _TRUE = ("1", "ON", "YES", "TRUE")
 
 
@@ -53,30 +54,36 @@ class CachedRepository:
     def of(cls, cache: Path, name: str) -> CachedRepository:
         return cls(cache / f"models--{name.replace('/', '--')}")
 
-    @property
-    def unverified(self) -> Path:
-        return self.folder / UNVERIFIED
+    def unverified(self, commit: str) -> Path:
+        return self.folder / f"{UNVERIFIED}-{commit}"
 
     def snapshot(self, revision: str) -> Path | None:
-        """Return the folder of a branch's, tag's or commit's files, complete or not; None: not in the cache."""
+        """Return the folder of a branch's, tag's or commit's files, complete or not; None: not in the cache.
+
+        A commit may be shortened to 7 digits.
+        """
         commit = revision
         if not _COMMIT.fullmatch(revision):
             try:
                 commit = (self.folder / "refs" / revision).read_text(encoding="utf-8").strip()
             except (OSError, UnicodeDecodeError):
-                return None
+                found = [each for each in self._commits() if each.startswith(revision)]
+                commit = found[0] if _SHORT_COMMIT.fullmatch(revision) and len(found) == 1 else ""
         if not _COMMIT.fullmatch(commit):
             return None
         snapshot = self.folder / "snapshots" / commit
         return snapshot if snapshot.is_dir() else None
 
+    def _commits(self) -> list[str]:
+        return sorted(path.name for path in self.folder.glob("snapshots/*") if _COMMIT.fullmatch(path.name))
+
     def complete_snapshot(self, revision: str, files: ServedFiles = MODEL_FILES) -> Path:
         """Return the folder if all served files are there. Raises ModelError with what is missing."""
         snapshot = self.snapshot(revision)
         if snapshot is None:
-            commits = sorted(path.name for path in self.folder.glob("snapshots/*") if _COMMIT.fullmatch(path.name))
+            commits = self._commits()
             raise ModelError(f"has no revision {revision}, only {', '.join(commits)}" if commits else "is not there")
-        if self.unverified.exists():
+        if self.unverified(snapshot.name).exists():
             raise ModelError("is an interrupted download")
         available = {path.name for path in snapshot.iterdir() if path.exists()}  # a blob may be missing
         nested = {str(path.relative_to(snapshot)) for path in snapshot.glob("*/*") if path.exists()}

@@ -26,7 +26,7 @@ from model.config import ModelConfig
 from model.errors import ModelError
 from model.hub.cache import INDEX_BYTES, CachedRepository
 from model.hub.files import CONFIG, INDEX_FILE, MODEL_FILES, ServedFiles
-from model.hub.resume import LIBRARY, VERSION, WantedBlob, resume_killed
+from model.hub.resume import LIBRARY, VERSION, WantedBlob, num_part_bytes, resume_killed
 from model.json_files import read_json_object
 
 log = logging.getLogger("quire.hub")
@@ -42,11 +42,13 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 def download_model(name: str, revision: str, cache: Path, files: ServedFiles = MODEL_FILES) -> Path:
     """Download what is served of `name` and return its snapshot folder. Raises ModelError with one line.
 
-    The config is read before the weights are fetched. Until all hashes are checked, a marker keeps the snapshot from
+    The config is read before the weights are fetched. Until all hashes are checked, a marker keeps the commit from
     being served.
     """
     if not sys.stderr.isatty():
         disable_progress_bars()
+    # The client writes whole chunks: a cut or kill loses up to one.
+    constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, CHUNK_BYTES)
     for library in ("huggingface_hub", "httpx", "httpx2"):
         logging.getLogger(library).setLevel(logging.ERROR)
     try:
@@ -66,15 +68,19 @@ def _check_token() -> None:
 def _download(name: str, revision: str, cache: Path, files: ServedFiles) -> Path:
     info = _client().model_info(name, revision=revision, files_metadata=True)
     sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
+    if info.sha is None:
+        raise ModelError(f"{constants.ENDPOINT} names no commit of it (is HF_ENDPOINT right?)")
     repository = CachedRepository.of(cache, name)
     repository.folder.mkdir(parents=True, exist_ok=True)
-    repository.unverified.touch()
+    unverified = repository.unverified(info.sha)
+    unverified.touch()
     small = files.small(sizes)
     snapshot = _fetch(name, revision, cache, [*small, INDEX_FILE])
     if files is MODEL_FILES and CONFIG in small:  # a head has no model's config
         ModelConfig.read(snapshot)
     weights = files.weights(sizes, lambda: read_json_object(snapshot / INDEX_FILE, INDEX_BYTES))
     missing = sum(sizes[each] for each in weights if not (snapshot / each).exists())
+    missing = max(0, missing - num_part_bytes(repository.folder))
     free = disk_usage(repository.folder).free
     if missing > free:
         raise ModelError(f"needs {missing / GIB:.2f} GiB, but {cache} has {free / GIB:.2f} GiB free")
@@ -84,7 +90,7 @@ def _download(name: str, revision: str, cache: Path, files: ServedFiles) -> Path
     resume_killed(name, revision, repository.folder, large)
     _fetch(name, revision, cache, weights)
     _verify(snapshot / each for each in (*small, *weights))
-    repository.unverified.unlink(missing_ok=True)
+    unverified.unlink(missing_ok=True)
     return snapshot
 
 

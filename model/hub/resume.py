@@ -57,6 +57,11 @@ def resume_killed(name: str, revision: str, folder: Path, wanted: list[WantedBlo
                 _complete(name, revision, blob, longest, target)
 
 
+def num_part_bytes(folder: Path) -> int:
+    """Return the bytes of all partial files: `resume_killed` completes or removes them."""
+    return sum(part.stat().st_size for parts in _parts(folder / "blobs").values() for part in parts)
+
+
 def _parts(blobs: Path) -> Mapping[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for path in sorted(blobs.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_size):

@@ -23,7 +23,7 @@ def repository(tmp_path):
     return cached
 
 
-@pytest.mark.parametrize("revision", ["main", COMMIT])
+@pytest.mark.parametrize("revision", ["main", COMMIT, COMMIT[:7], COMMIT[:39]])
 def test_a_complete_snapshot_is_found_by_branch_and_commit(repository, revision):
     assert repository.complete_snapshot(revision) == repository.folder / "snapshots" / COMMIT
 
@@ -36,9 +36,17 @@ def test_a_file_or_its_blob_that_is_missing(repository, name):
 
 
 def test_an_interrupted_download_is_no_model(repository):
-    repository.unverified.touch()
+    repository.unverified("f" * 40).touch()
+    assert repository.complete_snapshot("main").name == COMMIT, "another commit was interrupted"
+    repository.unverified(COMMIT).touch()
     with pytest.raises(ModelError, match=r"^is an interrupted download$"):
         repository.complete_snapshot("main")
+
+
+def test_a_short_commit_of_several_is_none(repository):
+    (repository.folder / "snapshots" / f"{COMMIT[:-1]}f").mkdir()
+    assert repository.snapshot(COMMIT[:39]) is None
+    assert repository.snapshot(COMMIT) is not None
 
 
 @pytest.mark.parametrize("ref", ["", "../../..", "f" * 40, "/etc"])

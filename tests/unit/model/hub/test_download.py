@@ -105,6 +105,13 @@ def test_a_connection_cut_in_half_resumes_by_range(hub, tmp_path):
     assert hub.ranges() == ["", f"bytes={20 * CHUNK}-", f"bytes={23 * CHUNK}-"]
 
 
+def test_a_cut_loses_at_most_a_mebibyte(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 10 << 20)  # the client's own
+    hub.files, hub.cuts = {**FILES, "model.safetensors": bytes(3 << 20)}, [3 << 19]
+    locate(tmp_path)
+    assert hub.ranges() == ["", f"bytes={1 << 20}-"]
+
+
 def test_a_connection_that_breaks_again_and_again(hub, tmp_path):
     hub.cuts = [0] * 20
     assert refusal(tmp_path).startswith(f"{NAME}: the download from {hub.url} failed: ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import namedtuple
 
 import pytest
 from filelock import FileLock
@@ -33,6 +34,15 @@ def test_the_longest_part_is_continued_and_the_others_are_removed(hub, blobs, tm
     assert (locate(tmp_path) / "model.safetensors").read_bytes() == WEIGHTS
     assert hub.ranges() == [f"bytes={len(HALF)}-"]
     assert not list(blobs.glob("*.incomplete"))
+
+
+def test_a_part_needs_no_room_again(hub, blobs, tmp_path, monkeypatch):
+    leave(blobs, HALF)
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("model.hub.download.disk_usage", lambda path: usage(0, 0, len(HALF) - 1))
+    assert " has 0.00 GiB free" in refusal(tmp_path)
+    monkeypatch.setattr("model.hub.download.disk_usage", lambda path: usage(0, 0, len(HALF)))
+    assert (locate(tmp_path) / "model.safetensors").read_bytes() == WEIGHTS
 
 
 def test_a_complete_part_is_only_checked_and_a_wrong_one_fetched_again(hub, blobs, tmp_path):
