@@ -31,6 +31,8 @@ MAX_CHARGE = 1.0
 one comes after 400 plain steps at the latest."""
 PLAIN_STEPS = 3
 """Steps of a trial without drafts; the first does not overlap."""
+SWITCH_STEPS = 8
+"""Least steps for which a change from none to drafts should last."""
 LONGEST = (1, 2, 3, 4, 6, 8, 12)
 """Limits to compare where drafting takes time."""
 
@@ -190,7 +192,7 @@ class DraftLengths:
         speed_up = best.tokens_per_s * plain_s / num_rows
         if speed_up >= MIN_SPEED_UP:
             lost_s = PLAIN_STEPS * plain_s * (1 - 1 / speed_up)
-            is_due = self._budget_s > lost_s
+            is_due = self._is_drafting and self._budget_s > lost_s
             return (nothing, _Trial(plain_s, num_rows, lost_s)) if is_due else (_counts(table, best.chosen), None)
         trial = self._due_trial(self.cost, table, num_rows, expected_s, drafting)
         self.is_idle = trial is None
@@ -198,7 +200,7 @@ class DraftLengths:
 
     def _drafted_s(self, cost: StepCost, num_rows: int, num_drafts: int) -> np.ndarray:
         """Return seconds of steps with 1 to `num_drafts` drafts. After a plain step, drafts cost two overlaps."""
-        switch_s = 0.0 if self._is_drafting else cost.excess_s(num_rows)
+        switch_s = 0.0 if self._is_drafting else cost.excess_s(num_rows) / SWITCH_STEPS
         return cost.drafted_s(num_rows, num_drafts) + switch_s
 
     def _due_trial(

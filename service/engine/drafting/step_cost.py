@@ -63,6 +63,8 @@ class StepCost:
             self._excess.add(size, seconds - hoped_s)
             return
         self._excess.fade()
+        if not self._plain:
+            self._excess.shift(plain_s - seconds)  # it was counted from a guess
         count = self._plain[num_rows][1] if num_rows in self._plain else 0
         if count:
             seconds = min(seconds, MAX_EXCESS * plain_s)
@@ -95,6 +97,11 @@ class _Excess:
         spread = weight * xx - x * x
         slope = (weight * xy - x * y) / spread if spread > 0 else 0.0
         return (y - slope * x) / weight, slope
+
+    def shift(self, seconds: float) -> None:
+        """Add to the seconds of all steps seen."""
+        weight, x, _, y, xy = self._sums
+        self._sums[3:] = y + (weight - ORIGIN_WEIGHT) * seconds, xy + x * seconds
 
     def fade(self) -> None:
         if self._sums[0] > 1:

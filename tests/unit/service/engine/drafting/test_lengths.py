@@ -104,6 +104,28 @@ def test_drafts_that_pay_are_left_out_for_a_trial():
     assert 3 * PLAIN_STEPS <= counts.count(0) < 0.02 * len(counts)
 
 
+def test_steps_without_drafts_need_no_trial_while_there_are_none():
+    lengths = DraftLengths(StepCost([1, 9], [1.0, 1.0]))
+    for _ in range(2000):
+        lengths.on_step(1, 0, 1.0)
+    assert lengths.choose([[0.5]], 1) == [1]
+    lengths.on_planned(1)
+    lengths.on_step(1, 1, 1.0)
+    for _ in range(2000):
+        lengths.on_step(1, 1, 1.0)
+    assert lengths.choose([[0.5]], 1) == [0]
+
+
+def test_a_change_to_drafts_may_cost_more_than_one_step_of_them_gains():
+    cost = StepCost([1, 9], [1.0, 1.0])
+    for _ in range(100):
+        cost.on_step(4, 4, 1.2)
+        cost.on_step(4, 8, 1.2)
+    lengths = DraftLengths(cost)
+    assert cost.drafted_s(4, 4)[-1] + cost.excess_s(4) > 1.35
+    assert lengths.choose([[0.35]] * 4, 4) == [1] * 4
+
+
 def test_a_trial_waits_until_something_is_drafted():
     lengths = DraftLengths(StepCost([1, 9], [1.0, 1.0]))
     for _ in range(4):

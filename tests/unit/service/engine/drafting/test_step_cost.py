@@ -48,6 +48,15 @@ def test_the_first_steps_count_at_once():
     assert drafted_s(cost, 2, 4) == pytest.approx([2.5], rel=0.1)
 
 
+def test_drafts_before_the_first_plain_step_are_counted_from_it():
+    cost = StepCost([1, 10], [1.0, 1.0])
+    cost.on_step(2, 4, 1.9)
+    cost.on_step(2, 0, 1.3)
+    assert drafted_s(cost, 2, 4) == pytest.approx([1.9], rel=0.05)
+    cost.on_step(2, 0, 1.1)
+    assert drafted_s(cost, 2, 4) == pytest.approx([1.8], rel=0.05)
+
+
 def test_a_step_that_waited_for_the_processor_counts_little():
     cost = StepCost([1, 10], [1.0, 1.1])
     cost.on_step(1, 0, 1.0)
