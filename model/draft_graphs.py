@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from model.families.eagle3_device import DeviceEagle3, DraftBatch, ReadRows, sampling_columns, sampling_of
-from model.ops.interface import Array, DraftPlan
+from model.ops.interface import Array, DraftPlan, DraftRuns
 from model.ops.packing import Packing, TableRows
 
 NUM_TIMED = 3
@@ -66,9 +66,10 @@ class DraftGraphs:
 
         Return int32[num_drafts, size], the beginning of `out`.
         """
-        static, block_size = self._statics[size], int(self._kv.shape[4])
+        static = self._statics[size]
         batch = static.batch
-        self._head.ops.plan_drafts(sampled, rows, static.runs, batch.tables, block_size, batch.plan)
+        runs = DraftRuns(static.runs, batch.tables, int(self._kv.shape[4]))
+        self._head.ops.plan_drafts(sampled, rows, runs, batch.plan)
         for replay in static.replays[:num_drafts]:
             replay()
         return batch.out[:num_drafts]

@@ -154,6 +154,15 @@ class AttentionBatch:
 
 
 @dataclass(frozen=True)
+class DraftRuns:
+    """Rows of S sequences that a step sampled, and the blocks of their next drafts."""
+
+    rows: Array  # int32[S, 4]: first row, its first sample, number of rows (0: padding), tokens that the blocks hold
+    block_tables: Array  # int32[S, W]
+    block_size: int
+
+
+@dataclass(frozen=True)
 class DraftPlan:
     """Positions and slots of K draft tokens of S sequences, after each one's last accepted row."""
 
@@ -523,19 +532,10 @@ class DraftOps(Ops, Protocol):
         table [N, H], token_ids int32[T]; zeros for an id outside 0..N-1.
         """
 
-    def plan_drafts(
-        self,
-        sampled: Array,
-        rows: tuple[Array, Array],
-        runs: Array,
-        tables: Array,
-        block_size: int,
-        out: DraftPlan,
-    ) -> None:
+    def plan_drafts(self, sampled: Array, rows: tuple[Array, Array], runs: DraftRuns, out: DraftPlan) -> None:
         """Fill `out`. A run accepts drafts, the tokens after its first row, while they equal what was sampled.
 
-        sampled int32[P]; rows: token ids and positions int32[T] of a step; runs int32[S, 4]: first row, its index in
-        `sampled`, number of rows (0: padding), tokens that the blocks of tables int32[S, W] hold.
+        sampled int32[P]; rows: token ids and positions int32[T] of a step.
         """
 
     def spread_logits(self, logits: Array, columns: Array) -> Array:

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
-from model.ops.interface import DraftPlan
+from model.ops.interface import DraftPlan, DraftRuns
 
 pytestmark = pytest.mark.gpu
 
@@ -31,9 +31,9 @@ def test_drafts_are_compared_and_the_next_ones_placed(open_ops, rng, count, num_
         return DraftPlan(*(np.zeros(*each) for each in shapes), np.zeros((num_drafts, count), np.int64))
 
     wanted, filled = empty(), DraftPlan(*map(ops.upload, vars(empty()).values()))
-    reference.plan_drafts(sampled, (token_ids, positions), runs, tables, block_size, wanted)
+    reference.plan_drafts(sampled, (token_ids, positions), DraftRuns(runs, tables, block_size), wanted)
     arrays = [ops.upload(one) for one in (sampled, token_ids, positions, runs, tables)]
-    ops.plan_drafts(arrays[0], tuple(arrays[1:3]), *arrays[3:], block_size, filled)
+    ops.plan_drafts(arrays[0], tuple(arrays[1:3]), DraftRuns(*arrays[3:], block_size), filled)
     assert wanted.num_accepted.max() > 0 or count == 1
     for name, array in vars(wanted).items():
         np.testing.assert_array_equal(ops.download(getattr(filled, name)), array, err_msg=name)

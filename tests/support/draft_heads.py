@@ -17,7 +17,7 @@ from model.config import ModelConfig
 from model.families.eagle3 import Eagle3Tensors
 from model.families.eagle3_config import Eagle3Config
 from model.families.eagle3_device import DeviceEagle3, DraftBatch, sampling_columns, sampling_of, upload_eagle3
-from model.ops.interface import Array, DraftPlan
+from model.ops.interface import Array, DraftPlan, DraftRuns
 from model.sampler import sampling_record
 from model.sampling_params import SamplingParams
 from tests.support.demo_engine import DEMO
@@ -111,7 +111,7 @@ def draft_alone(ops, stored: Eagle3Tensors, forced: np.ndarray | None = None) ->
         ops.empty((NUM_DRAFTS, count), np.dtype(np.int64)),
     )
     runs, tables = ops.upload(step.runs), ops.upload(step.tables)
-    ops.plan_drafts(next_ids, (step.rows.token_ids, step.rows.positions), runs, tables, BLOCK_SIZE, plan)
+    ops.plan_drafts(next_ids, (step.rows.token_ids, step.rows.positions), DraftRuns(runs, tables, BLOCK_SIZE), plan)
     out, recording = ops.empty((NUM_DRAFTS, count), int32), _Recording(ops, forced)
     hidden = ops.empty((count, TARGET.hidden_size), ops.dtype)
     drafting = DeviceEagle3(step.head.config, recording, step.head.weights)

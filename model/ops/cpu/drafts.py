@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from model.ops.interface import Array, DraftPlan
+from model.ops.interface import Array, DraftPlan, DraftRuns
 
 
-def plan_drafts(
-    sampled: Array, rows: tuple[Array, Array], runs: Array, tables: Array, block_size: int, out: DraftPlan
-) -> None:
+def plan_drafts(sampled: Array, rows: tuple[Array, Array], runs: DraftRuns, out: DraftPlan) -> None:
     """`DraftOps.plan_drafts`."""
-    token_ids, positions = rows
+    (token_ids, positions), tables, block_size = rows, runs.block_tables, runs.block_size
     num_steps = len(out.slots)
-    for s, (row, sample, length, num_tokens) in enumerate(runs.tolist()):
+    for s, (row, sample, length, num_tokens) in enumerate(runs.rows.tolist()):
         accepted = 0
         while accepted + 1 < length and sampled[sample + accepted] == token_ids[row + accepted + 1]:
             accepted += 1

@@ -26,6 +26,7 @@ from model.ops.interface import (
     AsyncWrite,
     AttentionBatch,
     DraftPlan,
+    DraftRuns,
     ExpertGroups,
     Fp8Rows,
     HeadRotation,
@@ -230,10 +231,8 @@ class NumpyOps(NumpyDevice):
         embedded = self.rms_norm(self.gather_rows(table, token_ids), weights[0], eps)
         return np.concatenate([embedded, self.rms_norm(hidden, weights[1], eps)], axis=1)
 
-    def plan_drafts(
-        self, sampled: Array, rows: tuple[Array, Array], runs: Array, tables: Array, block_size: int, out: DraftPlan
-    ) -> None:
-        drafts.plan_drafts(sampled, rows, runs, tables, block_size, out)
+    def plan_drafts(self, sampled: Array, rows: tuple[Array, Array], runs: DraftRuns, out: DraftPlan) -> None:
+        drafts.plan_drafts(sampled, rows, runs, out)
 
     def spread_logits(self, logits: Array, columns: Array) -> Array:
         return drafts.spread_logits(logits, columns)

@@ -8,7 +8,7 @@ import numpy as np
 
 from model.ops.gpu.launcher import KernelLauncher, expect
 from model.ops.gpu.norm import norm_threads
-from model.ops.interface import Array, DraftPlan
+from model.ops.interface import Array, DraftPlan, DraftRuns
 
 _THREADS = 256
 _TOKENS_PER_BLOCK = 1024  # of spread_logits.cu
@@ -45,28 +45,22 @@ def draft_input(
 
 
 def plan_drafts(
-    device: KernelLauncher,
-    sampled: Array,
-    rows: tuple[Array, Array],
-    runs: Array,
-    tables: Array,
-    block_size: int,
-    out: DraftPlan,
+    device: KernelLauncher, sampled: Array, rows: tuple[Array, Array], runs: DraftRuns, out: DraftPlan
 ) -> None:
     """`DraftOps.plan_drafts`."""
-    token_ids, positions = rows
+    (token_ids, positions), tables = rows, runs.block_tables
     num_steps, count = out.slots.shape
     expect("sampled", sampled, _INT32, None)
     expect("token_ids", token_ids, _INT32, None)
     expect("positions", positions, _INT32, len(token_ids))
-    expect("runs", runs, _INT32, count, _RUN_INTS)
+    expect("runs", runs.rows, _INT32, count, _RUN_INTS)
     expect("tables", tables, _INT32, count, None)
     expect("last_rows", out.last_rows, _INT32, count)
     expect("num_accepted", out.num_accepted, _INT32, count)
     expect("places", out.places, _INT32, num_steps + 2, count)
     expect("slots", out.slots, _INT64, num_steps, count)
-    arrays = (sampled, token_ids, positions, runs, tables, out.last_rows, out.num_accepted, out.places, out.slots)
-    sizes = map(np.int32, (count, num_steps, tables.shape[1], block_size))
+    arrays = (sampled, token_ids, positions, runs.rows, tables, out.last_rows, out.num_accepted, out.places, out.slots)
+    sizes = map(np.int32, (count, num_steps, tables.shape[1], runs.block_size))
     device.launch("plan_drafts", (math.ceil(count / _THREADS),), (*arrays, *sizes))
 
 

@@ -39,6 +39,7 @@ from model.ops.interface import (
     Array,
     AttentionBatch,
     DraftPlan,
+    DraftRuns,
     ExpertGroups,
     Fp8Rows,
     HeadRotation,
@@ -363,10 +364,8 @@ class CudaOps(CudaDevice):
     ) -> Array:
         return drafts.draft_input(self, token_ids, table, hidden, weights, eps)
 
-    def plan_drafts(
-        self, sampled: Array, rows: tuple[Array, Array], runs: Array, tables: Array, block_size: int, out: DraftPlan
-    ) -> None:
-        drafts.plan_drafts(self, sampled, rows, runs, tables, block_size, out)
+    def plan_drafts(self, sampled: Array, rows: tuple[Array, Array], runs: DraftRuns, out: DraftPlan) -> None:
+        drafts.plan_drafts(self, sampled, rows, runs, out)
 
     def spread_logits(self, logits: Array, columns: Array) -> Array:
         return drafts.spread_logits(self, logits, columns)

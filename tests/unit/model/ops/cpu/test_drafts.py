@@ -1,7 +1,7 @@
 import numpy as np
 
 from model.ops.cpu.ops import NumpyOps
-from model.ops.interface import DraftPlan
+from model.ops.interface import DraftPlan, DraftRuns
 
 OPS = NumpyOps(np.dtype(np.float32))
 
@@ -14,7 +14,7 @@ def test_the_next_drafts_follow_the_last_right_one():
     tables = np.array([(2, 3, 7, 4), (6, 0, 0, 0), (0, 0, 0, 0)], np.int32)
     last_rows, num_accepted = np.zeros((2, 3), np.int32)
     plan = DraftPlan(last_rows, num_accepted, np.zeros((5, 3), np.int32), np.zeros((3, 3), np.int64))
-    OPS.plan_drafts(sampled, (token_ids, positions), runs, tables, 4, plan)
+    OPS.plan_drafts(sampled, (token_ids, positions), DraftRuns(runs, tables, 4), plan)
     assert last_rows.tolist() == [1, 3, -1]
     assert num_accepted.tolist() == [1, 0, 0]
     assert plan.places.T.tolist() == [[11, 12, 13, 14, 15], [3, 4, 5, 6, 7], [-1, 0, 1, 2, 3]]
