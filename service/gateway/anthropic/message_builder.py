@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from service.errors import RequestError
+from service.gateway.anthropic.messages_body import NO_THREADS
 from service.gateway.core.accepted_request import AcceptedRequest
 from service.gateway.core.refusals import CONTEXT_LENGTH_EXCEEDED
 from service.gateway.core.response_assembler import ChoiceDelta, Outcome
@@ -34,7 +35,10 @@ def error_json(error: RequestError, request_id: str | None = None) -> Json:
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     # Claude Code compacts its conversation after an error with these words.
     prefix = "prompt is too long: " if error.code == CONTEXT_LENGTH_EXCEEDED else ""
-    return {"type": "error", "error": {"type": kind, "message": prefix + error.message}, "request_id": request_id}
+    described: Json = {"type": kind, "message": prefix + error.message}
+    if error.code == NO_THREADS:
+        described["details"] = {"error_code": NO_THREADS, "unsupported": [error.param]}
+    return {"type": "error", "error": described, "request_id": request_id}
 
 
 @dataclass(frozen=True, kw_only=True)

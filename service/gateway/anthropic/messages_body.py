@@ -131,6 +131,9 @@ class MessagesBody(CountBody, frozen=True):
     user_profile_id: str = ""
 
 
+NO_THREADS = "thread_unsupported_request"
+"""Anthropic's code of an error, after which its client sends whole conversations."""
+
 KEPT_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 """Claude Code's `context_management`, which changes nothing."""
 
@@ -141,7 +144,12 @@ IDLE_COUNT_FIELDS: Idle = {
 }
 IDLE_MESSAGES_FIELDS: Idle = {
     **IDLE_COUNT_FIELDS,
+    "billing_policy": ({"type": "billing_policy", "bill_to": "self"},),
+    "compaction": (),
+    "fallback_credit_token": (),
+    "fallbacks": ([], "default"),
     "inference_geo": (),
     "service_tier": ("auto", "standard_only"),
     "speed": ("standard",),
+    "thread": (),
 }

@@ -13,6 +13,7 @@ from service.errors import RequestError
 from service.gateway.anthropic.messages_body import (
     IDLE_COUNT_FIELDS,
     IDLE_MESSAGES_FIELDS,
+    NO_THREADS,
     PARTS,
     PARTS_OF_ROLE,
     ClientTool,
@@ -51,6 +52,8 @@ def read_messages_body(data: bytes) -> GenerationRequest:
 
 def read_messages(fields: Mapping[str, Any]) -> GenerationRequest:
     """Raises RequestError (400)."""
+    if fields.get("thread") is not None:  # the client's tool runner asks for one, and continues without it
+        raise RequestError(400, "'thread' is not supported: send all messages.", param="thread", code=NO_THREADS)
     body = convert(without_idle_fields(fields, IDLE_MESSAGES_FIELDS), MessagesBody)
     check_ranges(body)
     if len(body.metadata.user_id or "") > MAX_USER_ID_CHARS:

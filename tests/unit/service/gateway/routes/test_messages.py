@@ -10,6 +10,7 @@ import pytest
 
 from service.errors import EndReason
 from service.gateway.core.request import MESSAGES
+from service.queue.codec import unpack_ids
 from tests.fakes.scripted_worker import Script
 from tests.support.gateway import MODEL, beside, open_gateway, speech
 from tests.support.responses import CALL, write_tool_model
@@ -169,6 +170,19 @@ async def test_errors_have_its_shape(served, anthropic):
     gateway.worker.script = lambda job: Script([gateway.model.tokenizer.encode("a")], end=EndReason.INTERNAL)
     with pytest.raises(anthropic.APIStatusError, match="engine failed"):
         [event async for event in await ask(client, stream=True)]
+
+
+async def test_its_tool_runner_goes_on_without_a_thread(served, anthropic):
+    gateway, client = served
+    gateway.worker.script = lambda job: speech(gateway.model, SAID if len(gateway.worker.jobs) == 1 else "Rain.")
+
+    @anthropic.beta_async_tool
+    async def weather(city: str) -> str:
+        return f"rain in {city}"
+
+    runner = client.beta.messages.tool_runner(model=MODEL, max_tokens=200, tools=[weather], messages=HI)
+    assert [answer.stop_reason async for answer in runner] == ["tool_use", "end_turn"]
+    assert "rain in Oslo" in gateway.model.tokenizer.decode(unpack_ids(gateway.worker.jobs[1].prompt))
 
 
 async def test_the_synchronous_client(served, anthropic):
