@@ -302,7 +302,6 @@ IDLE_POOLING_FIELDS: Idle = {
 IDLE_ITEM_FIELDS: Idle = {
     "phase": (),
     "caller": (),
-    "namespace": (),
     "async": (False,),
 }
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import msgspec
 
 from service.gateway.openai.responses.reasoning_items import ReasoningConfig
+
+SEPARATOR = "__"
+MAX_NAME_CHARS = 64
+HASH_CHARS = 12
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -29,6 +34,7 @@ class CallItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
     id: str | None = None
     status: str | None = None
 
@@ -47,6 +53,26 @@ class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    namespace: str | None = None  # groups an MCP server's functions
+    defer_loading: bool = False  # no effect: the model gets every function
+
+    @property
+    def full_name(self) -> str:
+        return full_name(self.namespace, self.name)
+
+
+def full_name(namespace: str | None, name: str) -> str:
+    """Return the name that the model gets, of at most 64 characters where `name` has at most 64.
+
+    A long one ends with a hash in place of its rest.
+    """
+    if not namespace:
+        return name
+    joined = f"{namespace.removesuffix(SEPARATOR)}{SEPARATOR}{name}"
+    if len(joined) <= MAX_NAME_CHARS:
+        return joined
+    digest = hashlib.sha256(joined.encode()).hexdigest()[:HASH_CHARS]
+    return f"{joined[: MAX_NAME_CHARS - HASH_CHARS - 1]}_{digest}"
 
 
 class NamedTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):

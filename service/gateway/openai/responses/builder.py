@@ -16,7 +16,7 @@ from service.gateway.core.served_model import CallOptions, ServedModel
 from service.gateway.openai.json_objects import Json, prediction_json
 from service.gateway.openai.logprobs import TokenWords, chat_entries
 from service.gateway.openai.response_builder import ResponseHeader
-from service.gateway.openai.responses.body import ResponseBody
+from service.gateway.openai.responses.body import ResponseBody, ResponseTool
 from service.gateway.openai.responses.reasoning_items import ReasoningForm
 from service.gateway.openai.responses.request_reader import read_response_body
 from service.gateway.openai.tool_calls import ToolCallWriter
@@ -33,6 +33,7 @@ class ResponsesOptions:
     is_streamed: bool
     logprobs: bool
     calls: CallOptions | None  # None: no calls
+    namespaces: Mapping[str, tuple[str, str]]  # (namespace, name) of a function by the name that the model gets
     reasoning: ReasoningForm
 
     @classmethod
@@ -49,6 +50,7 @@ class ResponsesOptions:
             is_streamed=request.stream,
             logprobs=request.sampling.logprobs is not None,
             calls=model.call_options(request.tools),
+            namespaces={tool.full_name: (tool.namespace, tool.name) for tool in body.tools if tool.namespace},
             reasoning=ReasoningForm.of(body.reasoning, body.include),
         )
 
@@ -70,11 +72,17 @@ def _echoed(body: ResponseBody) -> Json:
         "store": body.store,
         "text": {"format": _format(body), "verbosity": body.text.verbosity or "medium"},
         "tool_choice": default_choice if body.tool_choice is None else msgspec.to_builtins(body.tool_choice),
-        "tools": msgspec.to_builtins(body.tools),
+        "tools": [_echoed_tool(tool) for tool in body.tools],
         "top_logprobs": body.top_logprobs or 0,
         "truncation": "disabled",
         "user": body.user or None,
     }
+
+
+def _echoed_tool(tool: ResponseTool) -> Json:
+    fields: Json = msgspec.to_builtins(tool)
+    idle = (() if tool.namespace else ("namespace",)) + (() if tool.defer_loading else ("defer_loading",))
+    return {name: value for name, value in fields.items() if name not in idle}
 
 
 def _format(body: ResponseBody) -> Json:
@@ -223,7 +231,9 @@ class ResponsesBuilder:
         function = call["function"]
         if "id" in call:
             self._unsent_logprobs.clear()
-            item = {"type": "function_call", "call_id": call["id"], "name": function["name"], "arguments": ""}
+            namespace, name = self._options.namespaces.get(function["name"], (None, function["name"]))
+            item = {"type": "function_call", "call_id": call["id"], "name": name, "arguments": ""}
+            item |= {} if namespace is None else {"namespace": namespace}
             events += self._open("fc", item)
         if function["arguments"]:
             self._items[-1]["arguments"] += function["arguments"]

@@ -30,6 +30,7 @@ from service.gateway.openai.responses.body import (
     MessageItem,
     ResponseBody,
     TextFormat,
+    full_name,
 )
 from service.gateway.openai.responses.reasoning_items import (
     ENCRYPTED_CONTENT,
@@ -42,6 +43,15 @@ from service.gateway.openai.responses.reasoning_items import (
 MAX_ITEMS = 4096
 MAX_NAME_CHARS = 256
 STATUSES = ("in_progress", "completed", "incomplete")
+LEFT_OUT_TOOLS = (
+    *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search"),
+    *("computer_use_preview", "local_shell", "shell", "apply_patch", "custom"),
+)
+"""Types of tools that the model is not offered: OpenAI's servers run them, or their calls are no functions."""
+
+LEFT_OUT_ITEMS = ("web_search_call",)
+"""Types of items, of another server's answers, that hold nothing to be shown to the model."""
+
 LOGPROBS = "message.output_text.logprobs"
 IDLE_INCLUDES = (
     *("code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results"),
@@ -126,9 +136,8 @@ def read_response(fields: Mapping[str, Any], read_chat: Callable[[Json], Generat
 def read_response_body(fields: Mapping[str, Any]) -> ResponseBody:
     """Raises RequestError (400)."""
     left = without_idle_fields(fields, IDLE_RESPONSE_FIELDS)
-    for i, tool in enumerate(left["tools"] if isinstance(left.get("tools"), list) else ()):
-        if isinstance(tool, dict) and tool.get("type") != "function":
-            raise refusal(f"tools[{i}].type", "must be function")
+    if isinstance(left.get("tools"), list):
+        left["tools"] = _functions(left["tools"])
     choice = left.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") not in ("function", "allowed_tools"):
         raise refusal("tool_choice.type", "must be function or allowed_tools")
@@ -146,6 +155,35 @@ def read_response_body(fields: Mapping[str, Any]) -> ResponseBody:
     if body.background and not body.store:
         raise refusal("background", "needs 'store' to be true")
     return body
+
+
+def _functions(tools: Sequence[Any]) -> list[Any]:
+    """Return the functions of `tools`, also of namespaces. Tools that run elsewhere are left out beside functions: an
+    agent offers them to every model. Raises RequestError (400) for tools without a function."""
+    found: list[Any] = []
+    for i, tool in enumerate(tools):
+        kind = tool.get("type") if isinstance(tool, dict) else "function"
+        if kind == "namespace":
+            found += _functions_of(tool, f"tools[{i}]")
+        elif kind == "function":
+            found.append(tool)
+        elif kind not in LEFT_OUT_TOOLS:
+            raise refusal(f"tools[{i}].type", "must be function or namespace")
+    if tools and not found:
+        raise refusal("tools[0].type", "must be function or namespace: other tools are not run here")
+    return found
+
+
+def _functions_of(tool: Json, param: str) -> list[Json]:
+    name, functions = tool.get("name"), tool.get("tools")
+    if not isinstance(name, str) or not name:
+        raise missing(f"{param}.name")
+    if not isinstance(functions, list) or not all(isinstance(each, dict) for each in functions):
+        raise refusal(f"{param}.tools", "must be a list of functions")
+    for i, each in enumerate(functions):
+        if each.get("type") != "function":
+            raise refusal(f"{param}.tools[{i}].type", "must be function")
+    return [{**each, "namespace": name} for each in functions]
 
 
 def with_own_field_names(error: RequestError, name: Callable[[str], str] | None = None) -> RequestError:
@@ -177,7 +215,7 @@ def _own_name(param: str) -> str:
 
 def _add_item(messages: _Messages, item: Json, origin: str) -> None:
     if item["type"] == "function_call":
-        function = {"name": item["name"], "arguments": item["arguments"]}
+        function = {"name": full_name(item.get("namespace"), item["name"]), "arguments": item["arguments"]}
         messages.call({"id": item["call_id"], "type": "function", "function": function}, origin)
     elif item["type"] == "reasoning":
         if text := reasoning_text(item):
@@ -194,7 +232,7 @@ def _add_item(messages: _Messages, item: Json, origin: str) -> None:
 def _chat(body: ResponseBody, messages: list[Json]) -> Json:
     chat = {name: getattr(body, name) for name in SAME_IN_A_CHAT}
     functions = [
-        {"name": t.name, "description": t.description, "parameters": t.parameters, "strict": t.strict}
+        {"name": t.full_name, "description": t.description, "parameters": t.parameters, "strict": t.strict}
         for t in body.tools
     ]
     return {
@@ -246,7 +284,10 @@ def items_of(asked: str | list[Json]) -> list[Json]:
         asked = [{"role": "user", "content": asked}]
     if not asked or len(asked) > MAX_ITEMS:
         raise refusal("input", f"must have 1 to {MAX_ITEMS} items")
-    return [_item(item, f"input[{i}]") for i, item in enumerate(asked)]
+    kept = [(i, item) for i, item in enumerate(asked) if item.get("type") not in LEFT_OUT_ITEMS]
+    if not kept:
+        raise refusal("input[0].type", f"must be one of {', '.join(_KINDS)}")
+    return [_item(item, f"input[{i}]") for i, item in kept]
 
 
 def check_answered_calls(items: Sequence[Json]) -> None:
@@ -282,12 +323,14 @@ def _item(asked: Json, param: str) -> Json:
         check_reasoning(item, param)
     elif kind == "function_call_output" and not isinstance(item["output"], str):
         item["output"] = [{"type": part["type"], "text": part["text"]} for part in item["output"]]
+    if item.get("namespace") is None:
+        item.pop("namespace", None)
     return {**item, "id": item["id"] or f"{prefix}_{secrets.token_hex(16)}", "status": item["status"] or "completed"}
 
 
 def _check_names(item: Json, param: str) -> None:
     """Bound the fields that are stored but cost no tokens. Raises RequestError (400)."""
-    for name in ("id", "call_id", "name"):
+    for name in ("id", "call_id", "name", "namespace"):
         if len(item.get(name) or "") > MAX_NAME_CHARS:
             raise refusal(f"{param}.{name}", f"must have at most {MAX_NAME_CHARS} characters")
     if item["status"] not in (None, *STATUSES):

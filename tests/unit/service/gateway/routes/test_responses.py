@@ -11,6 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from service.errors import EndReason
+from service.gateway.openai.responses.body import full_name
 from tests.fakes.scripted_worker import Script
 from tests.support.gateway import MODEL, QuickQueue, beside, open_gateway, speech
 from tests.support.responses import CALL, RESPONSES, WEATHER, client_of, write_tool_model
@@ -120,6 +121,38 @@ async def test_another_gateway_goes_on_with_it(served, folder):
         assert (await other.responses.retrieve(first.id)).output_text == "Hello world."
         await other.responses.create(model=MODEL, input="Two", previous_response_id=first.id)
     assert "One" in prompt_of(gateway)
+
+
+async def test_functions_of_a_namespace_beside_hosted_tools(served):
+    """Codex: MCP servers are namespaces, and a call without its `namespace` is no call of theirs."""
+    gateway, client = served
+    gateway.worker.script = lambda job: speech(gateway.model, CALL.replace("weather", "mcp__sky__weather"))
+    group = {"type": "namespace", "name": "mcp__sky", "description": "Tools of sky.", "tools": [WEATHER]}
+    tools = [group, {"type": "web_search", "external_web_access": False}, {"type": "custom", "name": "apply_patch"}]
+    asked = {"model": MODEL, "input": "Oslo?", "extra_body": {"tools": [*tools, {**WEATHER, "name": "weather"}]}}
+    events = [event async for event in await client.responses.create(**asked, stream=True)]
+    answer = events[-1].response
+    call = answer.output[-1]
+    assert (call.name, call.namespace, call.arguments) == ("weather", "mcp__sky", '{"city": "Oslo"}')
+    (begun,) = (event.item for event in events if event.type == "response.output_item.added" and event.output_index)
+    assert (begun.name, begun.namespace) == ("weather", "mcp__sky")
+    assert [(tool.type, tool.name) for tool in answer.tools] == [("function", "weather")] * 2
+    assert "web_search" not in prompt_of(gateway)
+    assert "apply_patch" not in prompt_of(gateway)
+    sent_back = [{"role": "user", "content": "Oslo?"}, call.model_dump(exclude_none=True)]
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    search = {"type": "web_search_call", "status": "completed", "action": {"type": "search", "query": "x"}}
+    gateway.worker.script = lambda job: speech(gateway.model, "Rain.")
+    await client.responses.create(**{**asked, "input": [*sent_back, search, output]})
+    assert '"name": "mcp__sky__weather"' in prompt_of(gateway).partition("Oslo?")[2]
+
+
+def test_the_name_of_a_namespaces_function():
+    assert full_name(None, "js") == full_name("", "js") == "js"
+    assert full_name("mcp__node_repl", "js") == full_name("mcp__node_repl__", "js") == "mcp__node_repl__js"
+    long = {full_name("mcp__server", f"{'x' * 60}{number}") for number in range(3)}
+    assert {len(name) for name in long} == {64}
+    assert len(long) == 3
 
 
 async def test_calls_and_what_came_of_them(served):
