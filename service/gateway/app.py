@@ -28,7 +28,7 @@ from service.gateway.routes.embeddings import Embeddings
 from service.gateway.routes.invocations import INVOCATIONS, Invocations
 from service.gateway.routes.messages import COUNT_TOKENS, Messages
 from service.gateway.routes.models import Models
-from service.gateway.routes.operations import ASSETS, PAGES, Operations, asset
+from service.gateway.routes.operations import ASSETS, PAGES, Operations, asset, without_slash
 from service.gateway.routes.responses import COUNT_INPUT_TOKENS, RESPONSE_ROUTE, Responses
 from service.gateway.routes.scores import RERANK_PATHS, SCORE_PATHS, Scores
 
@@ -100,6 +100,7 @@ def route_table(service: InferenceService, runner: BatchRunner) -> list[Route]:
         Route("GET", "/", pages.welcome, is_documented=False),
         Route("GET", "/openapi.json", pages.openapi, is_documented=False),
         *(Route("GET", PAGE + path, asset(name, "text/html"), is_documented=False) for path, name in PAGES.items()),
+        Route("GET", f"{PAGE}/", without_slash, is_documented=False),
         Route("GET", f"{PAGE}/state", operations.page_state, is_documented=False),
         Route("GET", f"{PAGE}/sequences", operations.page_sequences, is_documented=False),
         *(Route("GET", f"{PAGE}/{name}", asset(name, kind), is_documented=False) for name, kind in ASSETS.items()),

@@ -134,5 +134,5 @@ async def test_the_simulator_runs(tmp_path, width):
 async def test_the_playground_finds_the_model(tmp_path):
     async with open_gateway(write_model(tmp_path / "model")) as gateway:
         page = await asyncio.to_thread(opened, gateway.url + "/ui/playground", str(tmp_path / "profile"))
-    assert '<p id="model" class="model">scripted</p>' in page
+    assert '<p id="model" class="model" title="scripted">scripted</p>' in page
     assert "1 worker ready" in page

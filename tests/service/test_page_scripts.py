@@ -168,6 +168,26 @@ def test_rates_and_quantiles(scripts):
     assert acceptance == [None, None]
 
 
+def test_a_first_snapshot_has_no_rate(scripts):
+    script = "answer = new series.History(9).push(given, 1000)[series.COLUMNS.indexOf('output')];"
+    assert run(scripts, script, snapshot(1.0, generation_tokens_total=100.0)) is None
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (72, 2434, [10, 100, 1000, 10000]),
+        (18.6, 64, [10, 20, 50, 100]),
+        (0.4, 12, [0.1, 1, 10, 100]),
+        (100, 100, [100, 200, 500, 1000]),
+        (None, None, [1, 10, 100, 1000]),
+    ],
+)
+def test_a_logarithmic_axis_has_whole_decades(scripts, low, high, ticks):
+    found = run(scripts, "answer = series.logTicks(...series.decades(...given));", [low, high])
+    assert found == pytest.approx(ticks)
+
+
 def test_a_pause_breaks_the_lines(scripts):
     script = """
     const history = new series.History(9);

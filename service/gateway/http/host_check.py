@@ -51,7 +51,8 @@ class HostCheck:
             place = found[1].lower() if found else ""
             is_ours = place in [host.lower() for host in hosts] or (self._is_listed and self._knows(_bare(place)))
             if not place or not is_ours:
-                raise RequestError(403, "Pages of other origins may not send requests here.", code="cross_origin")
+                message = "Pages of other origins may not send requests here (a proxy must keep the Host header)."
+                raise RequestError(403, message, code="cross_origin")
 
     def _knows(self, name: str) -> bool:
         if name in self._names or name.endswith(self._domains):

@@ -104,6 +104,11 @@ def asset(name: str, content_type: str) -> Callable[[web.Request], Awaitable[web
     return handle
 
 
+async def without_slash(http: web.Request) -> web.Response:
+    """Send /ui/ to /ui, whose links are relative to its parent; relative too, as --root-path may precede it."""
+    return web.Response(status=308, headers={"Location": "../ui"})
+
+
 async def _state(service: InferenceService) -> dict[str, object]:
     """Latencies are cumulative counts by bucket; `num_queued` is null while the queue is away."""
     latency = service.metrics.latency_buckets()

@@ -1,9 +1,11 @@
 // Line and stacked charts over time, drawn by uPlot.
 import { colour, compact, element, onTheme } from "./page.js";
+import { decades, logTicks } from "./series.js";
 
 const FONT = "11px system-ui, sans-serif";
 const HEIGHT = 168;
 const LEAST_S = 20; // shown of a short history
+const WHOLE = [1, 2, 5, 10, 25, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6]; // steps of a linear axis: counts and percent
 const clock = (seconds, withSeconds) =>
   new Date(seconds * 1000).toLocaleTimeString("en-GB", withSeconds ? {} : { hour: "2-digit", minute: "2-digit" });
 
@@ -14,7 +16,7 @@ const mixed = (name, share) => {
 
 /** Chart of some columns of a History, in a figure with title, current values and a text alternative. */
 export class Chart {
-  /** `lines`: {column, name, colour}, first at the bottom of a stack. `options`: {unit, isStacked, top}. */
+  /** `lines`: {column, name, colour}, first at the bottom of a stack. `options`: {unit, isStacked, isLog, isSteps, top}. */
   constructor(figure, title, lines, options = {}) {
     this.lines = lines;
     this.options = options;
@@ -37,7 +39,7 @@ export class Chart {
   build() {
     this.plot?.destroy();
     const axis = { stroke: colour("--ink-2"), font: FONT, ticks: { show: false }, grid: { stroke: colour("--line"), width: 1 } };
-    const { isStacked } = this.options;
+    const { isStacked, isLog } = this.options;
     this.plot = new uPlot(
       {
         width: Math.max(this.place.clientWidth, 120),
@@ -46,10 +48,10 @@ export class Chart {
         legend: { show: false },
         cursor: { sync: { key: "quire" }, y: false, points: { size: 6 }, drag: { x: false, y: false } },
         hooks: { setCursor: [(plot) => this.showValues(plot.cursor.idx)] },
-        scales: { x: { time: !this.options.isSteps, range: (_, low, high) => [this.seconds ? Math.min(low, high - LEAST_S) : low, high] }, y: { range: (_, low, high) => [0, this.options.top?.() || Math.max(high * 1.1, this.options.least ?? 1)] } },
+        scales: { x: { time: !this.options.isSteps, range: (_, low, high) => [this.seconds ? Math.min(low, high - LEAST_S) : low, high] }, y: isLog ? { distr: 3, range: (_, low, high) => decades(low, high) } : { range: (_, low, high) => [0, this.options.top?.() || Math.max(high * 1.1, 1)] } },
         axes: [
           { ...axis, size: 28, space: 72, values: (_, ticks, __, ___, step) => ticks.map((tick) => (this.options.isSteps ? compact(tick) : clock(tick, step < 60))) },
-          { ...axis, size: 44, space: 32, values: (_, ticks) => ticks.map(compact) },
+          { ...axis, size: 44, space: 32, incrs: WHOLE, values: (_, ticks) => ticks.map(compact), ...(isLog ? { splits: (_, __, low, high) => logTicks(low, high), filter: (_, ticks) => ticks } : {}) },
         ],
         series: [
           {},
@@ -91,6 +93,7 @@ export class Chart {
   show(history, seconds) {
     this.seconds = seconds;
     this.data = history.columns(this.columns, seconds);
+    this.place.classList.toggle("bare", this.data[0].length < 2); // a line needs two points
     this.plot.setData(this.stacked());
     if (this.plot.cursor.idx === null || this.plot.cursor.idx === undefined) this.showValues(null);
     const now = this.lines.map((line, index) => `${line.name} ${compact(this.data[index + 1].at(-1) ?? null)}`);

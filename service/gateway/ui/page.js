@@ -66,7 +66,10 @@ export async function checked(response) {
   throw new Error(body?.error?.message ?? `The gateway answers with HTTP ${response.status}.`);
 }
 
-export const getJson = async (url) => (await checked(await fetch(url, { cache: "no-store" }))).json();
+/** A path from this page, without a user and password of its address: fetch takes none. */
+export const own = (path) => new URL(path, location.origin + location.pathname).href;
+
+export const getJson = async (path) => (await checked(await fetch(own(path), { cache: "no-store" }))).json();
 
 export function readStored(key, otherwise) {
   try {

@@ -1,5 +1,5 @@
 // The playground: conversations with the model, tools, structured output, probabilities of tokens.
-import { checked, describeState, element, find, getJson, number, readStored, reason, reconcile, setStatus, store } from "./page.js";
+import { checked, describeState, element, find, getJson, number, own, readStored, reason, reconcile, setStatus, store } from "./page.js";
 import { Conversations, applyChunk, curl, events, openCalls, requestBody } from "./conversations.js";
 
 const POLL_MS = 5000;
@@ -149,7 +149,7 @@ async function ask() {
   showBusy();
   const isShown = () => conversations.current === conversation;
   try {
-    const answer = await fetch("../v1/chat/completions", { method: "POST", signal: mine.signal, headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+    const answer = await fetch(own("../v1/chat/completions"), { method: "POST", signal: mine.signal, headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
     for await (const chunk of events((await checked(answer)).body)) {
       applyChunk(message, chunk);
       if (message.content || message.reasoning || message.tool_calls) first ??= performance.now();
@@ -170,7 +170,8 @@ async function ask() {
 function figuresOf(message, start, first, end) {
   const { prompt_tokens, completion_tokens } = message.usage ?? {};
   const ended = { length: "cut off at max tokens", tool_calls: "calls a tool", content_filter: "filtered" }[message.finish];
-  const speed = completion_tokens > 1 ? `${number(((completion_tokens - 1) * 1000) / Math.max(1, end - first))} tokens/s` : null;
+  const isTimed = completion_tokens > 1 && end - first > 20; // not in one piece
+  const speed = isTimed ? `${number(((completion_tokens - 1) * 1000) / (end - first))} tokens/s` : null;
   return [`${number(prompt_tokens)} + ${number(completion_tokens)} tokens`, `first after ${number(first - start)} ms`, speed, ended].filter(Boolean).join(" · ");
 }
 
@@ -191,6 +192,8 @@ function showBusy() {
 }
 
 function fail(text) {
+  clearTimeout(counting); // or the count would replace the text
+  counting = 0;
   find("count").textContent = text;
   find("count").classList.add("bad");
 }
@@ -219,21 +222,22 @@ function countTokens() {
   clearTimeout(counting);
   const prompt = find("message").value;
   find("count").classList.remove("bad");
+  counting = 0;
   if (!prompt) return void (find("count").textContent = "");
-  counting = setTimeout(async () => {
-    const answer = await fetch("../tokenize", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ model, prompt, add_special_tokens: false }) }).catch(() => null);
-    if (answer?.ok && find("message").value === prompt) {
+  const mine = (counting = setTimeout(async () => {
+    const answer = await fetch(own("../tokenize"), { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ model, prompt, add_special_tokens: false }) }).catch(() => null);
+    if (answer?.ok && counting === mine) {
       const { count } = await answer.json();
       find("count").textContent = `${number(count)} ${count === 1 ? "token" : "tokens"}`;
     }
-  }, 250);
+  }, 250));
 }
 
 async function copyCurl() {
   const typed = find("message").value;
   const messages = typed ? [...conversations.current.messages, { role: "user", content: typed }] : conversations.current.messages;
   try {
-    const text = curl(new URL("../v1/chat/completions", location.href).href, requestBody(model, messages, fields()));
+    const text = curl(own("../v1/chat/completions"), requestBody(model, messages, fields()));
     await navigator.clipboard.writeText(text);
     find("curl").textContent = "Copied";
     setTimeout(() => (find("curl").textContent = "Copy as curl"), 1500);
@@ -245,7 +249,7 @@ async function copyCurl() {
 async function poll() {
   try {
     const state = await getJson("state");
-    model = find("model").textContent = state.model;
+    model = find("model").textContent = find("model").title = state.model;
     setStatus(...describeState(state));
   } catch (error) {
     setStatus("bad", reason(error));
@@ -285,11 +289,18 @@ find("log").addEventListener("keydown", (event) => {
 for (const [name, example] of Object.entries(EXAMPLES)) {
   find(`${name}-example`).addEventListener("click", () => {
     form.elements[name].value = JSON.stringify(example, null, 2);
-    form.elements[name].rows = 10;
     form.dispatchEvent(new Event("input"));
   });
 }
-form.addEventListener("input", () => store("quire.form", fields()));
+/** Give each JSON box as many rows as its text has lines, within bounds. */
+function fit() {
+  for (const name of Object.keys(EXAMPLES)) form.elements[name].rows = Math.min(Math.max(form.elements[name].value.split("\n").length + 1, 3), 16);
+}
+
+form.addEventListener("input", () => {
+  store("quire.form", fields());
+  fit();
+});
 form.addEventListener("submit", (event) => event.preventDefault());
 const kept = readStored("quire.form", null);
 if (kept) {
@@ -298,5 +309,6 @@ if (kept) {
     else if (field.name in kept) field.value = kept[field.name];
   }
 }
+fit();
 showAll();
 poll();

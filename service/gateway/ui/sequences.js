@@ -15,9 +15,10 @@ function stateOf(one) {
 }
 
 export class Sequences {
-  /** `blockSize(workerId)`: tokens a block. */
-  constructor(blockSize) {
+  /** `blockSize(workerId)`: tokens a block. `onMarked`: called when `marked` has changed. */
+  constructor(blockSize, onMarked) {
     this.blockSize = blockSize;
+    this.onMarked = onMarked;
     this.chosen = null;
     this.order = new Map();
     this.marked = { worker: null, blocks: [] };
@@ -52,9 +53,10 @@ export class Sequences {
     reconcile(find("sequence-rows"), sequences, keyOf, (one) => this.row(one), (row, one) => this.fill(row, one));
     const counts = this.chosen && sequences.find((one) => keyOf(one) === keyOf(this.chosen));
     if (table && counts && keyOf(table) === keyOf(counts)) this.showTable(counts, table);
-    else if (this.chosen && !counts) find("table-summary").textContent = `${short(this.chosen.request)} has ended; this was its last table.`;
+    else if (this.chosen && !counts) find("table-summary").textContent = `${short(this.chosen.request)} is no longer listed; this was its last table.`;
     find("table").classList.toggle("ended", Boolean(this.chosen && !counts));
     if (!counts) this.marked = { worker: null, blocks: [] };
+    this.onMarked();
   }
 
   row(one) {

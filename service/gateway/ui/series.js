@@ -1,4 +1,4 @@
-// Rows of numbers for the charts, computed from the gateway's snapshots. No DOM: tests run it alone.
+// Rows of numbers for the charts, computed from the gateway's snapshots, and the ticks of logarithmic axes. No DOM: tests run it alone.
 export const SPAN_S = 10; // of latencies
 export const RATE_SPAN_S = 3; // of rates: workers report once a second, not in step with the page
 
@@ -41,6 +41,21 @@ export function acceptance(before, now) {
   return drafted ? (100 * growth("accepted_tokens_total", before, now)) / drafted : null;
 }
 
+/** Whole decades around two positive numbers. */
+export const decades = (low, high) => {
+  if (!(low > 0)) return [1, 1000];
+  const [from, to] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
+  return [10 ** from, 10 ** Math.max(to, from + 1)];
+};
+
+/** Ticks between two powers of ten: these, and 2 and 5 times them where there is room. */
+export const logTicks = (low, high) => {
+  const decade = high / low > 100 ? [1] : [1, 2, 5];
+  const ticks = [];
+  for (let power = low; power < high; power *= 10) ticks.push(...decade.map((factor) => factor * power));
+  return [...ticks, high];
+};
+
 export class History {
   /** `rows` of an earlier visit are kept if they are younger than the history is long. */
   constructor(maxRows, rows = []) {
@@ -74,7 +89,7 @@ export class History {
     const row = [
       time,
       observed("ttft", 0.5), observed("ttft", 0.99), observed("gap", 0.5), observed("gap", 0.99),
-      rate("generation_tokens_total", before, state), rate("prompt_tokens_total", before, state),
+      ...["generation_tokens_total", "prompt_tokens_total"].map((name) => (before ? rate(name, before, state) : null)),
       sum(state, "num_running"), sum(state, "num_waiting") + (state.num_queued ?? 0),
       sum(state, "num_blocks_used"), sum(state, "num_blocks_shared"), sum(state, "num_blocks_cached"),
       sum(state, "num_blocks_free"), sum(state, "num_host_blocks_used"),

@@ -88,10 +88,11 @@ function restart(numSteps = 0) {
 }
 
 function label() {
-  find("speed-value").textContent = `${find("speed").value} steps/s`;
-  find("rate-value").textContent = `${number(options().rate, 2)} a step`;
-  find("block-value").textContent = `${options().blockSize} slots`;
-  find("seed-value").textContent = find("seed").value;
+  const words = { speed: `${find("speed").value} steps/s`, rate: `${number(options().rate, 2)} a step`, block: `${options().blockSize} ${options().blockSize === 1 ? "slot" : "slots"}`, seed: find("seed").value };
+  for (const [id, text] of Object.entries(words)) {
+    find(`${id}-value`).textContent = text;
+    find(id).setAttribute("aria-valuetext", text);
+  }
   find("run").textContent = isRunning ? "Pause" : "Run";
 }
 

@@ -23,20 +23,20 @@ let range = readStored("quire.range", 120);
 let numBlocks = 0;
 
 const charts = [
-  ["ttft", "Time to first token", [["ttft50", "p50", "--series-1"], ["ttft99", "p99", "--series-2"]], { unit: "ms" }],
-  ["gap", "Inter-token gap", [["gap50", "p50", "--series-1"], ["gap99", "p99", "--series-2"]], { unit: "ms" }],
+  ["ttft", "Time to first token", [["ttft50", "p50", "--series-1"], ["ttft99", "p99", "--series-2"]], { unit: "ms", isLog: true }],
+  ["gap", "Inter-token gap", [["gap50", "p50", "--series-1"], ["gap99", "p99", "--series-2"]], { unit: "ms", isLog: true }],
   ["tokens", "Throughput", [["output", "output", "--series-1"], ["prompt", "prompt", "--series-3"]], { unit: "tokens/s" }],
   ["requests", "Requests", [["running", "running", "--series-1"], ["waiting", "waiting", "--series-2"]], {}],
   ["blocks", "Block pool",
     [["active", "active", "--block-active"], ["shared", "shared", "--block-shared"], ["cached", "cached", "--block-cached"], ["free", "free", "--block-free"], ["host", "host", "--block-moving"]],
-    { isStacked: true, top: () => numBlocks }],
+    { unit: "blocks", isStacked: true, top: () => numBlocks }],
   ["acceptance", "Accepted drafts", [["acceptance", "accepted", "--series-3"]], { unit: "%", top: () => 100 }],
 ].map(([id, title, lines, options]) => ({
   id,
   chart: new Chart(find(`chart-${id}`), title, lines.map(([column, name, colour]) => ({ column, name, colour, isApart: column === "host" })), options),
 }));
 
-const sequences = new Sequences((id) => history.last?.workers.find((worker) => worker.id === id)?.block_size ?? 16);
+const sequences = new Sequences((id) => history.last?.workers.find((worker) => worker.id === id)?.block_size ?? 16, () => history.last && showPools(history.last));
 const pools = new Map();
 
 /** Tiles: name, value, what it is measured in or of. */
@@ -65,7 +65,7 @@ function tiles(now) {
 }
 
 function show(now) {
-  find("model").textContent = now.model;
+  find("model").textContent = find("model").title = now.model;
   setStatus(...describeState(now));
   numBlocks = now.workers.reduce((total, worker) => total + worker.num_blocks, 0);
   reconcile(find("tiles"), tiles(now), ([name]) => name,

@@ -51,6 +51,7 @@ ROUTES = (
     ("GET", "/v1/batches/{batch_id}"),
     ("POST", "/v1/batches/{batch_id}/cancel"),
     ("GET", "/ui"),
+    ("GET", "/ui/"),
     *(("GET", f"/ui/{name}") for name in ("state", "sequences", "playground", "simulator", *ASSETS)),
     ("GET", "/nowhere"),
     ("DELETE", CHAT),

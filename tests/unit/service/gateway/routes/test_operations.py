@@ -83,6 +83,28 @@ def test_a_page_refers_to_files_that_are_served(page):
     assert {"ui", "ui/playground", "ui/simulator", "ui/ui.css", "ui/theme.js"} <= paths
 
 
+def test_pages_of_an_address_with_a_password_may_fetch():
+    """A relative path would keep the password, which fetch refuses."""
+    script = "".join(path.read_text() for path in UI.glob("*.js"))
+    assert set(re.findall(r"fetch\((\w*)", script)) == {"own"}
+
+
+def test_each_control_has_its_label():
+    text = "".join((UI / page).read_text() for page in PAGES.values())
+    for label in re.findall(r"<label.*?</label>", text):
+        if "<output" in label:  # labelable, and first: without `for` it takes the label
+            assert re.search(r'^<label for="(\w+)">.*<input id="\1"', label)
+    assert text.count("<output") == 4
+
+
+async def test_a_slash_after_the_path_is_dropped(folder):
+    async with (
+        open_gateway(folder) as gateway,
+        gateway.http.get(gateway.url + "/ui/", allow_redirects=False) as response,
+    ):
+        assert (response.status, response.headers["Location"]) == (308, "../ui")
+
+
 def test_vendored_files_are_those_of_their_release():
     table = (UI / "vendor" / "README.md").read_text()
     listed = dict(re.findall(r"^\| `([\w.]+)` .* `([0-9a-f]{64})` \|$", table, re.MULTILINE))
