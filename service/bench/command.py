@@ -31,7 +31,8 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     """Add each bench's flags and, if it loads a model itself, the settings."""
     benches = parser.add_subparsers(dest="what", metavar="|".join(BENCHES), required=True)
     for name, (add_own_flags, _, help_text) in BENCHES.items():
-        bench = benches.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)
+        is_vllms = name == "serve"  # whose lines have --random-input and --num-prompt
+        bench = benches.add_parser(name, help=help_text, description=help_text, allow_abbrev=is_vllms)
         add_own_flags(bench)
         add_report_flags(bench)
         if name in ("queue", "serve"):

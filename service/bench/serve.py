@@ -122,6 +122,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--endpoint", choices=(COMPLETIONS, CHATS), help="the backend's path (default: as --backend)")
     parser.add_argument("--tokenizer", metavar="TEXT", help="no effect: the service tokenizes")
+    parser.add_argument("--trust-remote-code", action="store_true", help="no effect: no code of a model is run")
     add_table_flags(parser)
     parser.add_argument("--num-requests", metavar="N", help="first N requests of the trace (default: all)")
     parser.add_argument(
