@@ -184,8 +184,9 @@ async def test_vllms_words_against_a_gateway(model_folder, tmp_path, capsys):
         gateway.worker.script = lambda job: Script([[65]] * 64, step_s=0.001)
         port = gateway.url.rpartition(":")[2]
         words = "--dataset-name random --random-input 8 --random-output 4 --num-prompt 12 --request-rate inf"
-        more = "--max-concurrency 2 --ignore-eos --trust-remote-code --backend vllm --vocab-size 64 --percentile-metrics ttft,e2el"
-        more += f" --num-warmups 3 --goodput e2el:60000 --save-result --result-dir {tmp_path} --result-filename r.json"
+        more = "--max-concurrency 2 --ignore-eos --trust-remote-code --backend vllm --vocab-size 64"
+        more += " --num-warmups 3 --goodput e2el:60000 --percentile-metrics ttft,e2el"
+        more += f" --save-result --result-dir {tmp_path} --result-filename r.json"
         status = await bench("--port", port, *words.split(), *more.split(), "--out", tmp_path / "out.json")
         jobs = [(len(job.prompt) // 4, job.sampling.max_tokens, job.sampling.ignore_eos) for job in gateway.worker.jobs]
     assert status == 0
