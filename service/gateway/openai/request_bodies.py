@@ -132,6 +132,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     user: str = ""
     safety_identifier: str = ""
     prompt_cache_key: str = ""
+    session_id: str = ""
     request_id: str = ""
     cache_salt: str = ""
 
@@ -195,6 +196,7 @@ class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
 class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     type: str
     function: FunctionTool
+    defer_loading: bool = False  # no effect: the model gets every function
 
 
 class FunctionName(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -244,7 +246,15 @@ _BOTH: Idle = {
     "logits_processors": ([],),
     "spaces_between_special_tokens": (True,),
     "kv_transfer_params": (),
+    "ec_transfer_params": (),
     "vllm_xargs": ({},),
+    "logprob_token_ids": (),
+    "repetition_detection": (),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False, True),  # of /render, which is not served
+    "stream_interval": (1,),
+    "truncation_side": ("left",),
+    "watermarking": (False,),
 }
 
 IDLE_COMPLETION_FIELDS: Idle = {
@@ -270,6 +280,7 @@ IDLE_CHAT_FIELDS: Idle = {
     "chat_template": (),
     "documents": ([],),
     "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
 }
 
 IDLE_RESPONSE_FIELDS: Idle = {

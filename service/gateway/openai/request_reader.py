@@ -312,7 +312,7 @@ def _request(
         raise refusal("stop", f"has more than {MAX_STOP_STRINGS} strings")
     if any(not 0 < len(string) <= MAX_STOP_CHARS for string in stop):
         raise refusal("stop", f"has a string that is empty or longer than {MAX_STOP_CHARS} characters")
-    for name in ("user", "safety_identifier", "prompt_cache_key", "cache_salt"):
+    for name in ("user", "safety_identifier", "prompt_cache_key", "session_id", "cache_salt"):
         check_length(name, getattr(body, name), MAX_LABEL_CHARS)
     if body.request_id and not is_client_id(body.request_id):
         raise refusal("request_id", "must be 1 to 128 visible ASCII characters")
