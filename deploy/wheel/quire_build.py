@@ -10,6 +10,7 @@ import ast
 import gzip
 import io
 import os
+import re
 import shutil
 import tarfile
 import tempfile
@@ -27,6 +28,9 @@ SHIPPED = {".py", ".lua", ".json", ".jinja", ".safetensors", ".cu", ".cuh", ".ht
 
 PYTHON_API = Path("service", "offline", "public", "__init__.py")
 """Source of the package `quire`; an editable install maps `quire` to its folder."""
+
+ZIP_EPOCH = "315532800"
+"""1980-01-01 UTC in Unix seconds, the first time that a zip file can hold."""
 
 LEFT_OUT = ("__pycache__", "training")
 PAGES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md")
@@ -48,7 +52,9 @@ build_editable = build_meta.build_editable
 def build_wheel(
     wheel_directory: str, config_settings: dict | None = None, metadata_directory: str | None = None
 ) -> str:
+    """Build a wheel; its times are those of SOURCE_DATE_EPOCH, else fixed, so that a build can be repeated."""
     target = os.path.abspath(wheel_directory)
+    os.environ.setdefault("SOURCE_DATE_EPOCH", ZIP_EPOCH)
     with staged():
         return build_meta.build_wheel(target, config_settings)
 
@@ -107,9 +113,16 @@ def stage(folder: Path, roots: tuple[str, ...]) -> None:
         shutil.copyfile(package / PYTHON_API, package / "__init__.py")
     for page in PAGES:
         shutil.copyfile(ROOT / page, folder / page)
+    readme = folder / "README.md"
+    readme.write_text(description(readme.read_text(encoding="utf-8")), encoding="utf-8")
     project, _, _ = (ROOT / "pyproject.toml").read_text().partition("[tool.")
     project = project.partition("[project]")[2].replace('"service.cli.entry:run"', '"quire.service.cli.entry:run"')
     (folder / "pyproject.toml").write_text(f"[project]{project}{WHEEL_PROJECT}")
+
+
+def description(readme: str) -> str:
+    """Return the README for an index's page, where links into the repository lead nowhere: their text stays."""
+    return re.sub(r"!?\[([^]]*)]\((?!https?:|#)[^)]*\)", lambda link: "" if link[0][0] == "!" else link[1], readme)
 
 
 def rewritten(text: str, source: str) -> str:

@@ -57,6 +57,7 @@ def test_the_wheel_has_one_import_root_and_every_file_that_a_service_reads(built
             assert found
             assert found <= names
     assert not any("training" in name for name in names)
+    assert {entry.date_time[:3] for entry in zipfile.ZipFile(wheel).infolist()} == {(1980, 1, 1)}
 
 
 def test_the_sdist_has_what_the_wheel_is_built_from(built):
@@ -85,6 +86,14 @@ def test_it_runs_beside_foreign_packages_of_the_old_names(built, tmp_path):
 
     assert "llama, 0.00518 B parameters" in python(RUN, "check", "--device", "cpu")
     assert python(GENERATE).startswith(" there was")
+
+
+def test_the_description_links_only_to_the_web_and_itself(monkeypatch):
+    monkeypatch.syspath_prepend(str(BACKEND))
+    import quire_build
+
+    text = "[a](x/b.md#c) ![d](e.svg) [f](https://g) [h](#i)"
+    assert quire_build.description(text) == "a  [f](https://g) [h](#i)"
 
 
 def test_an_import_that_cannot_be_rewritten_stops_the_build(monkeypatch):
