@@ -217,7 +217,8 @@ class DraftLengths:
         hopes = [each for each in _options(chances, hoped_s, num_rows, drafting) if each.tokens_per_s >= enough]
         if not hopes:
             return None
-        added_s = [float(expected_s[len(each.chosen) - 1]) - plain_s for each in hopes]
+        around_s = 2 * cost.excess_s(num_rows)  # the steps before and after it do not overlap either
+        added_s = [float(expected_s[len(each.chosen) - 1]) + around_s + each.drafting_s - plain_s for each in hopes]
         pairs = list(zip(hopes, added_s, strict=True))
         cheap = [(each, added) for each, added in pairs if added + each.drafting_s <= plain_s]
         best, added = max(cheap or pairs[:1], key=lambda pair: pair[0].tokens_per_s)

@@ -140,6 +140,22 @@ def test_a_trial_waits_until_something_is_drafted():
     assert lengths.choose([[0.5]], 1) == [0]
 
 
+def test_a_trial_pays_for_the_steps_around_it():
+    waits = []
+    for excess_s in (0.0, 0.1):
+        cost = StepCost([1, 101], [1.0, 1.0])
+        cost.on_step(1, 0, 1.0)
+        for _ in range(100):
+            cost.on_step(1, 1, 1.0 + excess_s)
+            cost.on_step(1, 1 + 2, 1.0 + excess_s)
+        lengths, waited = DraftLengths(cost), 0
+        while not any(lengths.choose([[0.01]], 1, Drafting(hope=HOPE))):
+            lengths.on_step(1, 0, 1.0)
+            waited += 1
+        waits.append(waited)
+    assert waits[1] > waits[0] + 3 * 0.1 / TRIAL_SHARE * 0.5
+
+
 LATEST_TRIAL = int(2 * MAX_CHARGE / TRIAL_SHARE)
 """Steps after the last one."""
 ROWS = (1, 2, 4, 8, 16, 24, 32, 64, 96, 128, 160, 192, 256, 512)
