@@ -30,6 +30,9 @@ KEYWORDS = (
 )  # fmt: skip
 """Settings of an engine without a service around it."""
 
+EMBEDDING = {"task": ("embed", "embedding"), "runner": ("pooling",), "convert": ("embed",)}
+"""vLLM's keywords for a model that embeds: each model here generates and embeds."""
+
 MAX_BRANCHES = 128
 NO_LIMIT = 1 << 31
 
@@ -40,7 +43,7 @@ def read_keywords(keywords: Mapping[str, Any]) -> Settings:
     Reads no QUIRE_ variable and no settings file. Raises ValueError with the keyword's name.
     """
     try:
-        return _settings({name: value for name, value in keywords.items() if value is not None})
+        return _settings({name: value for name, value in keywords.items() if not _says_nothing(name, value)})
     except StartupError as error:
         raise in_keywords(error) from None
 
@@ -48,6 +51,10 @@ def read_keywords(keywords: Mapping[str, Any]) -> Settings:
 def in_keywords(error: StartupError) -> ValueError:
     """Return the error with keywords in the place of flags."""
     return ValueError(re.sub(r"--([a-z][a-z0-9-]*)", lambda flag: flag[1].replace("-", "_"), str(error)))
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    return value is None or value in EMBEDDING.get(name, ())
 
 
 def _settings(keywords: Mapping[str, Any]) -> Settings:

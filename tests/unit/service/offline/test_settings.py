@@ -38,5 +38,11 @@ def test_a_wrong_keyword_is_named(wrong, message):
         read_keywords(wrong)
 
 
+def test_a_model_that_embeds_needs_no_keyword():
+    assert read_keywords({"task": "embed", "runner": "pooling", "convert": "embed"}) == read_keywords({})
+    with pytest.raises(ValueError, match="task classify"):
+        read_keywords({"task": "classify"})
+
+
 def test_every_keyword_is_a_setting():
     assert set(KEYWORDS) <= set(vars(read_keywords({})))
