@@ -66,7 +66,9 @@ def _check_token() -> None:
 
 
 def _download(name: str, revision: str, cache: Path, files: ServedFiles) -> Path:
-    info = _client().model_info(name, revision=revision, files_metadata=True)
+    # Without a timeout a firewall that drops packets would hold the start for ever.
+    timeout_s = constants.HF_HUB_ETAG_TIMEOUT
+    info = _client().model_info(name, revision=revision, files_metadata=True, timeout=timeout_s)
     sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
     if info.sha is None:
         raise ModelError(f"{constants.ENDPOINT} names no commit of it (is HF_ENDPOINT right?)")

@@ -34,6 +34,7 @@ class Hub:
     garbled: bool = False  # the first byte of large files is wrong
     limited_heads: int = 0  # HEADs that get 429 first
     stalls: int = 0  # transfers that stop halfway until the client leaves
+    is_silent: bool = False  # no request is answered
     asked: list[tuple[str, str, Mapping[str, str]]] = field(default_factory=list)  # method, path, headers
 
     def __enter__(self) -> Hub:
@@ -96,6 +97,10 @@ class _Handler(BaseHTTPRequestHandler):
         hub, path = self.hub, unquote(urlsplit(self.path).path)
         headers = {name.lower(): value for name, value in self.headers.items()}
         hub.asked.append((self.command, path, headers))
+        if hub.is_silent:
+            self.rfile.read(1)  # ends when the client is gone
+            self.close_connection = True
+            return None
         if path.startswith("/cdn/"):
             return self._send_large(path[5:], headers)
         if hub.refusal is not None:

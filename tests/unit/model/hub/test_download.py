@@ -157,6 +157,12 @@ def test_an_unknown_revision(hub, tmp_path):
     assert refusal(tmp_path, revision="v9") == f"{NAME}: has no revision v9"
 
 
+def test_a_hub_that_never_answers(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_ETAG_TIMEOUT", 0.05)
+    hub.is_silent = True
+    assert refusal(tmp_path) == f"{NAME}: the download from {hub.url} failed: timed out (start again to continue)"
+
+
 def test_a_hub_that_is_not_there(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "Connection refused" in refusal(tmp_path)
