@@ -13,6 +13,7 @@ import pytest
 
 from service.config.settings import Settings
 from service.errors import StartupError
+from service.gateway.core import fleet
 from service.gateway.core.served_model import ServedModel
 from service.gateway.core.service import InferenceService
 from service.gateway.endpoints import read_outline
@@ -62,7 +63,9 @@ async def until(port, path, status, worker=None):
             await asyncio.sleep(0.02)
 
 
-async def test_it_answers_while_the_loop_is_blocked(model_folder):
+async def test_it_answers_while_the_loop_is_blocked(model_folder, monkeypatch):
+    monkeypatch.setattr(probes, "TICK_S", 0.2)
+    monkeypatch.setattr(probes, "STALE_AFTER_S", 1.5)
     async with open_probes(model_folder) as (port, worker):
         await until(port, "/readyz", 200, worker)
         asked_s, answers = [], []
@@ -97,6 +100,8 @@ async def test_a_loop_that_never_turns_again_is_dead(model_folder, monkeypatch):
 
 
 async def test_ready_only_with_a_ready_worker_of_recent_heartbeat(model_folder, monkeypatch):
+    monkeypatch.setattr(probes, "TICK_S", 0.1)
+    monkeypatch.setattr(fleet, "CARD_LATE_S", 1.0)
     async with open_probes(model_folder, with_worker=False) as (port, worker):
         await until(port, "/readyz", 503)
         assert "no ready worker" in (await asyncio.to_thread(ask, port, "/readyz"))[1]["missing"][0]
