@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from model.families.configs.registry import FAMILIES, TWISTS
 from model.gguf_config import gguf_config
 from model.gguf_file import find_gguf, read_gguf
 from model.json_files import parse_json_object, read_json_object
-from model.rope_config import RopeConfig, read_rope
+from model.rope_config import RopeConfig, read_rope, with_overrides
 from model.stored_names import is_base_model
 
 CONFIG_BYTES = 1 << 20
@@ -103,14 +104,18 @@ class ModelConfig:
         return not self.has_head or (self.tied_embeddings and self.embedding_factor == 1)
 
     @staticmethod
-    def read(directory: Path) -> ModelConfig:
-        """Read a Hugging Face folder; generation_config.json may add EOS ids. Raises ModelError."""
+    def read(directory: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+        """Read a Hugging Face folder; generation_config.json may add EOS ids. Raises ModelError.
+
+        `overrides`: fields that replace those of config.json, as `with_overrides` says.
+        """
         path = Path(directory) / "config.json"
         gguf = None if path.exists() else find_gguf(Path(directory))
         if gguf is None:
-            config = ModelConfig.from_dict(read_json_object(path, CONFIG_BYTES), str(path))
+            raw, source = read_json_object(path, CONFIG_BYTES), path
         else:
-            config = ModelConfig.from_dict(gguf_config(read_gguf(gguf)), str(gguf))
+            raw, source = gguf_config(read_gguf(gguf)), gguf
+        config = ModelConfig.from_dict(with_overrides(raw, overrides or {}), str(source))
         if gguf is None and not config.tied_embeddings and is_base_model(Path(directory)):
             config = replace(config, has_head=False)
         generation = Path(directory) / "generation_config.json"

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from model.config_fields import Fields
+from model.errors import ModelError
 
 MAX_POSITION = 1 << 24
 OLD_KINDS = {"su": "longrope"}
 COMMON_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 """Scalings of every family that names no others."""
+
+SECTIONS = ("rope_scaling", "rope_parameters")
+"""The section's name in transformers 4, and in 5 with `rope_theta` in it."""
+
+OVERRIDES = (*SECTIONS, "rope_theta", "max_position_embeddings")
+"""Fields that a command line may replace."""
+
+WRAPPED = "text_config"
+FLAG = "--hf-overrides"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,3 +165,43 @@ def _factors(scaling: Fields, name: str, count: int) -> tuple[float, ...]:
     if any(type(value) not in (int, float) or not 0 < value <= 1e6 for value in values):
         raise scaling.error(name, "holds no number, or one outside above 0..1e6")
     return tuple(map(float, values))
+
+
+def first_unknown(overrides: Mapping[str, Any]) -> str | None:
+    """Return the first field that may not be replaced, None if all may."""
+    for key, value in overrides.items():
+        if key == WRAPPED and isinstance(value, dict):
+            if (inner := next((each for each in value if each not in OVERRIDES), None)) is not None:
+                return f"{WRAPPED}.{inner}"
+        elif key not in OVERRIDES:
+            return key
+    return None
+
+
+def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config with `overrides`, which may be in either spelling of transformers.
+
+    A section is replaced as a whole, but keeps its `rope_theta`. Raises ModelError for a config whose layers' sections
+    differ, or without the text_config that is named.
+    """
+    if not overrides:
+        return dict(raw)
+    inner = raw.get(WRAPPED)
+    if isinstance(inner, dict):
+        own = {key: value for key, value in overrides.items() if key != WRAPPED}
+        return {**raw, WRAPPED: with_overrides(inner, own | overrides.get(WRAPPED, {}))}
+    if WRAPPED in overrides:
+        raise ModelError(f"{FLAG}: {WRAPPED}: config.json has none")
+    replaced = dict(raw)
+    for section in SECTIONS:
+        found = replaced.get(section)
+        if not isinstance(found, dict):
+            continue
+        if any(isinstance(value, dict) for value in found.values()):
+            raise ModelError(f"{FLAG}: {section} differs by layer type: edit config.json in a copy of the folder")
+        if "rope_theta" in found:
+            replaced["rope_theta"] = found["rope_theta"]
+            replaced[section] = {key: value for key, value in found.items() if key != "rope_theta"}
+    if any(section in overrides for section in SECTIONS):
+        replaced = {key: value for key, value in replaced.items() if key not in SECTIONS}
+    return replaced | dict(overrides)

@@ -180,7 +180,6 @@ CONDITIONAL = [
     *_rows("stream-interval", _ONE, "each step's tokens are sent", "each step's tokens are sent (1)", "1"),
     *_rows("lora-dtype", _ONE, "adapters have the activations' type",
            "adapters have the activations' type (auto)", "auto"),
-    *_rows("hf-overrides", _ONE, "it overrides nothing", _EDIT, "{}"),
 ]  # fmt: skip
 
 REFUSED = [
@@ -250,7 +249,6 @@ REFUSED = [
     *_rows("use-fp64-gumbel", _SWITCH, reason="the sampler computes in float32"),
     *_rows("enable-mixed-moe-lora-format enable-moe-shared-loras", _SWITCH,
            reason="adapters of experts are not served (attention and dense layers)"),
-    *_rows("rope-scaling rope-theta", _ONE, reason=_EDIT),
     *_rows("disable-sliding-window", _SWITCH, reason=_EDIT),
     *_rows("hf-token", _ONE, reason="set HF_TOKEN: other users of this host can read flags"),
     *_rows("reasoning-config", _ONE, reason="send the budget with each request"),
@@ -325,6 +323,8 @@ RENAMED = {
     "-cc": "--compilation-config",
     "-O": "--compilation-config",
     "-asc": "--api-server-count",
+    "--rope-scaling": "--hf-overrides.rope_scaling",
+    "--rope-theta": "--hf-overrides.rope_theta",
     "--spec-method": "--speculative-config.method",
     "--spec-model": "--speculative-config.model",
     "--spec-tokens": "--speculative-config.num_speculative_tokens",
@@ -338,7 +338,7 @@ RENAMED = {
 """Spellings of vLLM by the flag that means the same."""
 
 VARIABLES = {
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "max_position_embeddings in config.json",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "--hf-overrides.max_position_embeddings",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "--lora-dir",
     "VLLM_CPU_KVCACHE_SPACE": "--num-gpu-blocks",
     "VLLM_ENGINE_ITERATION_TIMEOUT_S": "--step-timeout",

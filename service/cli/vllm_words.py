@@ -22,7 +22,9 @@ SWITCH_WORDS = ("true", "false", "1", "0")
 LISTS = ("--served-model-name", "--api-key", "--lora-modules")
 """Settings of which vLLM takes several words."""
 
-OBJECTS = ("--speculative-config", "--override-generation-config", "--default-chat-template-kwargs")
+OBJECTS = (
+    *("--speculative-config", "--override-generation-config", "--default-chat-template-kwargs", "--hf-overrides"),
+)
 """Settings that are JSON objects: vLLM also takes `--flag.key value`."""
 
 GUARDS = ("--api-key", "--api-key-file")

@@ -7,6 +7,7 @@ line `max_num_seqs = N` of the TOML file that `--config` or `QUIRE_CONFIG` names
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from service.config.values import (
     parse_names,
     parse_object,
     parse_prefix,
+    parse_rope_overrides,
     parse_switch,
 )
 
@@ -94,6 +96,14 @@ class Settings:
         'JSON of chat template variables for requests without them, such as {"enable_thinking": false} (default: {})',
         verbs=_GATEWAY_VERBS,
         parse=parse_object,
+    )
+    hf_overrides: str | None = _setting(
+        None,
+        "JSON of config.json's rope_scaling, rope_parameters, rope_theta or max_position_embeddings, such as "
+        '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}} (default: '
+        "the model's)",
+        verbs=_MODEL_VERBS,
+        parse=parse_rope_overrides,
     )
     generation_config: str = _setting(
         "auto",
@@ -435,6 +445,11 @@ class Settings:
     log_level: str = _one_of(
         "info", "least severe level that is logged", ("debug", "info", "warning", "error"), verbs=VERBS
     )
+
+    @property
+    def config_overrides(self) -> dict[str, Any]:
+        """Fields that replace those of config.json."""
+        return json.loads(self.hf_overrides) if self.hf_overrides is not None else {}
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+from model.rope_config import OVERRIDES, first_unknown
+
 
 def parse_name(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", text):
@@ -47,6 +49,14 @@ def parse_object(text: str) -> str:
         found = None
     if not isinstance(found, dict):
         raise ValueError("a JSON object")
+    return text
+
+
+def parse_rope_overrides(text: str) -> str:
+    """Return the text of a JSON object with fields of config.json that may be replaced."""
+    found = json.loads(parse_object(text))
+    if (unknown := first_unknown(found)) is not None:
+        raise ValueError(f"{', '.join(OVERRIDES)}; to change {unknown}, edit config.json in a copy of the folder")
     return text
 
 

@@ -88,11 +88,13 @@ def read_model_config(settings: Settings) -> ModelConfig:
     """Raises StartupError."""
     if settings.model_config is None:
         try:
-            return ModelConfig.read(Path(settings.model or ""))
+            return ModelConfig.read(Path(settings.model or ""), settings.config_overrides)
         except ModelError as error:
             raise StartupError(str(error)) from None
     if settings.model_config not in PRESETS:
         raise StartupError(f"--model-config: {settings.model_config!r} is none of {', '.join(sorted(PRESETS))}")
+    if settings.hf_overrides is not None:
+        raise StartupError("--hf-overrides: --model-config names a whole shape")
     if settings.load_format != "dummy":
         raise StartupError("--model-config names a shape without weights: add --load-format dummy")
     return PRESETS[settings.model_config]

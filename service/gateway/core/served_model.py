@@ -76,7 +76,7 @@ class ServedModel:
         if directory is None:
             raise StartupError("no model folder is given (--model)")
         try:
-            config = ModelConfig.read(directory)
+            config = ModelConfig.read(directory, settings.config_overrides)
             tokenizer = Tokenizer.read(directory)
             template = ChatTemplate.read(directory, tokenizer, settings.chat_template)
             defaults = _default_sampling(settings, directory)

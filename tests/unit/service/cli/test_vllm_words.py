@@ -125,6 +125,16 @@ def test_keys_of_an_object_one_by_one(line, expected):
     assert {key: config[key] for key in expected} == expected
 
 
+def test_a_rope_by_its_own_flags():
+    """Qwen's line for long contexts."""
+    yarn = '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'
+    _, settings = read(f"m --rope-scaling '{yarn}' --rope-theta 1000000 --max-model-len 131072")
+    assert settings.config_overrides == {"rope_scaling": json.loads(yarn), "rope_theta": 1000000}
+    assert read("m --hf-overrides '{}'")[1].config_overrides == read("m")[1].config_overrides == {}
+    with pytest.raises(StartupError, match="to change architectures, edit"):
+        read("""m --hf-overrides '{"architectures": ["X"]}'""")
+
+
 def test_nested_keys_and_lists():
     found = read(
         "m --default-chat-template-kwargs.a.b_c true --default_chat_template_kwargs.d+ x --no-enable-lora "

@@ -37,7 +37,8 @@ def example_of(field: dataclasses.Field) -> str:
     examples["worker_name"] = "gpu-0.host_1"
     examples["speculative_config"] = '{"method": "ngram", "num_speculative_tokens": 4}'
     examples["lora_modules"] = "sql=/data/sql"
-    examples |= {"root_path": "/a/b", "default_chat_template_kwargs": '{"enable_thinking": false}'}
+    examples |= {"root_path": "/a/b", "hf_overrides": '{"rope_theta": 5}'}
+    examples |= {"default_chat_template_kwargs": '{"enable_thinking": false}'}
     return examples.get(field.name, f"x/{field.name}")
 
 
