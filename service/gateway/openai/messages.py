@@ -27,7 +27,7 @@ from service.gateway.openai.strict_json import MAX_DEPTH, depth_exceeds
 
 MAX_LABEL_CHARS = 512
 MAX_MESSAGES = 4096
-MAX_TOOLS = 128
+MAX_TOOLS = 512  # agents with many MCP servers have hundreds
 MAX_CALLS_IN_MESSAGE = 128
 MAX_ID_CHARS = 512
 MAX_TEMPLATE_OPTIONS = 32

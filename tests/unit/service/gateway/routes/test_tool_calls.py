@@ -217,7 +217,7 @@ REFUSED = [
     ("tools", {"tools": [{"type": "function", "function": {"name": "f", "extra": 1}}]}),
     ("tools", {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}),
     ("tools", {"tools": [CLOCK, CLOCK]}),
-    ("tools", {"tools": [CLOCK] * 129}),
+    ("tools", {"tools": [CLOCK] * 513}),
     ("tools", {"tools": "clock"}),
     ("tool_choice", {"tools": [CLOCK], "tool_choice": "any"}),
     ("tool_choice", {"tool_choice": "auto"}),
