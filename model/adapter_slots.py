@@ -42,11 +42,16 @@ class AdapterSlots:
         return self.adapter_ops.write_async(self._values(slot, adapter))
 
     def _values(self, slot: int, adapter: LoraAdapter) -> Iterator[tuple[Array, Array]]:
-        """Yield arrays and what they become."""
-        for layer, parts_of in enumerate(self._parts):
-            for product, parts in parts_of.items():
-                values = adapter.products.get((layer, product), {})
-                yield from self._matrix_values(self._layers[layer][product], parts, slot, values)
+        """Yield arrays and what they become: ranks, then matrices in the order of `read_adapter`'s memory."""
+        matrices = [
+            (self._layers[layer][product], parts, adapter.products.get((layer, product), {}))
+            for layer, parts_of in enumerate(self._parts)
+            for product, parts in parts_of.items()
+        ]
+        for matrix, _, values in matrices:
+            yield matrix.ranks[slot : slot + 1], np.array([_rank_of(values)], np.int32)
+        for matrix, parts, values in matrices:
+            yield from self._matrix_values(matrix, parts, slot, values)
 
     def _matrix(self, parts: Sequence[ProductPart], num_slots: int, max_rank: int) -> AdapterMatrix:
         ends = np.cumsum([part.num_outputs for part in parts]).tolist()
@@ -60,8 +65,7 @@ class AdapterSlots:
     def _matrix_values(
         self, matrix: AdapterMatrix, parts: Sequence[ProductPart], slot: int, values: Mapping[int, Part]
     ) -> Iterator[tuple[Array, Array]]:
-        rank = max((len(a) for a, _ in values.values()), default=0)
-        yield matrix.ranks[slot : slot + 1], np.array([rank], np.int32)
+        rank = _rank_of(values)
         if not rank:
             return
         first, max_rank = 0, matrix.b.shape[2]
@@ -155,6 +159,10 @@ def adapter_rows(slots: np.ndarray, ops: Ops, tile_rows: int | None = None) -> A
     most = tile_rows or max(1, len(slots))
     rows, tiles = ops.upload_all(group_rows(slots, most))
     return AdapterRows(rows, tiles, most)
+
+
+def _rank_of(values: Mapping[int, Part]) -> int:
+    return max((len(a) for a, _ in values.values()), default=0)
 
 
 def _padded(array: np.ndarray, shape: tuple[int, int]) -> np.ndarray:

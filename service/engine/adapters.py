@@ -13,6 +13,7 @@ from model.ops.backend import adapter_ops
 from model.ops.interface import AsyncWrite, Ops
 from model.weights.lora.adapter import LoraAdapter, read_adapter
 from service.config.settings import Settings
+from service.engine.adapter_reading.process import AdapterProcess
 from service.engine.request import AdapterSource
 from service.engine.scheduling.adapter_slots import AdapterSlotPool
 from service.engine.sequence import SequenceGroup
@@ -138,7 +139,12 @@ def slots_bytes(settings: Settings, config: ModelConfig, ops: Ops) -> int:
 def build_adapters(
     settings: Settings, config: ModelConfig, ops: Ops, write: Callable[[int, LoraAdapter], AsyncWrite]
 ) -> Adapters:
+    """Build the loader. For a GPU, whose steps wait for this interpreter, another process reads."""
+    process = AdapterProcess(config, ops.dtype, settings.max_lora_rank) if ops.name == "cuda" else None
+
     def read(source: AdapterSource) -> LoraAdapter:
+        if process is not None:
+            return process.read(Path(source.path))
         return read_adapter(Path(source.path), config, ops.dtype, settings.max_lora_rank)
 
     return Adapters(read, write, AdapterSlotPool(settings.max_loras), settings.max_cpu_loras or settings.max_loras)

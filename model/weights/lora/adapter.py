@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -98,10 +98,22 @@ def read_digest(directory: Path, config: ModelConfig, max_rank: int) -> str:
     return read_adapter(directory, config, np.dtype(np.float32), max_rank).digest
 
 
-def read_adapter(directory: Path, config: ModelConfig, dtype: np.dtype, max_rank: int) -> LoraAdapter:
+def _new_bytes(count: int) -> np.ndarray:
+    """NumPy asks for huge pages, which cost few page faults."""
+    return np.empty(count, np.uint8)
+
+
+def read_adapter(
+    directory: Path,
+    config: ModelConfig,
+    dtype: np.dtype,
+    max_rank: int,
+    new_bytes: Callable[[int], np.ndarray] = _new_bytes,
+) -> LoraAdapter:
     """Read and check a folder of PEFT for the model of `config`, its values in `dtype`.
 
-    Raises ModelError with the file and the field or tensor.
+    All values lie in one array, uint8[n] of `new_bytes(n)`, in a slot's order. Raises ModelError with the file and the
+    field or tensor.
     """
     places = _places(config)
     path = directory / TENSORS_FILE
@@ -120,7 +132,8 @@ def read_adapter(directory: Path, config: ModelConfig, dtype: np.dtype, max_rank
     names = sorted(modules)
     for module in names:
         _check_part(described.rank_and_scale(module)[0], places[module].shape, modules[module])
-    memory = dict(zip(names, _allocate([modules[module] for module in names]), strict=True))
+    by_slot = [module for module in places if module in modules]
+    memory = dict(zip(by_slot, _allocate([modules[module] for module in by_slot], dtype, new_bytes), strict=True))
 
     def read_all(some: Sequence[str]) -> list[tuple[Part, bytes]]:
         scaler = _Scaler(dtype)
@@ -155,19 +168,18 @@ def _read_part(
     memory: Part,
     scaler: _Scaler,
 ) -> tuple[Part, bytes]:
-    """Return a module's part, in `memory` if it has the scaler's dtype, and the digest of what it depends on."""
+    """Read a module's part into `memory`; return it, and the digest of what it depends on."""
     rank, scale = described.rank_and_scale(module)
     digest = hashlib.sha256(f"{module} {rank} {scale!r}".encode())
-    values = []
-    for tensor, stored, factor in zip(pair, memory, (1.0, scale), strict=True):
+    for tensor, values, factor in zip(pair, memory, (1.0, scale), strict=True):
+        stored = values if tensor.dtype == values.dtype else np.empty(tensor.shape, tensor.dtype)
         tensor.read_into(0, stored)
         digest.update(stored.reshape(-1).view(np.uint8).data)
-        cast = scaler.scaled(stored, factor)
-        if cast is None:
+        if not scaler.scale(stored, factor, values):
             raise tensor.error(f"NaN or infinity in {scaler.dtype.name}")
-        values.append(cast)
-    b_values = values[1] if place.row_order is None else values[1][place.row_order]
-    return (values[0], b_values), digest.digest()
+    if place.row_order is not None:
+        memory[1][:] = memory[1][place.row_order]
+    return memory, digest.digest()
 
 
 class _Scaler:
@@ -177,15 +189,13 @@ class _Scaler:
         self.dtype = dtype
         self._memory = np.empty((2, PIECE), np.float32)
 
-    def scaled(self, stored: np.ndarray, factor: float) -> np.ndarray | None:
-        """Return values times a factor in `dtype`, rounded once, in place of the stored ones if they have `dtype`;
-        None if they hold NaN or infinity."""
+    def scale(self, stored: np.ndarray, factor: float, out: np.ndarray) -> bool:
+        """Write values times a factor to `out`, rounded once; it may be `stored`. Return whether all are finite."""
         if not all_finite(stored):
-            return None
-        if factor == 1 and stored.dtype == self.dtype:
-            return stored
-        cast = stored if stored.dtype == self.dtype else np.empty(stored.shape, self.dtype)
-        values, results = stored.reshape(-1), cast.reshape(-1)
+            return False
+        if factor == 1 and out is stored:
+            return True
+        values, results = stored.reshape(-1), out.reshape(-1)
         with np.errstate(over="ignore"):
             for start in range(0, values.size, PIECE):
                 piece = values[start : start + PIECE]
@@ -193,7 +203,7 @@ class _Scaler:
                 widen(piece, wide)
                 wide *= np.float32(factor)
                 narrow(wide, results[start : start + PIECE], rest)
-        return cast if all_finite(cast) else None
+        return all_finite(out)
 
 
 def _check_part(rank: int, shape: tuple[int, int], pair: tuple[StoredTensor, StoredTensor]) -> None:
@@ -206,14 +216,16 @@ def _check_part(rank: int, shape: tuple[int, int], pair: tuple[StoredTensor, Sto
             raise tensor.error(f"shape {list(tensor.shape)} is not {list(expected)} (rank, inputs and outputs)")
 
 
-def _allocate(pairs: Sequence[tuple[StoredTensor, StoredTensor]]) -> Iterator[Part]:
-    """Yield arrays of the tensors' shapes, all in one: NumPy asks for huge pages, which costs few page faults."""
+def _allocate(
+    pairs: Sequence[tuple[StoredTensor, StoredTensor]], dtype: np.dtype, new_bytes: Callable[[int], np.ndarray]
+) -> Iterator[Part]:
+    """Yield arrays of the tensors' shapes, all in one."""
     tensors = [tensor for pair in pairs for tensor in pair]
-    sizes = [math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors]
+    sizes = [math.prod(tensor.shape) * dtype.itemsize for tensor in tensors]
     ends = list(accumulate(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes))
-    memory = np.empty(ends[-1], np.uint8)
+    memory = new_bytes(ends[-1])
     arrays = (
-        memory[begin : begin + size].view(tensor.dtype).reshape(tensor.shape)
+        memory[begin : begin + size].view(dtype).reshape(tensor.shape)
         for tensor, size, begin in zip(tensors, sizes, [0, *ends], strict=False)
     )
     yield from zip(arrays, arrays, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -50,12 +51,8 @@ def writer(monkeypatch):
         Device=lambda: SimpleNamespace(use=lambda: None),
         alloc_pinned_memory=bytearray,
     )
-    runtime = SimpleNamespace(
-        memcpyHostToDevice=1,
-        memcpyAsync=lambda to, source, count, kind, stream: stream.waiting.append((to, source, count)),
-    )
     monkeypatch.setattr(writes, "cupy", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(writes, "runtime", runtime)
+    monkeypatch.setattr(writes, "device_copy", lambda: lambda *copy: copy[-1].waiting.append(copy[:-1]))
     monkeypatch.setattr(writes, "STAGING_BYTES", STAGING_BYTES)
     return writes.AsyncWriter(LateStream())
 
@@ -75,6 +72,21 @@ def test_values_of_any_size_arrive(writer):
         for memory, host in zip(memories, hosts, strict=True):
             np.testing.assert_array_equal(memory, host)
             memory[:] = 0
+
+
+def test_arrays_that_follow_one_another_are_staged_at_once(writer, monkeypatch):
+    rng = np.random.default_rng(1)
+    whole = rng.integers(0, 99, 600).astype(np.uint8)
+    ends = [0, 3, 40, 41, 57, 57, 230, 300, 364]
+    hosts = [whole[begin:end].view(np.int8) for begin, end in pairwise(ends)]
+    hosts += [whole[500:520], whole[390:400], whole[400:500:2].copy()]  # too far, before, elsewhere
+    memories = [np.zeros_like(host) for host in hosts]
+    staged, copyto = [], np.copyto
+    monkeypatch.setattr(np, "copyto", lambda to, source: (staged.append(len(source)), copyto(to, source)))
+    writer.start(zip(map(on_device, memories), hosts, strict=True)).wait()
+    for memory, host in zip(memories, hosts, strict=True):
+        np.testing.assert_array_equal(memory, host)
+    assert staged[:3] == [STAGING_BYTES] * 3
 
 
 def test_a_write_waits_for_the_work_before_it(writer):

@@ -1,0 +1,43 @@
+"""An adapter in shared memory, as the two processes describe it to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from model.weights.lora.adapter import LoraAdapter, Part
+
+Place = tuple[int, tuple[int, ...]]
+"""First byte and shape of an array in the shared memory."""
+
+
+@dataclass(frozen=True)
+class ReadAdapter:
+    """An adapter whose arrays lie in shared memory."""
+
+    digest: str
+    rank: int
+    num_bytes: int
+    memory_bytes: int
+    dtype: np.dtype
+    products: dict[tuple[int, str], dict[int, tuple[Place, Place]]]
+
+    def placed_in(self, memory: np.ndarray) -> LoraAdapter:
+        """Return the adapter whose arrays are views of uint8[memory_bytes]."""
+
+        def array(place: Place) -> np.ndarray:
+            begin, shape = place
+            end = begin + int(np.prod(shape)) * self.dtype.itemsize
+            return memory[begin:end].view(self.dtype).reshape(shape)
+
+        products: dict[tuple[int, str], dict[int, Part]] = {
+            product: {part: (array(a), array(b)) for part, (a, b) in parts.items()}
+            for product, parts in self.products.items()
+        }
+        return LoraAdapter(self.digest, self.rank, products, self.num_bytes)
+
+
+def address_of(array: np.ndarray) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

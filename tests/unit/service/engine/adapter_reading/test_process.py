@@ -1,0 +1,68 @@
+"""Adapters that a process of their own reads are as those read here; it may die, and ends with its engine."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from model.config import ModelConfig
+from model.errors import ModelError
+from model.weights.lora.adapter import read_adapter
+from service.engine.adapter_reading.process import AdapterProcess
+from tests.support.adapters import write_adapter
+from tests.support.demo_engine import DEMO
+
+CONFIG = ModelConfig.read(DEMO)
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@pytest.fixture
+def process():
+    reader = AdapterProcess(CONFIG, BFLOAT16, 16)
+    yield reader
+    reader.close()
+
+
+def assert_equal(adapter, expected):
+    assert (adapter.digest, adapter.rank, adapter.num_bytes) == (expected.digest, expected.rank, expected.num_bytes)
+    assert adapter.products.keys() == expected.products.keys()
+    for product, parts in expected.products.items():
+        for part, arrays in parts.items():
+            for array, its in zip(arrays, adapter.products[product][part], strict=True):
+                assert its.dtype == array.dtype
+                np.testing.assert_array_equal(its.view(np.uint16), array.view(np.uint16))
+
+
+def pid_of(process: AdapterProcess) -> int:
+    return process._end.peek()[2][1].pid
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=str)
+def test_what_it_reads(process, tmp_path, dtype):
+    written = write_adapter(tmp_path / "one", CONFIG, rank=8, strength=2.0, dtype=np.dtype(dtype))
+    adapter = process.read(written.folder)
+    assert_equal(adapter, read_adapter(written.folder, CONFIG, BFLOAT16, 16))
+    with pytest.raises(ModelError, match="no such folder"):
+        process.read(tmp_path / "missing")
+    assert_equal(process.read(written.folder), adapter)
+
+
+def test_a_process_that_has_died_starts_again(process, tmp_path):
+    written = write_adapter(tmp_path / "one", CONFIG, rank=8)
+    before = process.read(written.folder)
+    os.kill(pid_of(process), signal.SIGKILL)
+    assert_equal(process.read(written.folder), before)
+
+
+def test_it_ends_with_its_owner():
+    reader = AdapterProcess(CONFIG, BFLOAT16, 16)
+    pid = pid_of(reader)
+    del reader
+    gc.collect()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
