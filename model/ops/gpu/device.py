@@ -123,7 +123,9 @@ class CudaDevice:
         """Return the array of zeros of this shape, which kernels write and leave as zeros."""
         key = (shape, np.dtype(dtype))
         if key not in self._zeros:
-            self._zeros[key] = self.upload(np.zeros(*key))
+            array = self._zeros[key] = self.empty(*key)
+            # an upload would do nothing while kernels are compiled ahead
+            array.data.memset_async(0, array.nbytes, self.stream)
         return self._zeros[key]
 
     def host_blocks(self, kv: Array, num_blocks: int) -> CudaHostBlocks:
