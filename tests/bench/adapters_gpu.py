@@ -45,6 +45,14 @@ STARTING_STEPS = 128
 """Steps within which all prompts are computed."""
 
 
+_BEGIN_S = time.perf_counter()
+
+
+def report(text: str) -> None:
+    """Print progress with the seconds since the start."""
+    print(f"{time.perf_counter() - _BEGIN_S:.1f} s: {text}", flush=True)
+
+
 class Run:
     """An engine with sequences that decode until `stop`."""
 
@@ -172,10 +180,13 @@ def compare_steps(with_lora: Run, without: Run, sources: list[AdapterSource], nu
     """Return milliseconds of a step: medians of turns at the same contexts."""
     without.start([])
     with_lora.start([])
+    report("both engines decode")
     turns = [(without.step_ms(num_steps), with_lora.step_ms(num_steps)) for _ in range(TURNS)]
     with_lora.stop()
     without.stop()
+    report(f"base steps: {turns}")
     with_lora.start(sources)
+    report("all adapters are in slots")
     of_adapters = [with_lora.step_ms(num_steps) for _ in range(TURNS)]
     with_lora.stop()
     times = {"without --enable-lora": [one for one, _ in turns], "base requests": [one for _, one in turns]}
@@ -196,6 +207,7 @@ def compare_loads(run: Run, resident: list[AdapterSource], new: list[AdapterSour
         run.add(16, 2, source)
     for _ in range(SETTLING_STEPS):
         run.step()
+    report("half of the adapters are in slots")
     times = LoadTimes(run)
     known = run.gaps_ms(iter(resident * (num_steps // EVERY + 1)), num_steps)
     num_before = len(times.ready_ms)
@@ -231,12 +243,15 @@ def main() -> None:
     num_timed_steps = TURNS * (UNTIMED_STEPS + flags.steps)
     num_steps = max(SETTLING_STEPS + 2 * flags.load_steps, num_timed_steps)
     with_lora = build_engine(settings_of(flags, num_steps, **lora), progress=True)
+    report("the engine with adapters has started")
     without = build_engine(settings_of(flags, num_timed_steps), progress=True)
+    report("the engine without adapters has started")
     freeze_heap()
     folder = Path(TemporaryDirectory(dir=flags.folder).name)
     try:
         num_loads = -(-flags.load_steps // EVERY)
         sources = make_adapters(folder, with_lora.config, with_lora.ops.dtype, flags.rank, flags.adapters + num_loads)
+        report(f"{len(sources)} adapters are written")
         known, new = sources[: flags.adapters], sources[flags.adapters :]
         run = Run(with_lora, flags)
         compare_steps(run, Run(without, flags), known, flags.steps)
