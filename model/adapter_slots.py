@@ -116,8 +116,9 @@ class StaticAdapterRows:
 
     def __init__(self, slots: AdapterSlots, max_rows: int):
         self._slots = slots
-        self._tile_rows = slots.adapter_ops.lora_tile_rows(max_rows)
-        self.padding = [np.zeros(max_rows, np.int32), np.zeros((self._num_tiles(max_rows), 3), np.int32)]
+        smallest_tile = slots.adapter_ops.lora_tile_rows(1)
+        num_tiles = max_rows // smallest_tile + min(max_rows, slots.num_slots)
+        self.padding = [np.zeros(max_rows, np.int32), np.zeros((num_tiles, 3), np.int32)]
         self._arrays: list[Array] = []
 
     def place(self, arrays: list[Array]) -> None:
@@ -125,21 +126,18 @@ class StaticAdapterRows:
         self._arrays = arrays
 
     def batch(self, num_rows: int) -> BatchAdapters:
-        """Return the adapters of a step of `num_rows` rows."""
-        rows, tiles = self._arrays
-        return BatchAdapters(
-            self._slots, AdapterRows(rows[:num_rows], tiles[: self._num_tiles(num_rows)], self._tile_rows)
-        )
+        """Return the adapters of a captured step of `num_rows` rows."""
+        (rows, tiles), tile_rows = self._arrays, self._slots.adapter_ops.lora_tile_rows(num_rows)
+        num_tiles = num_rows // tile_rows + min(num_rows, self._slots.num_slots)
+        return BatchAdapters(self._slots, AdapterRows(rows[:num_rows], tiles[:num_tiles], tile_rows))
 
-    def host_rows(self, slots: np.ndarray) -> list[np.ndarray]:
-        """Return padded arrays of the rows' int32[T] slots."""
+    def host_rows(self, slots: np.ndarray, num_rows: int) -> list[np.ndarray]:
+        """Return padded arrays of the rows' int32[T] slots for a captured step of `num_rows` rows."""
         padded = [np.zeros_like(array) for array in self.padding]
-        for array, known in zip(padded, group_rows(slots, self._tile_rows), strict=True):
+        tile_rows = self._slots.adapter_ops.lora_tile_rows(num_rows)
+        for array, known in zip(padded, group_rows(slots, tile_rows), strict=True):
             array[: len(known)] = known
         return padded
-
-    def _num_tiles(self, num_rows: int) -> int:
-        return num_rows // self._tile_rows + min(num_rows, self._slots.num_slots)
 
 
 def group_rows(slots: np.ndarray, tile_rows: int) -> list[np.ndarray]:

@@ -149,7 +149,7 @@ class StepGraphs:
         self._num_rows = sum(size)
         hosts, replays, drafted = [self._host], self._replays, self._drafted_replays
         if self._adapters is not None and inputs.adapter_slots is not None:
-            hosts = [self._host, *self._adapters.host_rows(inputs.adapter_slots)]
+            hosts = [self._host, *self._adapters.host_rows(inputs.adapter_slots, sum(size))]
             replays, drafted = self._adapter_replays, self._drafted_adapter_replays
         self._model.ops.upload_all(hosts, self._packed, self._changed_tables(inputs, size[0]))
         has_drafts = inputs.num_draft_rows and size[1] == 0

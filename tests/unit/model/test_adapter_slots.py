@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from model.adapter_slots import NO_SLOT, AdapterSlots, BatchAdapters, adapter_rows, slot_bytes
+from model.adapter_slots import NO_SLOT, AdapterSlots, BatchAdapters, StaticAdapterRows, adapter_rows, slot_bytes
 from model.config import ModelConfig
 from model.families.llama import Llama
 from model.ops.backend import adapter_ops
@@ -156,3 +156,16 @@ def test_bytes_of_a_rank_s_slot(config):
     products = [slots.matrix(layer, name) for layer in range(config.num_layers) for name in names]
     assert 3 * slot_bytes(config, FLOAT32, 16, 2) == sum(one.a.nbytes + one.b.nbytes for one in products)
     assert slot_bytes(config, FLOAT32, 16, 2) < slot_bytes(config, FLOAT32, 16)
+
+
+def test_tiles_of_a_captured_step_are_of_its_own_size(config, base, monkeypatch):
+    """A step on a size of few rows has tiles of few, whatever the largest size has."""
+    monkeypatch.setattr(type(base.ops), "lora_tile_rows", lambda ops, num_rows: 4 if num_rows <= 16 else 8)
+    static = StaticAdapterRows(AdapterSlots(config, base.ops, base.ops, 2, 8), 64)
+    for num_rows, tile_rows in ((16, 4), (24, 8)):
+        rows, tiles = static.host_rows(np.zeros(10, np.int32), num_rows)
+        static.place([rows, tiles])
+        batch = static.batch(num_rows).rows
+        assert batch.tile_rows == tile_rows
+        assert sum(batch.tiles[:, 2]) == 10
+        assert max(batch.tiles[:, 2]) == min(10, tile_rows)
