@@ -206,6 +206,16 @@ class _Scaler:
         return all_finite(out)
 
 
+def adapter_bytes(config: ModelConfig, dtype: np.dtype, max_rank: int) -> int:
+    """Return the most bytes that `read_adapter` asks of `new_bytes`."""
+    sizes = [max_rank * width * dtype.itemsize for place in _places(config).values() for width in place.shape]
+    return sum(map(_aligned, sizes))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 def _check_part(rank: int, shape: tuple[int, int], pair: tuple[StoredTensor, StoredTensor]) -> None:
     """Raise ModelError unless A is [r, K] and B [N, r], of floats."""
     (num_outputs, num_inputs), (a, b) = shape, pair
@@ -222,7 +232,7 @@ def _allocate(
     """Yield arrays of the tensors' shapes, all in one."""
     tensors = [tensor for pair in pairs for tensor in pair]
     sizes = [math.prod(tensor.shape) * dtype.itemsize for tensor in tensors]
-    ends = list(accumulate(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes))
+    ends = list(accumulate(map(_aligned, sizes)))
     memory = new_bytes(ends[-1])
     arrays = (
         memory[begin : begin + size].view(dtype).reshape(tensor.shape)

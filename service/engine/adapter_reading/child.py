@@ -17,7 +17,7 @@ import numpy as np
 
 from model.config import ModelConfig
 from model.errors import ModelError
-from model.weights.lora.adapter import LoraAdapter, read_adapter
+from model.weights.lora.adapter import adapter_bytes, read_adapter
 from service.engine.adapter_reading.messages import Place, ReadAdapter, address_of
 
 
@@ -32,51 +32,69 @@ def main() -> None:
 
 
 def serve(link: connection.Connection) -> None:
-    """Answer each folder's path with a ReadAdapter and a descriptor of its memory, or with a ModelError."""
+    """Answer (folder, numbers of the memories that are free again) with a ReadAdapter or a ModelError.
+
+    The descriptor of a new memory follows.
+    """
     config, dtype, max_rank = link.recv()
+    memories = _Memories(adapter_bytes(config, dtype, max_rank))
     while True:
-        directory: Path = link.recv()
-        descriptor = os.memfd_create("adapter", os.MFD_CLOEXEC)
+        memories.make_one()
+        directory, returned = link.recv()
+        memories.free += returned
+        memory = memories.free.pop()
         try:
-            answer = _read(directory, config, dtype, max_rank, descriptor)
-            link.send(answer)
-            if isinstance(answer, ReadAdapter):
-                reduction.send_handle(link, descriptor, None)
-        finally:
-            os.close(descriptor)
+            adapter = _read(directory, config, dtype, max_rank, memories, memory)
+        except ModelError as error:
+            memories.free.append(memory)
+            link.send(error)
+            continue
+        link.send(adapter)
+        memories.send_new(link, memory)
 
 
 def _read(
-    directory: Path, config: ModelConfig, dtype: np.dtype, max_rank: int, descriptor: int
-) -> ReadAdapter | ModelError:
-    shared = _SharedMemory(descriptor)
-    try:
-        return shared.places(read_adapter(directory, config, dtype, max_rank, shared.new_bytes), dtype)
-    except ModelError as error:
-        return error
+    directory: Path, config: ModelConfig, dtype: np.dtype, max_rank: int, memories: _Memories, number: int
+) -> ReadAdapter:
+    memory = np.frombuffer(memories.maps[number], np.uint8)
+    first = address_of(memory)
+
+    def place(array: np.ndarray) -> Place:
+        return address_of(array) - first, array.shape
+
+    adapter = read_adapter(directory, config, dtype, max_rank, lambda count: memory[:count])
+    products = {
+        product: {part: (place(a), place(b)) for part, (a, b) in parts.items()}
+        for product, parts in adapter.products.items()
+    }
+    return ReadAdapter(adapter.digest, adapter.rank, adapter.num_bytes, dtype, number, products)
 
 
-class _SharedMemory:
-    def __init__(self, descriptor: int):
-        self._descriptor = descriptor
-        self._memory = np.empty(0, np.uint8)
+class _Memories:
+    """Shared memories of `num_bytes`."""
 
-    def new_bytes(self, count: int) -> np.ndarray:
-        os.ftruncate(self._descriptor, count)
-        self._memory = np.frombuffer(mmap.mmap(self._descriptor, count), np.uint8)
-        return self._memory
+    def __init__(self, num_bytes: int):
+        self._num_bytes = num_bytes
+        self.maps: list[mmap.mmap] = []
+        self.free: list[int] = []
+        self._new: dict[int, int] = {}  # descriptors that the engine does not have
 
-    def places(self, adapter: LoraAdapter, dtype: np.dtype) -> ReadAdapter:
-        first = address_of(self._memory)
+    def make_one(self) -> None:
+        """Have one free, whose pages are there: 84 MB of new ones take longer than to read them."""
+        if self.free:
+            return
+        descriptor = os.memfd_create("adapter", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, self._num_bytes)
+        self.maps.append(mmap.mmap(descriptor, self._num_bytes))
+        np.frombuffer(self.maps[-1], np.uint8)[:: mmap.PAGESIZE] = 0
+        self.free.append(len(self.maps) - 1)
+        self._new[self.free[-1]] = descriptor
 
-        def place(array: np.ndarray) -> Place:
-            return address_of(array) - first, array.shape
-
-        products = {
-            product: {part: (place(a), place(b)) for part, (a, b) in parts.items()}
-            for product, parts in adapter.products.items()
-        }
-        return ReadAdapter(adapter.digest, adapter.rank, adapter.num_bytes, len(self._memory), dtype, products)
+    def send_new(self, link: connection.Connection, number: int) -> None:
+        descriptor = self._new.pop(number, None)
+        if descriptor is not None:
+            reduction.send_handle(link, descriptor, None)
+            os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,12 +21,12 @@ class ReadAdapter:
     digest: str
     rank: int
     num_bytes: int
-    memory_bytes: int
     dtype: np.dtype
+    memory: int  # number
     products: dict[tuple[int, str], dict[int, tuple[Place, Place]]]
 
     def placed_in(self, memory: np.ndarray) -> LoraAdapter:
-        """Return the adapter whose arrays are views of uint8[memory_bytes]."""
+        """Return the adapter whose arrays are views of its memory, uint8[n]."""
 
         def array(place: Place) -> np.ndarray:
             begin, shape = place
@@ -41,3 +43,11 @@ class ReadAdapter:
 def address_of(array: np.ndarray) -> int:
     address: int = array.__array_interface__["data"][0]
     return address
+
+
+def mapped(descriptor: int) -> mmap.mmap:
+    """Map a memory and close its descriptor."""
+    try:
+        return mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+    finally:
+        os.close(descriptor)

@@ -66,3 +66,25 @@ def test_it_ends_with_its_owner():
     gc.collect()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_memory_is_used_again_once_its_adapter_is_dropped(process, tmp_path):
+    folder = write_adapter(tmp_path / "one", CONFIG).folder
+    first, second = process.read(folder), process.read(folder)
+    assert len(process._memories) == 2
+    arrays = next(iter(first.products.values()))[0]
+    del first
+    third = process.read(folder)
+    assert len(process._memories) == 3
+    del arrays, second
+    again = [process.read(folder) for _ in range(2)]
+    assert len(process._memories) == 3
+    for adapter in (third, *again):
+        assert_equal(adapter, read_adapter(folder, CONFIG, BFLOAT16, 16))
+
+
+def test_adapters_at_once_have_memories_of_their_own(process, tmp_path):
+    folders = [write_adapter(tmp_path / str(n), CONFIG, rank=n + 7, seed=n, strength=2.0).folder for n in range(3)]
+    adapters = [process.read(folder) for folder in (*folders, folders[0])]
+    for adapter, folder in zip(adapters, folders, strict=False):
+        assert_equal(adapter, read_adapter(folder, CONFIG, BFLOAT16, 16))
