@@ -14,6 +14,9 @@ MAX_EXCESS = 2.0
 """Longer times count as this multiple of the expected one: the machine had other work."""
 EXCESS_DECAY, FADE = 0.97, 0.98
 """Factors of earlier steps with drafts, each step with and without; FADE ends at the weight of one step."""
+QUICKER, QUICKER_DECAY = 0.5, 0.2
+"""A step with drafts that is quicker than expected by this share of a plain one leaves earlier ones this weight: they
+waited for kernels to load, or for the processor."""
 ORIGIN_WEIGHT = 0.1
 """Weight of 0 s at 0 rows: a single size seen gives a proportion."""
 HALF_LIFE_S = 10.0
@@ -59,7 +62,10 @@ class StepCost:
         plain_s = self.plain_s(num_rows)
         if num_drafts:
             size, hoped_s = num_rows + num_drafts, self.hoped_s(num_rows, num_drafts)
-            seconds = min(seconds, MAX_EXCESS * (hoped_s + self.excess_s(size)))
+            excess_s = self.excess_s(size)
+            seconds = min(seconds, MAX_EXCESS * (hoped_s + excess_s))
+            if hoped_s + excess_s - seconds > QUICKER * plain_s:
+                self._excess.scale(QUICKER_DECAY)
             self._excess.add(size, seconds - hoped_s)
             return
         self._excess.fade()
@@ -105,7 +111,10 @@ class _Excess:
 
     def fade(self) -> None:
         if self._sums[0] > 1:
-            self._sums = [FADE * total for total in self._sums]
+            self.scale(FADE)
+
+    def scale(self, factor: float) -> None:
+        self._sums = [factor * total for total in self._sums]
 
     def add(self, num_rows: int, seconds: float) -> None:
         added = 1 + (1 - EXCESS_DECAY) * ORIGIN_WEIGHT, num_rows, num_rows**2, seconds, num_rows * seconds

@@ -57,6 +57,16 @@ def test_drafts_before_the_first_plain_step_are_counted_from_it():
     assert drafted_s(cost, 2, 4) == pytest.approx([1.8], rel=0.05)
 
 
+def test_a_slow_first_step_with_drafts_is_soon_forgotten():
+    cost = StepCost([1, 101], [1.0, 1.0])
+    cost.on_step(1, 0, 1.0)
+    cost.on_step(1, 19, 5.0)
+    assert drafted_s(cost, 1, 19)[0] > 1.8
+    for _ in range(2):
+        cost.on_step(1, 19, 1.2)
+    assert drafted_s(cost, 1, 19) == pytest.approx([1.2], abs=0.1)
+
+
 def test_a_step_that_waited_for_the_processor_counts_little():
     cost = StepCost([1, 10], [1.0, 1.1])
     cost.on_step(1, 0, 1.0)
