@@ -45,6 +45,16 @@ class Eagle3Weights:
     lm_head: Weight  # [draft vocabulary, H]
     columns: Array  # int32[V], row of `lm_head` of each token; -1: none
     rotation: HeadRotation
+    num_query_rows: int  # Hq * D, the first rows of `qkv`
+
+    @property
+    def kv(self) -> Weight:
+        """[2 Hkv * D, 2 H]"""
+        return Weight(self.qkv.data[self.num_query_rows :])
+
+    @property
+    def kv_bias(self) -> Array | None:
+        return None if self.qkv_bias is None else self.qkv_bias[self.num_query_rows :]
 
 
 class ReadRows(NamedTuple):
@@ -76,23 +86,22 @@ class DeviceEagle3:
         ops, weights = self.ops, self.weights
         ops.tune_linear([weights.fc], None, num_read)
         ops.tune_linear([weights.qkv], weights.qkv_bias, sorted({*num_read, *num_drafted}))
+        ops.tune_linear([weights.kv], weights.kv_bias, num_read)
         ops.tune_linear([weights.output], weights.output_bias, num_drafted)
         ops.tune_linear([weights.gate_up], weights.gate_up_bias, num_drafted)
         ops.tune_linear([weights.down], weights.down_bias, num_drafted)
         ops.tune_linear([weights.lm_head], None, num_drafted, dtype=FLOAT32)
 
-    def read(self, rows: StateRows, next_ids: Array, kv: Array, out: ReadRows) -> None:
-        """Write keys and values of T rows, which `next_ids` int32[T] follow, and fill `out`."""
+    def read(self, rows: StateRows, next_ids: Array, kv: Array, out: ReadRows | None) -> None:
+        """Write keys and values of T rows, which `next_ids` int32[T] follow, and fill `out`; None: no draft follows."""
         ops, weights = self.ops, self.weights
-        ops.linear(self._normed_states(rows.states), weights.fc, out=out.hidden)
-        x = self._input(next_ids, out.hidden)
-        qkv = ops.linear(x, weights.qkv, weights.qkv_bias, out=out.qkv)
+        hidden = ops.linear(self._normed_states(rows.states), weights.fc, out=None if out is None else out.hidden)
+        x = self._input(next_ids, hidden)
+        if out is None:
+            qkv = ops.linear(x, weights.kv, weights.kv_bias)
+        else:
+            qkv = ops.linear(x, weights.qkv, weights.qkv_bias, out=out.qkv)
         ops.rope_kv_write(qkv, weights.rotation, rows.positions, rows.slots, kv, kv.shape[1] - 1)
-
-    def temporary_rows(self, count: int) -> ReadRows:
-        """Return memory for `read` until the surrounding scratch ends."""
-        widths = self.config.hidden_size, self.weights.qkv.shape[0]
-        return ReadRows(*(self.ops.temporary((count, width), self.ops.dtype) for width in widths))
 
     def draft_one(self, number: int, read: ReadRows, batch: DraftBatch, kv: Array) -> None:
         """Draw draft `number` of S sequences, from 0 on; the first from `read`, the others from the one before."""
@@ -217,5 +226,6 @@ def upload_eagle3(tensors: Eagle3Tensors, ops: DraftOps, embedding: Array, max_m
         lm_head=Weight(upload("lm_head")),
         columns=ops.upload(columns),
         rotation=HeadRotation(cos, sin, q_norm, k_norm, config.eps),
+        num_query_rows=config.num_heads * config.head_dim,
     )
     return DeviceEagle3(config, ops, weights)

@@ -16,7 +16,14 @@ from model.batch import StateRows
 from model.config import ModelConfig
 from model.families.eagle3 import Eagle3Tensors
 from model.families.eagle3_config import Eagle3Config
-from model.families.eagle3_device import DeviceEagle3, DraftBatch, sampling_columns, sampling_of, upload_eagle3
+from model.families.eagle3_device import (
+    DeviceEagle3,
+    DraftBatch,
+    ReadRows,
+    sampling_columns,
+    sampling_of,
+    upload_eagle3,
+)
 from model.ops.interface import Array, DraftPlan, DraftRuns
 from model.sampler import sampling_record
 from model.sampling_params import SamplingParams
@@ -89,7 +96,7 @@ def prepared_step(ops, stored: Eagle3Tensors) -> PreparedStep:
     tables = np.random.default_rng(6).permutation(NUM_BLOCKS).reshape(count, WIDTH).astype(np.int32)
     step = [(s, at) for s, at in rows if at >= RUNS[s][0]]
     before, before_ids = _state_rows(ops, tables, {place: rows[place] for place in rows if place not in step})
-    head.read(before, ops.upload(before_ids), kv, head.temporary_rows(len(before_ids)))
+    head.read(before, ops.upload(before_ids), kv, None)
     own, next_ids = _state_rows(ops, tables, {place: rows[place] for place in step})
     token_ids, first, runs = np.zeros(len(step), np.int32), 0, []
     for _, length, num_right in RUNS:
@@ -104,7 +111,9 @@ def prepared_step(ops, stored: Eagle3Tensors) -> PreparedStep:
 def draft_alone(ops, stored: Eagle3Tensors, forced: np.ndarray | None = None) -> Drafted:
     """Draft after a prepared step. `forced` int32[K, S]: each draft follows these."""
     step, count, int32 = prepared_step(ops, stored), len(RUNS), np.dtype(np.int32)
-    next_ids, read = ops.upload(step.next_ids), step.head.temporary_rows(len(step.next_ids))
+    next_ids = ops.upload(step.next_ids)
+    widths = TARGET.hidden_size, step.head.weights.qkv.shape[0]
+    read = ReadRows(*(ops.empty((len(step.next_ids), width), ops.dtype) for width in widths))
     step.head.read(step.rows, next_ids, step.kv, read)
     plan = DraftPlan(
         *(ops.empty(shape, int32) for shape in ((count,), (count,), (NUM_DRAFTS + 2, count))),

@@ -104,8 +104,7 @@ class DeviceEagle3Drafter:
         runs = self._runs(layout, sources) if self._num_wanted(layout) and is_captured else []
         next_ids, source = self._ops.upload_all([_known_tokens(layout, len(sources)), sources])
         self._ops.pick_tokens(next_ids, sampled, source)
-        read = self._graphs.rows(len(sources)) if is_captured else self._head.temporary_rows(len(sources))
-        self._head.read(rows, next_ids, self._kv, read)
+        self._head.read(rows, next_ids, self._kv, self._graphs.rows(len(sources)) if runs else None)
         self._drafted = self._draft(runs, sampled, (rows.token_ids, rows.positions)) if runs else None
 
     def _num_wanted(self, layout: BatchLayout) -> int:
