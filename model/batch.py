@@ -28,6 +28,7 @@ class Batch:
     max_query_len: int  # of the later sequences
     adapters: BatchAdapters | None = None  # None: every row is the base model's
     has_drafts: bool = True  # rows may be tokens of one sequence; False: each decode is its own
+    is_drafted: bool = False  # adjacent decodes are a token and its drafts
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -82,10 +83,8 @@ class StepGraphs:
         self._decodes_only = decode_sizes(max_rows)
         self._decodes_with_chunks = _decodes_with_chunks(max_rows)
         self._adapters: StaticAdapterRows | None = None
-        self._most_drafted = most_drafted = min(max_rows, MAX_EXACT_ROWS) if verifies_drafts else 0
-        self._drafted = sorted({size for size in (*DRAFTED_ROWS, most_drafted) if 1 < size <= most_drafted})
-        larger = [size for size in self._decodes_only if size == 1 or size > most_drafted]
-        self._decodes_with_drafts = sorted([*self._drafted, *larger])
+        self._drafted = drafted_sizes(max_rows) if verifies_drafts else []
+        self._decodes_with_drafts = [1, *self._drafted] if verifies_drafts else self._decodes_only
         self._drafted_replays: dict[int, Callable[[], None]] = {}
         self._drafted_adapter_replays: dict[int, Callable[[], None]] = {}
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
@@ -120,17 +119,17 @@ class StepGraphs:
                 self._adapter_replays[size] = self._captured(adapted, kv, first_layer)
         for rows in reversed(self._drafted):
             batch = self._batch(rows, 0)
-            self._drafted_replays[rows] = self._captured(batch, kv, first_layer, is_exact=True)
+            self._drafted_replays[rows] = self._captured(batch, kv, first_layer, is_drafted=True)
             if self._adapters is not None:
                 adapted = replace(batch, adapters=self._adapters.batch(rows))
-                self._drafted_adapter_replays[rows] = self._captured(adapted, kv, first_layer, is_exact=True)
+                self._drafted_adapter_replays[rows] = self._captured(adapted, kv, first_layer, is_drafted=True)
         self._seconds = self._measured(self._sizes_with_chunks())
 
     def run_sizes(self, kv: Array, adapters: AdapterSlots | None = None) -> None:
         """Run the kernels of `capture` once, in one layer, for `Ops.compile_ahead`."""
         self._begin(kv, adapters)
         first_layer = self._model.first_layer()
-        works = [(self._run_exact, self._batch(rows, 0)) for rows in self._drafted]  # first: they compile longest
+        works = [(self._run_drafted, self._batch(rows, 0)) for rows in self._drafted]  # first: they compile longest
         works += [(self._run, self._batch(*size)) for size in self._sizes()]
         for run, batch in works:
             run(first_layer, batch, kv)
@@ -212,8 +211,8 @@ class StepGraphs:
         tuned = [size for size in self._decodes_only if size.bit_count() == 1]
         self._model.tune(tuned, tuned)
 
-    def _captured(self, batch: Batch, kv: Array, first_layer: Llama, *, is_exact: bool = False) -> Callable[[], None]:
-        run = self._run_exact if is_exact else self._run
+    def _captured(self, batch: Batch, kv: Array, first_layer: Llama, *, is_drafted: bool = False) -> Callable[[], None]:
+        run = self._run_drafted if is_drafted else self._run
         whole, warm_up_run = (partial(run, model, batch, kv) for model in (self._model, first_layer))
         return self._model.ops.capture(whole, warm_up_run)
 
@@ -297,9 +296,11 @@ class StepGraphs:
             hidden = model.hidden(batch, kv, self._state_layers, states)
             model.logits(hidden, batch.logit_rows, self._logits[:num_logits])
 
-    def _run_exact(self, model: Llama, batch: Batch, kv: Array) -> None:
-        with model.ops.exact_rows():
-            self._run(model, replace(batch, has_drafts=True), kv)
+    def _run_drafted(self, model: Llama, batch: Batch, kv: Array) -> None:
+        """Few rows get the bits of single steps."""
+        is_exact = batch.num_tokens <= MAX_EXACT_ROWS
+        with model.ops.exact_rows() if is_exact else nullcontext():
+            self._run(model, replace(batch, has_drafts=True, is_drafted=True), kv)
 
     def _batch(self, decodes: int, more: int) -> Batch:
         buffers, total = self._buffers, decodes + more
@@ -316,7 +317,7 @@ class StepGraphs:
             num_tokens=total,
             num_sequences=num_sequences,
             max_query_len=total if more else 0,
-            has_drafts=more > 0 or 0 < self._most_drafted < decodes,
+            has_drafts=more > 0,
         )
 
     def _padding(self) -> list[np.ndarray]:
@@ -360,6 +361,13 @@ def decode_sizes(max_rows: int) -> list[int]:
         sizes.append(size)
         size += max(8, (1 << size.bit_length()) // 16)
     return [*sizes, max_rows]
+
+
+def drafted_sizes(max_rows: int) -> list[int]:
+    """Return DRAFTED_ROWS, then those of `decode_sizes`, up to `max_rows`."""
+    most_exact = min(max_rows, MAX_EXACT_ROWS)
+    exact = {size for size in (*DRAFTED_ROWS, most_exact) if 1 < size <= most_exact}
+    return sorted(exact.union(size for size in decode_sizes(max_rows) if size > most_exact))
 
 
 def _decodes_with_chunks(max_rows: int) -> list[int]:

@@ -1,11 +1,12 @@
-// paged_decode_exact: paged_decode by the plan of plan_exact_rows: each row gets the bits of a batch of one.
+// paged_decode_exact: paged_decode by the plan of plan_exact_rows, for the bits of a batch of one, or plan_drafted_rows.
 //
 //   as paged_decode, and int num_slots; grid (Hkv * SLICES, stripes): a CTA takes each gridDim.y-th slot
 //   reference: NumpyOps.paged_decode_attention; roofline: that of paged_decode
 //
-// A CTA computes a split for up to MEMBERS rows of a sequence, each up to its own end. Row r is combined by the CTA of
-// its split r % count, which polls for the others; if it gives up, by the last CTA to arrive. FETCH_EARLY: tokens of
-// earlier steps are copied while the previous kernel runs, which needs a plan from before it.
+// A CTA computes a split for up to MEMBERS rows of a sequence, each up to its own end. The last CTA of a row to arrive
+// combines its splits. POLLS, for CTAs that all run at once: the CTA of split r % count combines row r, and polls for
+// the others; if it gives up, the last CTA does. FETCH_EARLY: tokens of earlier steps are copied while the previous
+// kernel runs, which needs a plan from before it.
 #include "attention/decode_rows.cuh"
 
 constexpr int MAX_POLLS = 1 << 12;  // a few ms; never reached while all CTAs run at once
@@ -185,7 +186,7 @@ __device__ __forceinline__ u32 load_acquire(const u32* from) {
 }
 
 __device__ __forceinline__ bool combines(const PrefixGroupMember& member, int split_row) {
-    return member.sequence % member.count == split_row;
+    return POLLS && member.sequence % member.count == split_row;
 }
 
 // Returns whether this CTA, which combines the row, is the last to arrive.
@@ -344,7 +345,7 @@ paged_decode_exact(T* __restrict__ out, const T* __restrict__ q, const Kv* __res
         if (__syncthreads_or(is_last)) combine_members(rows, is_last, shared);
     }
     if (is_early) wait_for_previous_kernel();
-    for (int slot = blockIdx.y; slot < num_slots; slot += gridDim.y) {
+    for (int slot = blockIdx.y; POLLS && slot < num_slots; slot += gridDim.y) {
         const KvSplit split = splits[slot];
         if (split.sequence >= num_sequences) break;
         const MemberRows rows = rows_of(split);

@@ -172,7 +172,9 @@ class Llama:
         return {
             window: self.ops.plan_decode_attention(
                 self.config.num_heads,
-                AttentionBatch(kv, 0, tables, lens, window=window, kv_scales=self.weights.kv_scales),
+                AttentionBatch(
+                    kv, 0, tables, lens, window=window, kv_scales=self.weights.kv_scales, drafted=batch.is_drafted
+                ),
             )
             for window in dict.fromkeys(self.config.windows)
         }
@@ -192,7 +194,7 @@ class Llama:
         tables, lens, rounds = batch.block_tables, batch.context_lens, layer.output.quantised_input
         decodes = AttentionBatch(
             kv, index, tables[:n], lens[:n], scale, window, plan=plans.get(window), kv_scales=kv_scales,
-            rounds_output=rounds,
+            rounds_output=rounds, drafted=batch.is_drafted,
         )  # fmt: skip
         if n == batch.num_tokens and not batch.has_drafts and layer.rotation.query_cos is None:
             return self._decoded(index, qkv, batch, decodes)

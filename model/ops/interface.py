@@ -150,6 +150,7 @@ class AttentionBatch:
     plan: Array | None = None  # decode, of `plan_decode_attention`; None: planned by the op
     kv_scales: Array | None = None  # float32[L, 2, Hkv] of a cache in e4m3
     exact: bool = False  # decode: each row is split as in a batch of one
+    drafted: bool = False  # decode: adjacent rows may be a token and its drafts, whose tokens are read once
     rounds_output: bool = False  # to 8 bits next, where a last bit may change much: the CPU adds in float64
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from model.ops.cpu.ops import NumpyOps
 from model.ops.interface import NO_WINDOW, AttentionBatch, HeadRotation
-from tests.support.kernel_checks import normal, seconds_of
+from tests.support.kernel_checks import assert_close, normal, seconds_of
 from tests.support.paged_cache import (
     LAYER,
     Heads,
@@ -36,7 +37,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("heads", "window"), CASES, ids=str)
-@pytest.mark.parametrize("drafted", [[(1500, 5)], [(130, 9), (2300, 3), (0, 1)], [(4219, 17)]], ids=str)
+@pytest.mark.parametrize("drafted", [[(1500, 5)], [(130, 9), (2300, 3), (0, 1)], [(4100, 9)], [(4219, 17)]], ids=str)
 def test_each_row_has_the_bits_of_a_batch_of_one(open_ops, rng, heads, window, drafted):
     ops, (owners, lengths) = open_ops(heads.dtype, heads.kv_dtype), drafted_rows(drafted)
     longest = [max(1, first + count - 1) for first, count in drafted]
@@ -48,8 +49,32 @@ def test_each_row_has_the_bits_of_a_batch_of_one(open_ops, rng, heads, window, d
     np.testing.assert_array_equal(together.view(np.uint8), again.view(np.uint8))
     for row in range(len(lengths)):
         one = slice(row, row + 1)
-        alone = decoded(ops, q[one], cache, tables[one], lens[one], window, exact=False)
+        alone = decoded(ops, q[one], cache, tables[one], lens[one], window)
         np.testing.assert_array_equal(together[one].view(np.uint8), alone.view(np.uint8))
+
+
+MANY = [
+    [(300, 3)] * 12,
+    [(40 * number, number % 5 + 1) for number in range(24)],
+    [(1900, 17), (0, 1), (0, 1), (130, 9), (2300, 3)],
+]
+
+
+@pytest.mark.parametrize(("heads", "window"), CASES, ids=str)
+@pytest.mark.parametrize("drafted", MANY, ids=lambda drafted: f"{drafted[:2]} of {len(drafted)}")
+def test_many_rows_with_drafts_are_their_reference(open_ops, rng, heads, window, drafted):
+    ops, (owners, lengths) = open_ops(heads.dtype, heads.kv_dtype), drafted_rows(drafted)
+    longest = [max(1, first + count - 1) for first, count in drafted]
+    cache = paged_cache(rng, heads, longest, [0] * len(drafted))
+    q = normal(rng, (len(lengths), heads.num_heads, heads.head_dim), heads.dtype)
+    tables, lens = cache.block_tables[owners], np.array(lengths, np.int32)
+    out = decoded(ops, q, cache, tables, lens, window, drafted=True)
+    again = decoded(ops, q, cache, tables, lens, window, drafted=True)
+    np.testing.assert_array_equal(out.view(np.uint8), again.view(np.uint8))
+    wanted = np.full(q.shape, np.nan, np.float32)
+    batch = AttentionBatch(cache.kv, LAYER, cache.known_tables()[owners], lens, 0.1, window, kv_scales=cache.kv_scales)
+    NumpyOps().paged_decode_attention(q, batch, wanted)
+    assert_close(out, wanted.astype(q.dtype), heads.dtype)
 
 
 def test_tokens_of_this_step_are_read_after_they_are_written(open_ops, rng, monkeypatch):
@@ -86,18 +111,26 @@ def test_tokens_of_this_step_are_read_after_they_are_written(open_ops, rng, monk
     queries = ops.download(q)
     for row in range(count):
         one = slice(row, row + 1)
-        alone = decoded(ops, queries[one], written, tables[one], lens[one], NO_WINDOW, exact=False)
+        alone = decoded(ops, queries[one], written, tables[one], lens[one], NO_WINDOW)
         np.testing.assert_array_equal(together[one].view(np.uint8), alone.view(np.uint8))
 
 
 def decoded(
-    ops, q: np.ndarray, cache: PagedCache, tables: np.ndarray, lens: np.ndarray, window: int, *, exact: bool
+    ops,
+    q: np.ndarray,
+    cache: PagedCache,
+    tables: np.ndarray,
+    lens: np.ndarray,
+    window: int,
+    *,
+    exact: bool = False,
+    drafted: bool = False,
 ) -> np.ndarray:
     out = poisoned(ops, q)
     with ops.scratch():
         scales = None if cache.kv_scales is None else ops.upload(cache.kv_scales)
         arrays = ops.upload(np.ascontiguousarray(tables)), ops.upload(lens)
-        batch = AttentionBatch(ops.upload(cache.kv), LAYER, *arrays, 0.1, window, kv_scales=scales)
+        batch = AttentionBatch(ops.upload(cache.kv), LAYER, *arrays, 0.1, window, kv_scales=scales, drafted=drafted)
         queries = ops.upload(np.ascontiguousarray(q))
         if exact:
             with ops.exact_rows():

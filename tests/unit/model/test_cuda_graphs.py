@@ -144,7 +144,7 @@ def test_tokens_that_the_step_before_sampled_come_from_its_row(model, graphs):
     np.testing.assert_array_equal(graphs.forward(inputs), known)
 
 
-def test_few_rows_with_drafts_have_captures_of_their_own(model, kv, monkeypatch):
+def test_rows_with_drafts_have_captures_of_their_own(model, kv, monkeypatch):
     for name in ("CHUNK_ROWS", "CHUNK_ROWS_WITH_FEW", "CHUNK_ROWS_ALONE"):
         monkeypatch.setattr(cuda_graphs, name, (8,))
 
@@ -158,7 +158,7 @@ def test_few_rows_with_drafts_have_captures_of_their_own(model, kv, monkeypatch)
             self.is_exact = False
 
         def plan_decode_attention(self, num_heads, batch):
-            planned.append((len(batch.context_lens), self.is_exact))
+            planned.append((len(batch.context_lens), self.is_exact, batch.drafted))
 
     ops, planned, num_rows = ExactOps(np.dtype(np.float32)), [], 2 * MAX_EXACT_ROWS
     first = Llama(model.config, ops, model.weights).first_layer()
@@ -167,11 +167,12 @@ def test_few_rows_with_drafts_have_captures_of_their_own(model, kv, monkeypatch)
     plain = replace(step(model, [(9, 1), (10, 1), (11, 1)]), tables=np.zeros((3, 4), np.int32))
     for inputs in (plain, replace(plain, num_draft_rows=2), replace(plain, num_draft_rows=3)):
         exact.forward(inputs)
-    assert planned[-3:] == [(4, False), (3, True), (3, True)]
-    assert exact._drafted[-1] == MAX_EXACT_ROWS
+    assert planned[-3:] == [(4, False, False), (3, True, True), (3, True, True)]
+    assert exact._drafted[-4:] == [MAX_EXACT_ROWS, 32, 40, num_rows]
     many = replace(step(model, [(9, 1)] * (MAX_EXACT_ROWS + 8)), tables=np.zeros((MAX_EXACT_ROWS + 8, 4), np.int32))
-    assert exact.forward(replace(many, num_draft_rows=MAX_EXACT_ROWS + 8)) is not None
-    assert planned[-1] == (MAX_EXACT_ROWS + 8, False)  # rows of an ordinary captured step
+    for num_draft_rows in (0, MAX_EXACT_ROWS + 8):
+        assert exact.forward(replace(many, num_draft_rows=num_draft_rows)) is not None
+        assert planned[-1] == (MAX_EXACT_ROWS + 8, False, num_draft_rows > 0)
     seconds = exact.decode_seconds()
     assert len(seconds) == num_rows
     assert seconds[9] == seconds[11]  # one size

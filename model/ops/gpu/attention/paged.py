@@ -34,7 +34,8 @@ _DECODE_TILE_TOKENS = 16
 _MAX_SPLITS = 256
 
 _SPLIT_INTS, _MEMBER_INTS, _PLAN_THREADS, _WARP_SIZE = 8, 4, 1024, 32
-"""Int32s of KvSplit and PrefixGroupMember (kv_split.cuh); THREADS of plan_decode.cu; threads of plan_exact_rows.cu."""
+"""Int32s of KvSplit and PrefixGroupMember (kv_split.cuh); THREADS of plan_decode.cu and most of plan_drafted_rows.cu;
+threads of plan_exact_rows.cu."""
 
 _MIN_COMMON_TOKENS = 256
 """Least tokens of a shared prefix that is read once."""
@@ -77,6 +78,7 @@ class _Split(NamedTuple):
     num_groups: int
     num_members: int  # of all groups, in the plan
     num_rows: int  # of the workspace; 0 if nothing is cut
+    is_drafted: bool = False  # plan_drafted_rows plans
 
 
 def plan_decode_attention(device: KernelLauncher, num_heads: int, batch: AttentionBatch) -> Array:
@@ -84,23 +86,20 @@ def plan_decode_attention(device: KernelLauncher, num_heads: int, batch: Attenti
     kv, tables = batch.kv, batch.block_tables
     split = split_decode(device, num_heads, batch)
     tiles = _tiles_of(device, num_heads, batch)
-    kernel, threads = ("plan_exact_rows", _WARP_SIZE) if batch.exact else ("plan_decode", _PLAN_THREADS)
     num_member_rows = math.ceil(split.num_members * _MEMBER_INTS / _SPLIT_INTS)
     plan = device.temporary((split.num_slots + num_member_rows, _SPLIT_INTS), np.int32)
-    groups_or_stripes = split.num_stripes if batch.exact else split.num_groups
-    sizes = (split.num_slots, split.target_splits, groups_or_stripes, tables.shape[1], batch.window)
-    device.launch(
-        kernel,
-        (1,),
-        (plan, batch.context_lens, tables, np.int32(len(tables)), *map(np.int32, sizes)),
-        threads=threads,
-        WARPS=tiles["WARPS"],
-        MEMBERS=tiles["MEMBERS"],
-        BLOCK_SIZE=kv.shape[4],
-        MIN_SPLIT=_MIN_SPLIT_TOKENS,
-        MIN_COMMON=_MIN_COMMON_TOKENS,
-        MAX_SPLITS=_MAX_SPLITS,
-    )
+    sizes: tuple[int, ...] = tables.shape[1], batch.window
+    if not split.is_drafted:
+        sizes = (split.num_stripes if batch.exact else split.num_groups, *sizes)
+    sizes = (len(tables), split.num_slots, split.target_splits, *sizes)
+    build = {"WARPS": tiles["WARPS"], "MEMBERS": tiles["MEMBERS"], "BLOCK_SIZE": kv.shape[4]}
+    build |= {"MIN_SPLIT": _MIN_SPLIT_TOKENS, "MIN_COMMON": _MIN_COMMON_TOKENS, "MAX_SPLITS": _MAX_SPLITS}
+    kernel, threads = ("plan_exact_rows", _WARP_SIZE) if batch.exact else ("plan_decode", _PLAN_THREADS)
+    if split.is_drafted:
+        kernel, threads = "plan_drafted_rows", _WARP_SIZE * math.ceil(len(tables) / _WARP_SIZE)
+        build["THREADS"] = threads
+    args = (plan, batch.context_lens, tables, *map(np.int32, sizes))
+    device.launch(kernel, (1,), args, threads=threads, **build)
     return plan
 
 
@@ -117,14 +116,15 @@ def decode_attention(device: KernelLauncher, q: Array, batch: AttentionBatch, ou
     partial_sums = device.temporary((num_partials, head_dim), np.float32)
     partial_stats = device.temporary((num_partials, 2), np.float32)
     tiles = _tiles_of(device, num_heads, batch)
-    if batch.exact:
-        tiles |= {"FETCH_EARLY": int(batch.plan is not None)}
+    by_members = batch.exact or split.is_drafted
+    if by_members:
+        tiles |= {"POLLS": int(batch.exact), "FETCH_EARLY": int(batch.plan is not None)}
     sizes = map(np.int32, (num_sequences, num_blocks, num_layers, batch.layer, tables.shape[1]))
     args = (out, q, kv, tables, plan, partial_sums, partial_stats, *sizes, scale_log2(batch.scale), batch.kv_scales)
     device.launch(
-        "paged_decode_exact" if batch.exact else "paged_decode",
+        "paged_decode_exact" if by_members else "paged_decode",
         (split.num_ctas, split.num_stripes),
-        (*args, np.int32(split.num_slots)) if batch.exact else args,
+        (*args, np.int32(split.num_slots)) if by_members else args,
         threads=32 * tiles["WARPS"],
         shared_bytes=tiles["SHARED_BYTES"],
         overlaps=True,
@@ -279,7 +279,7 @@ def decode_tiles(dtype_code: int, kv: Array, group: int) -> dict[str, int]:
 def _tiles_of(device: KernelLauncher, num_heads: int, batch: AttentionBatch) -> dict[str, int]:
     group = num_heads // batch.kv.shape[3]
     tiles = decode_tiles(device.dtype_code, batch.kv, group)
-    if not batch.exact:
+    if not batch.exact and not _reads_drafts_once(device, num_heads, batch):
         return tiles
     return tiles | {"MEMBERS": min(tiles["MEMBERS"], max(2, _MAX_EXACT_GROUP_ROWS // min(group, 16)))}
 
@@ -300,9 +300,7 @@ def split_decode(device: KernelLauncher, num_heads: int, batch: AttentionBatch) 
     """Return sizes for equal splits that fill the device."""
     kv, window, (num_sequences, max_blocks) = batch.kv, batch.window, batch.block_tables.shape
     num_kv_heads, block_size = kv.shape[3], kv.shape[4]
-    group = num_heads // num_kv_heads
-    rows = 1 if device.dtype_code == _FP32 else min(group, 16)
-    num_ctas = num_kv_heads * math.ceil(group / rows)
+    group, num_ctas = num_heads // num_kv_heads, _num_ctas(device, num_heads, kv)
     is_cut = num_sequences * num_ctas <= _MAX_PAIRS
     target_splits = max(1, _DECODE_CTAS_PER_SM * device.num_sms // num_ctas) if is_cut else 0
     num_tokens = max_blocks * block_size
@@ -313,6 +311,11 @@ def split_decode(device: KernelLauncher, num_heads: int, batch: AttentionBatch) 
         num_rows = num_slots if most_splits > 1 else 0
         num_stripes = min(num_slots, _num_stripes(device, num_ctas, is_e4m3(kv)))
         return _Split(num_ctas, target_splits, num_slots, num_stripes, 0, num_sequences, num_rows)
+    if _reads_drafts_once(device, num_heads, batch):
+        members = _tiles_of(device, num_heads, batch)["MEMBERS"]
+        num_slots = num_sequences + 2 * target_splits
+        num_rows = num_sequences + 2 * target_splits * members
+        return _Split(num_ctas, target_splits, num_slots, num_slots, 0, num_sequences, num_rows, is_drafted=True)
     most_slots = target_splits if num_sequences == 1 else num_sequences + 2 * target_splits
     num_slots = max(num_sequences, min(most_slots, num_sequences * most_splits))
     if num_slots == num_sequences:
@@ -325,6 +328,21 @@ def split_decode(device: KernelLauncher, num_heads: int, batch: AttentionBatch) 
     num_rows = num_slots + min(members * (num_groups + target_splits), num_sequences * target_splits)
     num_slots += num_groups
     return _Split(num_ctas, target_splits, num_slots, num_slots, num_groups, num_groups * members, num_rows)
+
+
+def _num_ctas(device: KernelLauncher, num_heads: int, kv: Array) -> int:
+    """Return the blocks of a split: each has up to 16 query heads of a KV head, in float32 one."""
+    num_kv_heads = kv.shape[3]
+    group = num_heads // num_kv_heads
+    rows = 1 if device.dtype_code == _FP32 else min(group, 16)
+    return int(num_kv_heads * math.ceil(group / rows))
+
+
+def _reads_drafts_once(device: KernelLauncher, num_heads: int, batch: AttentionBatch) -> bool:
+    """Return whether plan_drafted_rows plans the batch."""
+    count = len(batch.block_tables)
+    is_cut = count * _num_ctas(device, num_heads, batch.kv) <= _MAX_PAIRS
+    return batch.drafted and not batch.exact and 1 < count <= _PLAN_THREADS and is_cut
 
 
 def _num_stripes(device: KernelLauncher, num_ctas: int, is_fp8: bool) -> int:

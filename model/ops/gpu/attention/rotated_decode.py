@@ -31,7 +31,7 @@ _ALIGNMENT = 1024
 
 def can_rotate(device: KernelLauncher, qkv: Array, batch: AttentionBatch) -> bool:
     """Return whether one kernel may serve the rows: their blocks run at once and fit the shared memory."""
-    if batch.exact or device.dtype_code == _FP32 or len(qkv) == 0:
+    if batch.exact or batch.drafted or device.dtype_code == _FP32 or len(qkv) == 0:
         return False
     num_kv_heads, head_dim = batch.kv.shape[3], batch.kv.shape[5]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads

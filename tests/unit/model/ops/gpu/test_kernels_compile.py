@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -135,6 +136,9 @@ def attention_builds(dtype_code: int, architecture: str, kv_dtype: type) -> list
     exact = AttentionBatch(kv, 0, tables[:8], ints[:8], 0.1, exact=True)
     plan_decode_attention(ops, 32, exact)
     decode_attention(ops, q[:8], exact, q[:8])
+    drafted = AttentionBatch(kv, 0, tables, ints[:96], 0.1, drafted=True)
+    plan_decode_attention(ops, 32, drafted)
+    decode_attention(ops, q[:96], replace(drafted, plan=ints), q[:96])
     qkv, few = np.empty((8, 48 * 128), np.float32), AttentionBatch(kv, 0, tables[:8], ints[:8], 0.1)
     rotation = HeadRotation(np.empty((64, 64), np.float32), np.empty((64, 64), np.float32))
     if can_rotate(ops, qkv, few):

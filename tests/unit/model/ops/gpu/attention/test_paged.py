@@ -190,6 +190,25 @@ def test_exact_rows_have_slots_for_all_their_splits_on_blocks_that_run_at_once()
     assert exact_plan(3, heads=(4, 1)) == (3 * 256, 2, 3 * 256, 264)
 
 
+def drafted_plan(num_rows, heads=(32, 8), max_blocks=2048):
+    """Return num_slots, stripes, workspace rows and kernel of the attention; THREADS of the plan."""
+    ops = RecordingOps(BF16)
+    q, kv = np.empty((num_rows, heads[0], 128), np.float32), np.empty((1, 1, 2, heads[1], 16, 128), np.float32)
+    tables, lens = np.empty((num_rows, max_blocks), np.int32), np.empty(num_rows, np.int32)
+    batch = AttentionBatch(kv, 0, tables, lens, 0.1, drafted=True)
+    plan = plan_decode_attention(ops, heads[0], batch)
+    threads = ops.build[1].get("THREADS")
+    decode_attention(ops, q, replace(batch, plan=plan), q)
+    return len(plan), ops.grid[1], ops.temporaries[-2][0] // heads[0], ops.build[0], threads
+
+
+def test_rows_with_drafts_have_slots_for_groups_and_their_splits():
+    assert drafted_plan(48) == (48 + 66 + 24, 48 + 66, 48 + 6 * 66, "paged_decode_exact", 64)
+    assert drafted_plan(256)[3:] == ("paged_decode_exact", 256)
+    assert drafted_plan(2000)[3:] == ("paged_decode", None)
+    assert drafted_plan(1)[3:] == ("paged_decode", None)
+
+
 @pytest.mark.parametrize(("heads", "members"), [((32, 8), 6), ((64, 8), 3), ((16, 1), 2), ((8, 8), 8)])
 def test_exact_groups_have_24_query_rows_or_two_members(heads, members):
     ops, kv = RecordingOps(BF16), np.empty((1, 1, 2, heads[1], 16, 128), np.float32)

@@ -69,7 +69,8 @@ def test_one_kernel_serves_what_it_is_faster_at(rows, sizes, is_faster):
 
 def test_drafts_have_kernels_of_their_own():
     qkv, batch = decodes(4)
-    assert not can_rotate(Launcher(), qkv, replace(batch, exact=True))
+    for kind in ("exact", "drafted"):
+        assert not can_rotate(Launcher(), qkv, replace(batch, **{kind: True}))
 
 
 def test_a_launch_before_its_predecessor_ends_needs_a_plan():
