@@ -15,8 +15,9 @@ from service.engine.kv.kv_manager import KVManager
 from service.engine.sequence import Sequence
 from service.engine.step import Chunk, StepPlan, StepResult
 
-MAX_SILENT, SILENT_STEPS = 3, 100
-"""A head that drafts nothing 3 times in turn, of too large a batch, is not asked for 100 steps."""
+MAX_SILENT, SILENT_STEPS = 3, (4, 100)
+"""A head that drafts nothing 3 times in turn, of too large a batch or after prompts, is not asked for 4 steps, then for
+twice as many each time, at most 100."""
 HOPE = 0.9
 """Acceptance of a head or draft model that a trial supposes: what it was before says nothing about the next text."""
 IDLE_STEPS = 8
@@ -60,6 +61,7 @@ class Speculation:
         self._chosen: list[int] | None = None  # for the same, ahead
         self._steps_to_wait = 0
         self._num_silent = 0  # times asked in vain
+        self._silent_steps = SILENT_STEPS[0]
         self._num_looks = 0  # at guesses, since any were worth their rows
         self.lengths = lengths or DraftLengths()
         self.stats = DraftStats()
@@ -295,10 +297,11 @@ class Speculation:
                 sequence.draft_source = drafter.source
         self._num_silent += 1
         if any(found):  # else the drafter begins with this step
-            self._num_silent = 0
+            self._num_silent, self._silent_steps = 0, SILENT_STEPS[0]
             self.lengths.on_planned(sum(map(len, found)), self._drafting_s)
         elif self._num_silent >= MAX_SILENT:
-            self._num_silent, self._steps_to_wait = 0, SILENT_STEPS
+            self._num_silent, self._steps_to_wait = 0, self._silent_steps
+            self._silent_steps = min(2 * self._silent_steps, SILENT_STEPS[1])
         return set(kept)
 
     def _usable(self, sequence: Sequence, drafts: Seq[int]) -> Seq[int]:

@@ -140,11 +140,36 @@ class SilentHead(CountedDrafter):
     writes_cache = True
 
 
-def test_a_head_that_drafts_nothing_is_asked_a_few_times_and_no_step_waits_for_it():
-    drafter = SilentHead()
-    engine, _ = engine_of(drafter)
-    run(engine)
-    assert drafter.num_calls == MAX_SILENT
+def test_a_head_that_drafts_nothing_is_asked_ever_less_often():
+    calls = []
+    for max_tokens in (10, 110):
+        drafter = SilentHead()
+        engine, _ = engine_of(drafter)
+        run(engine, max_tokens=max_tokens)
+        calls.append(drafter.num_calls)
+    assert MAX_SILENT <= calls[0] <= 3 * MAX_SILENT
+    assert calls[1] <= 5 * MAX_SILENT
+
+
+class HeadAfterPrompts(LateDrafter):
+    """A head that drafts nothing for a few calls."""
+
+    writes_cache = True
+
+    def __init__(self, num_empty):
+        super().__init__(0)
+        self._num_empty = num_empty
+
+    def draft(self, sequences, max_tokens):
+        self._num_empty -= 1
+        return super().draft(sequences, max_tokens) if self._num_empty < 0 else [()] * len(sequences)
+
+
+def test_a_head_that_drafted_nothing_after_prompts_soon_drafts():
+    engine, executor = engine_of(HeadAfterPrompts(MAX_SILENT))
+    run(engine, 1, 60)
+    first = next(number for number, plan in enumerate(executor.plans) if any(chunk.drafts for chunk in plan.chunks))
+    assert first < 20
 
 
 def test_drafts_leave_room_for_prompts():
