@@ -10,6 +10,7 @@ import numpy as np
 from model.config import ModelConfig
 from model.ops.group.arrays import GroupArray, Split
 from model.ops.interface import AdapterMatrix, AdapterOps, AdapterRows, Array, AsyncWrite, Fp8Rows, Ops
+from model.ops.weight import Weight
 from model.weights.lora.adapter import LoraAdapter, Part, ProductPart, product_parts
 from model.weights.sharding import Sharding
 
@@ -104,11 +105,15 @@ class BatchAdapters:
     slots: AdapterSlots
     rows: AdapterRows
 
-    def add(self, layer: int, product: str, x: Array | Fp8Rows, out: Array) -> None:
-        """Add the adapters' products of x [T, K] to out [T, N]."""
+    def linear(self, layer: int, product: str, x: Array | Fp8Rows, weight: Weight, bias: Array | None) -> Array:
+        """Return x [T, K] @ weight.T plus bias and the adapters' products -> [T, N]."""
         ops, matrix = self.slots.adapter_ops, self.slots.matrix(layer, product)
-        inputs = self.slots.ops.dequantise_rows(x) if isinstance(x, Fp8Rows) else x
-        ops.lora_expand(ops.lora_shrink(inputs, matrix, self.rows), matrix, self.rows, out)
+        out = ops.lora_linear(x, weight, bias, matrix, self.rows)
+        if out is None:
+            out = self.slots.ops.linear(x, weight, bias)
+            inputs = self.slots.ops.dequantise_rows(x) if isinstance(x, Fp8Rows) else x
+            ops.lora_expand(ops.lora_shrink(inputs, matrix, self.rows), matrix, self.rows, out)
+        return out
 
 
 class StaticAdapterRows:

@@ -254,10 +254,10 @@ class Llama:
     def _product(self, index: int, name: str, x: Array | Fp8Rows, batch: Batch) -> Array:
         """x [T, K] @ matrix `name` plus bias and adapters -> [T, N]."""
         layer = self.weights.layers[index]
-        out = self.ops.linear(x, getattr(layer, name), getattr(layer, f"{name}_bias"))
+        weight, bias = getattr(layer, name), getattr(layer, f"{name}_bias")
         if batch.adapters is not None:
-            batch.adapters.add(index, name, x, out)
-        return out
+            return batch.adapters.linear(index, name, x, weight, bias)
+        return self.ops.linear(x, weight, bias)
 
     def _takes_fp8(self, weight: Weight) -> bool:
         return weight.format is WeightFormat.FP8 and weight.quantised_input and self.ops.has_fp8

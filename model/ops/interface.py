@@ -506,6 +506,12 @@ class AdapterOps(Protocol):
     def lora_tile_rows(self, num_rows: int) -> int:
         """Return `AdapterRows.tile_rows` for `num_rows` rows."""
 
+    def lora_linear(
+        self, x: Array | Fp8Rows, weight: Weight, bias: Array | None, matrix: AdapterMatrix, adapters: AdapterRows
+    ) -> Array | None:
+        """Return linear(x [T, K], weight, bias) plus the adapters' products [T, N], rounded once; None if no kernel
+        does both."""
+
     def lora_shrink(self, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> Array:
         """Return float32[C, M, P, R] for x [T, K], whose sum over C, the backend's choice, is x[rows] @ a[slot, p].T;
         undefined beyond an adapter's rank."""

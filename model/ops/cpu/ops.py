@@ -246,6 +246,11 @@ class NumpyOps(NumpyDevice):
             array[...] = host
         return NumpyTransfer(time.perf_counter() - begin_s)
 
+    def lora_linear(
+        self, x: Array | Fp8Rows, weight: Weight, bias: Array | None, matrix: AdapterMatrix, adapters: AdapterRows
+    ) -> Array | None:
+        return None
+
     def lora_shrink(self, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> Array:
         return lora.shrink(_f32(x), matrix, adapters)
 

@@ -14,6 +14,10 @@ class TensorMapSource(Protocol):
 
     def get(self, array: Array, sizes: tuple[int, ...], box: tuple[int, ...], item_bytes: int = 2) -> np.ndarray: ...
 
+    def get_narrow(
+        self, array: Array, first: int, sizes: tuple[int, ...], strides: tuple[int, ...], num_rows: int
+    ) -> np.ndarray: ...
+
 
 class KernelLauncher(Protocol):
     """A device that launches the kernels of `cuda/`."""

@@ -15,6 +15,7 @@ from model.ops.attention import rope_decode_attention
 from model.ops.cpu.quantised import dequantise
 from model.ops.experts import add_norm_experts, gated_experts
 from model.ops.gpu import drafts
+from model.ops.gpu.adapters import fused
 from model.ops.gpu.adapters import launches as lora
 from model.ops.gpu.adapters.writes import AsyncWriter, CudaWrite
 from model.ops.gpu.attention.paged import decode_attention, kv_build, plan_decode_attention, prefill_attention
@@ -372,6 +373,12 @@ class CudaOps(CudaDevice):
 
     def lora_tile_rows(self, num_rows: int) -> int:
         return lora.tile_rows(num_rows)
+
+    def lora_linear(
+        self, x: Array | Fp8Rows, weight: Weight, bias: Array | None, matrix: AdapterMatrix, adapters: AdapterRows
+    ) -> Array | None:
+        is_dense = not isinstance(x, Fp8Rows) and weight.format is WeightFormat.DENSE
+        return None if self._is_exact or not is_dense else fused.linear(self, (x, weight.data, bias), matrix, adapters)
 
     def lora_shrink(self, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> Array:
         return lora.shrink(self, x, matrix, adapters)

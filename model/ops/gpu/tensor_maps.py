@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -21,6 +22,9 @@ _SWIZZLES = {
     2: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
 }
 
+_NARROW = 16  # elements
+_NARROW_SWIZZLE = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_32B
+
 
 class TensorMaps:
     """Makes tensor maps and caches the latest."""
@@ -36,12 +40,24 @@ class TensorMaps:
         """
         return self._encode(array.data.ptr, sizes, box, item_bytes)
 
+    def get_narrow(
+        self, array: Array, first: int, sizes: tuple[int, ...], strides: tuple[int, ...], num_rows: int
+    ) -> np.ndarray:
+        """Return a map of 16-bit elements, the fastest dimension first, beginning with element `first` of `array`.
 
-def _encode(address: int, sizes: tuple[int, ...], box: tuple[int, ...], item_bytes: int) -> np.ndarray:
-    strides, stride = [], item_bytes
-    for size in sizes[:-1]:
-        stride *= size
-        strides.append(driver.cuuint64_t(stride))
+        `strides` in elements, of all dimensions but the fastest. Boxes of `num_rows` rows of 16 elements arrive in the
+        32-byte swizzle. Otherwise like `get`.
+        """
+        box = (_NARROW, num_rows, *(1,) * (len(sizes) - 2))
+        return self._encode(array.data.ptr + 2 * first, sizes, box, 2, strides)
+
+
+def _encode(
+    address: int, sizes: tuple[int, ...], box: tuple[int, ...], item_bytes: int, apart: tuple[int, ...] = ()
+) -> np.ndarray:
+    swizzle = _NARROW_SWIZZLE if apart else _SWIZZLES[item_bytes]
+    apart = apart or tuple(math.prod(sizes[:number]) for number in range(1, len(sizes)))
+    strides = [driver.cuuint64_t(item_bytes * elements) for elements in apart]
     status, encoded = driver.cuTensorMapEncodeTiled(
         _TYPES[item_bytes],
         len(sizes),
@@ -51,7 +67,7 @@ def _encode(address: int, sizes: tuple[int, ...], box: tuple[int, ...], item_byt
         [driver.cuuint32_t(size) for size in box],
         [driver.cuuint32_t(1)] * len(sizes),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        _SWIZZLES[item_bytes],
+        swizzle,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from model.ops.group.arrays import GroupArray, joined, on_rank
 from model.ops.group.turns import in_turn
-from model.ops.interface import AdapterMatrix, AdapterOps, AdapterRows, Array, AsyncWrite, PartOps
+from model.ops.interface import AdapterMatrix, AdapterOps, AdapterRows, Array, AsyncWrite, Fp8Rows, PartOps
+from model.ops.weight import Weight
 
 
 class GroupAdapterOps:
@@ -23,6 +24,11 @@ class GroupAdapterOps:
     def write_async(self, values: Iterable[tuple[Array, Array]]) -> AsyncWrite:
         pairs = list(values)
         return _Writes([ops.write_async(on_rank(pairs, rank)) for rank, ops in self._turns()])
+
+    def lora_linear(
+        self, x: Array | Fp8Rows, weight: Weight, bias: Array | None, matrix: AdapterMatrix, adapters: AdapterRows
+    ) -> Array | None:
+        return None
 
     def lora_shrink(self, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> Array:
         arrays = x, matrix, adapters
