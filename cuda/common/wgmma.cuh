@@ -100,6 +100,16 @@ __device__ __forceinline__ void copy_box(u32 to_shared, const TensorMap& map, in
         : "memory");
 }
 
+__device__ __forceinline__ void copy_box(u32 to_shared, const TensorMap& map, int x, int y, int z, int w, u32 barrier,
+                                         u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%2, %3, %4, %5}], [%6], %7;"
+        :
+        : "r"(to_shared), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
 __device__ __forceinline__ void copy_bytes(u32 to_shared, const void* from, int num_bytes, u32 barrier, u64 policy) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"

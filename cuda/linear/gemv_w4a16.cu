@@ -3,7 +3,8 @@
 //   tiles, scale, zero (or null): int4.cuh; group_spans: spans in a group (1 with GROUPS > 1); arrays aligned to 16
 //   bytes
 //   A build defines WARPS, ROW_TILES (sixteens of weight rows), X_ROWS (1, 4, 8, 16), STAGES (spans in a warp's ring),
-//   BLOCKS_PER_SM and the macros of int4.cuh.
+//   BLOCKS_PER_SM (of registers) and the macros of int4.cuh.
+//   GATED: N = 2 I, I a multiple of 16, ROW_TILES even; out is silu_mul's T [M, I]
 //   grid (up to ceil(N / (16 ROW_TILES))), block (32 WARPS), shared memory: rings, two sets of sums, x
 //   reference: NumpyOps.linear
 //   roofline: N K / 2 bytes and the scales; 0.85 of copy bandwidth at one row
@@ -12,10 +13,18 @@
 // x, which a product with ones gives; the rest is scaled. Sums of warps, which split K, are added in their order.
 #include "common/int4.cuh"
 #include "common/product_types.cuh"
+#include "layer/gated.cuh"
+
+#ifndef GATED
+#define GATED 0
+#endif
 
 constexpr int COL_TILES = (X_ROWS + 7) / 8;
 constexpr int TILE_ROWS = BLOCK_ROWS * ROW_TILES;
 constexpr int PARTIAL_FLOATS = WARPS * X_ROWS * TILE_ROWS;
+constexpr int PARTS = 1 + GATED;  // a tile has rows of gate, then the same of up
+constexpr int PART_TILES = ROW_TILES / PARTS;
+static_assert(ROW_TILES % PARTS == 0, "as many rows of up as of gate");
 constexpr u32 ONES = QUIRE_DTYPE == 1 ? 0x3c003c00u : 0x3f803f80u;
 
 constexpr int WEIGHT_BYTES = ROW_TILES * SPAN_BYTES;
@@ -39,13 +48,17 @@ struct Loader {
     int tile, span;
 
     // A last tile that is not whole begins earlier.
-    __device__ __forceinline__ int first_block(int at) const { return min(at * ROW_TILES, num_blocks - ROW_TILES); }
+    __device__ __forceinline__ int first_block(int at) const {
+        return min(at * PART_TILES, num_blocks / PARTS - PART_TILES);
+    }
 
     __device__ __forceinline__ i64 piece() const {
         const int lane = threadIdx.x % WARP_SIZE;
         int group = span * GROUPS + lane / 2 / ROW_TILES;
         if (GROUPS == 1 && group_spans > 1) group = span / group_spans;
-        return static_cast<i64>(group) * num_blocks + first_block(tile) + lane / 2 % ROW_TILES;
+        const int block = lane / 2 % ROW_TILES;
+        return static_cast<i64>(group) * num_blocks + first_block(tile) + block % PART_TILES +
+               block / PART_TILES * (num_blocks / PARTS);
     }
     __device__ __forceinline__ void begin_tile() {
         const int lane = threadIdx.x % WARP_SIZE;
@@ -56,11 +69,14 @@ struct Loader {
     }
     __device__ __forceinline__ void load(u32 stage) {
         const int lane = threadIdx.x % WARP_SIZE;
-        if (tile * ROW_TILES < num_blocks) {
+        if (tile * PART_TILES < num_blocks / PARTS) {
             if (span < num_spans) {
 #pragma unroll
-                for (int i = 0; i < 2 * ROW_TILES; i++)
-                    copy_async_16(stage + lane * 16 + i * TILE_BYTES, weights_from + i * TILE_BYTES, true);
+                for (int i = 0; i < 2 * ROW_TILES; i++) {
+                    const u8* from = weights_from + i % (2 * PART_TILES) * TILE_BYTES;
+                    if (i >= 2 * PART_TILES) from += static_cast<i64>(num_blocks / PARTS) * SPAN_BYTES;
+                    copy_async_16(stage + lane * 16 + i * TILE_BYTES, from, true);
+                }
                 if (lane < PIECES) {
                     copy_async_16(stage + WEIGHT_BYTES + lane * 16, scales_from, true);
                     if (ZEROS && lane % 2 == 0)
@@ -207,12 +223,22 @@ __device__ __forceinline__ void store_tile(Sums& sum, float* partial, int first_
     }
     clear(sum);
     __syncthreads();
-    for (int task = threadIdx.x; task < num_rows * TILE_ROWS; task += blockDim.x) {
-        const int m = task / TILE_ROWS, n = first_row + task % TILE_ROWS;
+    const auto total_of = [&](int m, int row, int n) {
         float total = bias == nullptr ? 0.0f : to_float(bias[n]);
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) total += partial[w * X_ROWS * TILE_ROWS + task];
-        out[static_cast<i64>(m) * n_size + n] = from_float<Out>(total);
+        for (int w = 0; w < WARPS; w++) total += partial[(w * X_ROWS + m) * TILE_ROWS + row];
+        return total;
+    };
+    constexpr int PART_ROWS = TILE_ROWS / PARTS;
+    for (int task = threadIdx.x; task < num_rows * PART_ROWS; task += blockDim.x) {
+        const int m = task / PART_ROWS, row = task % PART_ROWS, n = first_row + row, width = n_size / PARTS;
+        const float total = total_of(m, row, n);
+#if GATED
+        const T gate = from_float<T>(total), up = from_float<T>(total_of(m, PART_ROWS + row, width + n));
+        out[static_cast<i64>(m) * width + n] = gated(gate, up);
+#else
+        out[static_cast<i64>(m) * width + n] = from_float<Out>(total);
+#endif
     }
 }
 
@@ -242,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     Sums sum;
     clear(sum);
     int stage = 0, next = STAGES - 1, parity = 0;
-    for (int tile = blockIdx.x; tile * TILE_ROWS < n_size; tile += gridDim.x) {
+    for (int tile = blockIdx.x; tile * (TILE_ROWS / PARTS) < n_size / PARTS; tile += gridDim.x) {
         int span = warp;
         do {  // also without a span
             wait_for_copies<STAGES - 2>();

@@ -247,6 +247,8 @@ class Llama:
 
     def _mlp(self, index: int, x: Array | Fp8Rows, batch: Batch) -> Array:
         ops, layer = self.ops, self.weights.layers[index]
+        if batch.adapters is None and layer.gate_up_bias is None and layer.down_bias is None:
+            return ops.gated_mlp(x, layer.gate_up, layer.down)
         gate_up = self._product(index, "gate_up", x, batch)
         activation = ops.silu_mul_quantised if self._takes_fp8(layer.down) else ops.silu_mul
         return self._product(index, "down", activation(gate_up), batch)

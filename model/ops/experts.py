@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from model.ops.interface import Array, ExpertGroups, Ops, Routing
-from model.ops.weight import ExpertWeights, Weight, WeightFormat
+from model.ops.mlp import takes_fp8
+from model.ops.weight import ExpertWeights, Weight
 
 
 def add_norm_experts(
@@ -17,10 +18,10 @@ def add_norm_experts(
     logits = ops.linear(x, experts.router, dtype=np.dtype(np.float32))
     how = routing.num_used, routing.renormalise, routing.slots, routing.num_slots
     weights, groups = ops.route_to_groups(logits, *how)
-    if not _takes_fp8(ops, gate_up) and not _takes_fp8(ops, down):
+    if not takes_fp8(ops, gate_up) and not takes_fp8(ops, down):
         return ops.gated_experts(x, gate_up, down, groups, weights)
-    product = ops.experts_linear(ops.quantise_rows(x) if _takes_fp8(ops, gate_up) else x, gate_up, groups)
-    activation = ops.silu_mul_quantised if _takes_fp8(ops, down) else ops.silu_mul
+    product = ops.experts_linear(ops.quantise_rows(x) if takes_fp8(ops, gate_up) else x, gate_up, groups)
+    activation = ops.silu_mul_quantised if takes_fp8(ops, down) else ops.silu_mul
     return ops.combine_experts(ops.experts_linear(activation(product), down, groups, is_sorted=True), groups, weights)
 
 
@@ -29,7 +30,3 @@ def gated_experts(ops: Ops, x: Array, stacks: tuple[Weight, Weight], groups: Exp
     gate_up, down = stacks
     gated = ops.silu_mul(ops.experts_linear(x, gate_up, groups))
     return ops.combine_experts(ops.experts_linear(gated, down, groups, is_sorted=True), groups, weights)
-
-
-def _takes_fp8(ops: Ops, weight: Weight) -> bool:
-    return weight.format is WeightFormat.FP8 and weight.quantised_input and ops.has_fp8

@@ -429,6 +429,10 @@ class Ops(Device, Protocol):
     def silu_mul_quantised(self, gate_up: Array) -> Fp8Rows:
         """`quantise_rows` of `silu_mul`."""
 
+    def gated_mlp(self, x: Array | Fp8Rows, gate_up: Weight, down: Weight) -> Array:
+        """x [T, H], gate_up [2 I, H], down [H, I] -> [T, H]: `linear`, `silu_mul`, quantised if `down` takes e4m3, and
+        `linear`, with their bits."""
+
     def route_experts(
         self, logits: Array, num_used: int, renormalise: bool, slots: Array | None = None, num_slots: int = 0
     ) -> tuple[Array, Array]:

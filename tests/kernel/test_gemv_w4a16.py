@@ -67,6 +67,20 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(open_ops, launch, rng):
         np.testing.assert_array_equal(part, found[-1][: len(part)])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 4416, 512), (3, 32, 1152), (8, 1024, 2176)])
+def test_a_gated_product_has_the_bits_of_two_kernels(open_ops, rng, kind, m, n, k):
+    ops, (group_size, has_zeros, scales) = open_ops("bfloat16"), kind
+    weight = random_int4(rng, (n, k), group_size or k, has_zeros=has_zeros, scales=scales)
+    weight, x = ops.prepare_weight(upload_int4(ops, weight)), ops.upload(normal(rng, (m, k), "bfloat16"))
+    reason = "needs the packages of the cuda extra"
+    int4 = pytest.importorskip("model.ops.gpu.int4.linear", reason=reason, exc_type=ImportError)
+    with ops.scratch():
+        gated = int4.Int4Linear(ops, None).gated(x, weight)
+        expected = ops.silu_mul(ops.linear(x, weight))
+        np.testing.assert_array_equal(ops.download(gated).view(np.uint16), ops.download(expected).view(np.uint16))
+
+
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 4096), (1, 28672, 4096), (1, 4096, 14336), (8, 28672, 4096)])
 def test_speed(open_ops, launch, rng, m, n, k):
     ops = open_ops("bfloat16")

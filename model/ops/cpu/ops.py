@@ -35,6 +35,7 @@ from model.ops.interface import (
     SamplingArrays,
     TokenCandidates,
 )
+from model.ops.mlp import gated_mlp
 from model.ops.weight import ExpertWeights, Weight, WeightFormat
 
 DECODE_GROUP, WIDE_GROUP = 16, 4
@@ -224,6 +225,9 @@ class NumpyOps(NumpyDevice):
 
     def silu_mul_quantised(self, gate_up: Array) -> Fp8Rows:
         return self.quantise_rows(self.silu_mul(gate_up))
+
+    def gated_mlp(self, x: Array | Fp8Rows, gate_up: Weight, down: Weight) -> Array:
+        return gated_mlp(self, x, gate_up, down)
 
     def draft_input(
         self, token_ids: Array, table: Array, hidden: Array, weights: tuple[Array, Array], eps: float

@@ -11,16 +11,26 @@ from model.ops.gpu.device import THREADS, CudaDevice, expect
 from model.ops.gpu.gemm import GemmError
 from model.ops.gpu.gemm_fp8 import MULTIPLE, Fp8Gemm
 from model.ops.gpu.launcher import KernelLauncher
-from model.ops.gpu.w8.builds import SmallMW8Build, gemv_w8_build, small_m_fp8_build
+from model.ops.gpu.w8.builds import (
+    FewRowsFp8Build,
+    SmallMW8Build,
+    few_rows_fp8_build,
+    gemv_w8_build,
+    small_m_fp8_build,
+)
 from model.ops.gpu.w8.linear import W8Linear, dequantise_weight, launch_gemv
 from model.ops.interface import Array, Fp8Rows
-from model.ops.weight import Weight
+from model.ops.weight import Weight, WeightFormat
 
 _UINT8 = np.dtype(np.uint8)
+_UINT32 = np.dtype(np.uint32)
 _FLOAT32 = np.dtype(np.float32)
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _VEC_BYTES = 16
 _HELD_VECS = 4  # HELD_VECS of fp8.cuh
+_EIGHT = 8  # rows of a swizzle
+_REDUCTION_BYTES = 256  # shared memory of few_rows_fp8_sm90 besides the launch's
+_ROUNDED_BYTES = 8192  # of a row that a warpgroup of few_rows_fp8_sm90 rounds
 _ROW_BLOCKS = 8  # CLUSTER of silu_mul_quantised_sm90.cu
 _MAX_SHARED_ROWS, _SHARED_WIDTHS = 8, (8192, 65536)
 """Rows of silu_mul_quantised_sm90, measured up to 8; at 64, two blocks a row gain nothing, four cost 1 %."""
@@ -99,6 +109,10 @@ class Fp8Linear:
         together = x.data.data.ptr | weight.data.data.ptr | out.data.ptr
         is_aligned = k % MULTIPLE == 0 and together % MULTIPLE == 0 and device.dtype != _FLOAT32
         if is_aligned and device.arch == "90a":
+            few_rows = few_rows_fp8_build(m, n, k, device.num_sms, device.max_shared_bytes)
+            if few_rows is not None:
+                self.launch_few_rows(few_rows, x, weight, bias, out)
+                return
             small_m = small_m_fp8_build(m, n, device.num_sms, device.max_shared_bytes)
             if small_m is not None:
                 self.launch_small_m(small_m, x, weight, bias, out)
@@ -110,6 +124,61 @@ class Fp8Linear:
             launch_gemv(device, build, x, weight, bias, out)
         else:
             self._by_widening(dequantise_weight(device, as_weight(x)), weight, bias, out)
+
+    def gated_mlp(self, x: Fp8Rows, gate_up: Weight, down: Weight) -> Array | None:
+        """Return `Ops.gated_mlp` by two kernels, None if they do not take it: that of gate_up gates, that of down
+        rounds."""
+        device, m, (n, k), (n_out, width) = self._device, len(x.data), gate_up.shape, down.shape
+        is_fp8 = gate_up.format is down.format is WeightFormat.FP8 and down.quantised_input and n == 2 * width and m > 0
+        together = x.data.data.ptr | gate_up.data.data.ptr | down.data.data.ptr | k | width
+        if not is_fp8 or device.arch != "90a" or device.dtype == _FLOAT32 or together % MULTIPLE:
+            return None
+        limits = device.num_sms, device.max_shared_bytes - _REDUCTION_BYTES
+        first = few_rows_fp8_build(m, n, k, *limits, is_gated=True)
+        second = few_rows_fp8_build(m, n_out, width, *limits)
+        if first is None or second is None or second.x_bytes > second.x_rows * _ROUNDED_BYTES * second.warpgroups:
+            return None
+        num_parts = first.num_blocks(n, device.num_sms)
+        gated = device.temporary((m, width), device.dtype)
+        maxima = device.temporary((m, num_parts), _UINT32)
+        out = device.temporary((m, n_out), device.dtype)
+        self.launch_few_rows(first, x, gate_up, None, gated, maxima=maxima)
+        self.launch_few_rows(second, Fp8Rows(gated, maxima), down, None, out)
+        return out
+
+    def launch_few_rows(
+        self,
+        build: FewRowsFp8Build,
+        x: Fp8Rows,
+        weight: Weight,
+        bias: Array | None,
+        out: Array,
+        *,
+        maxima: Array | None = None,
+    ) -> None:
+        """Multiply up to MAX_FEW_ROWS rows of x. With `maxima` uint32[M, blocks] gate into out [M, N / 2], with the
+        largest magnitudes of each block. With such maxima as x.scale round x, 16 bits, first."""
+        device, (n, k) = self._device, weight.data.shape
+        maps, width = device.tensor_maps, k // 2
+        if maxima is None:
+            weight_map = maps.get(weight.data, (width, n), (64, build.rows))
+        else:
+            sizes, box = (width, _EIGHT, 2, n // 16), (64, _EIGHT, 2, build.rows // 16)
+            weight_map = maps.get(weight.data, sizes, box, strides=(width, n // 2 * width, _EIGHT * width))
+        num_parts = x.scale.shape[1] if x.data.dtype != _UINT8 else 0
+        numbers = map(np.int32, (len(out), n, k, num_parts))
+        device.launch(
+            "few_rows_fp8_sm90",
+            (build.num_blocks(n, device.num_sms),),
+            (weight_map, x.data, x.scale, weight.scale, bias, out, maxima, *numbers),
+            threads=build.threads,
+            shared_bytes=build.shared_bytes,
+            overlaps=True,
+            OUT_FLOAT=int(out.dtype == _FLOAT32),
+            GATED=int(maxima is not None),
+            ROUNDS_X=int(num_parts > 0),
+            **build.defines,
+        )
 
     def launch_small_m(self, build: SmallMW8Build, x: Fp8Rows, weight: Weight, bias: Array | None, out: Array) -> None:
         device, (n, k) = self._device, weight.data.shape

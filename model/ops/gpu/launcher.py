@@ -12,7 +12,14 @@ from model.ops.weight import Array
 class TensorMapSource(Protocol):
     """`TensorMaps`."""
 
-    def get(self, array: Array, sizes: tuple[int, ...], box: tuple[int, ...], item_bytes: int = 2) -> np.ndarray: ...
+    def get(
+        self,
+        array: Array,
+        sizes: tuple[int, ...],
+        box: tuple[int, ...],
+        item_bytes: int = 2,
+        strides: tuple[int, ...] | None = None,
+    ) -> np.ndarray: ...
 
     def get_narrow(
         self, array: Array, first: int, sizes: tuple[int, ...], strides: tuple[int, ...], num_rows: int

@@ -48,6 +48,7 @@ from model.ops.interface import (
     Sampled,
     SamplingArrays,
 )
+from model.ops.mlp import gated_mlp
 from model.ops.weight import ExpertWeights, Weight, WeightFormat
 
 _VEC_BYTES = 16
@@ -338,6 +339,20 @@ class CudaOps(CudaDevice):
         rows, width = len(gate_up), gate_up.shape[1] // 2
         expect("gate_up", gate_up, self.dtype, rows, 2 * width)
         return silu_mul_quantised(self, gate_up)
+
+    def gated_mlp(self, x: Array | Fp8Rows, gate_up: Weight, down: Weight) -> Array:
+        self._expect_operands(x, gate_up)
+        if down.format in w8.FORMATS:
+            w8.expect_w8(down)
+        if isinstance(x, Fp8Rows):
+            fused = self._linear_fp8.gated_mlp(x, gate_up, down)
+            if fused is not None:
+                return fused
+        elif gate_up.format is WeightFormat.INT4_TILED:
+            gated = self._linear_int4.gated(x, gate_up)
+            if gated is not None:
+                return self.linear(gated, down)
+        return gated_mlp(self, x, gate_up, down)
 
     def route_experts(
         self, logits: Array, num_used: int, renormalise: bool, slots: Array | None = None, num_slots: int = 0

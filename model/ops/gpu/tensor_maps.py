@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import math
+import itertools
+import operator
 from functools import lru_cache
 
 import numpy as np
@@ -32,13 +33,23 @@ class TensorMaps:
     def __init__(self) -> None:
         self._encode = lru_cache(_REMEMBERED)(_encode)
 
-    def get(self, array: Array, sizes: tuple[int, ...], box: tuple[int, ...], item_bytes: int = 2) -> np.ndarray:
-        """Return a map of contiguous elements of these `sizes`, in boxes; the fastest dimension first.
+    def get(
+        self,
+        array: Array,
+        sizes: tuple[int, ...],
+        box: tuple[int, ...],
+        item_bytes: int = 2,
+        strides: tuple[int, ...] | None = None,
+    ) -> np.ndarray:
+        """Return a map of elements of these `sizes`, in boxes; the fastest dimension first. `strides` of all others, in
+        elements (default: contiguous).
 
         Boxes of 16-bit elements arrive in the 128-byte swizzle (`box[0]` is 64), of bytes row after row; zeros outside
         the array. A kernel takes the map by value, as a `__grid_constant__`. Raises ValueError if the driver refuses.
         """
-        return self._encode(array.data.ptr, sizes, box, item_bytes)
+        if strides is None:
+            strides = tuple(itertools.accumulate(sizes[:-1], operator.mul))
+        return self._encode(array.data.ptr, sizes, box, item_bytes, strides, _SWIZZLES[item_bytes])
 
     def get_narrow(
         self, array: Array, first: int, sizes: tuple[int, ...], strides: tuple[int, ...], num_rows: int
@@ -49,21 +60,23 @@ class TensorMaps:
         32-byte swizzle. Otherwise like `get`.
         """
         box = (_NARROW, num_rows, *(1,) * (len(sizes) - 2))
-        return self._encode(array.data.ptr + 2 * first, sizes, box, 2, strides)
+        return self._encode(array.data.ptr + 2 * first, sizes, box, 2, strides, _NARROW_SWIZZLE)
 
 
 def _encode(
-    address: int, sizes: tuple[int, ...], box: tuple[int, ...], item_bytes: int, apart: tuple[int, ...] = ()
+    address: int,
+    sizes: tuple[int, ...],
+    box: tuple[int, ...],
+    item_bytes: int,
+    strides: tuple[int, ...],
+    swizzle: driver.CUtensorMapSwizzle,
 ) -> np.ndarray:
-    swizzle = _NARROW_SWIZZLE if apart else _SWIZZLES[item_bytes]
-    apart = apart or tuple(math.prod(sizes[:number]) for number in range(1, len(sizes)))
-    strides = [driver.cuuint64_t(item_bytes * elements) for elements in apart]
     status, encoded = driver.cuTensorMapEncodeTiled(
         _TYPES[item_bytes],
         len(sizes),
         address,
         [driver.cuuint64_t(size) for size in sizes],
-        strides,
+        [driver.cuuint64_t(stride * item_bytes) for stride in strides],
         [driver.cuuint32_t(size) for size in box],
         [driver.cuuint32_t(1)] * len(sizes),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,

@@ -29,6 +29,7 @@ from model.ops.interface import (
     Sampled,
     SamplingArrays,
 )
+from model.ops.mlp import gated_mlp
 from model.ops.weight import ExpertWeights, Weight
 
 
@@ -182,6 +183,9 @@ class GroupOps(GroupDevice):
     def silu_mul_quantised(self, gate_up: Array) -> Fp8Rows:
         rows: Fp8Rows = self._each(lambda ops, x: ops.silu_mul_quantised(x), gate_up)
         return rows
+
+    def gated_mlp(self, x: Array | Fp8Rows, gate_up: Weight, down: Weight) -> Array:
+        return gated_mlp(self, x, gate_up, down)
 
     def route_experts(
         self, logits: Array, num_used: int, renormalise: bool, slots: Array | None = None, num_slots: int = 0

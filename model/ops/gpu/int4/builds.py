@@ -21,6 +21,8 @@ _MAX_BLOCKS = {32: 16, 64: 16, 96: 16, 128: 16, 192: 12, 256: 8}  # sixteens of 
 _MIN_BLOCKS = 4
 _SPLITS = (1, 2)  # of 4, only 29 clusters fit an H200 at once
 _SPLIT_ROWS = 64  # that SPLIT is chosen for
+_FEW_COLS, _FEW_AHEAD_BYTES = 64, 8 << 10
+"""AHEAD_BYTES of tiles with few rows of x. H200, a pass of 64 rows of Llama-3.1-8B: 5,234 us; 32 KiB 5,268."""
 
 # H200, us: fitted to 380 measured products (4 % rms; of one warpgroup from 128 rows on by interpolation)
 _SPAN_US = {
@@ -60,19 +62,20 @@ class GemvW4Build:
     x_rows: int
     stages: int
     warps: int = 16
-    blocks_per_sm: int = 1
+    shares_sm: bool = False  # leaves half of an SM's registers to other kernels
 
     def defines(self, layout: Int4Layout) -> dict[str, int]:
         sizes = {"WARPS": self.warps, "ROW_TILES": self.row_tiles, "X_ROWS": self.x_rows, "STAGES": self.stages}
-        return sizes | {"BLOCKS_PER_SM": self.blocks_per_sm} | layout.defines
+        return sizes | {"BLOCKS_PER_SM": 1 + self.shares_sm} | layout.defines
 
     def shared_bytes(self, k: int, layout: Int4Layout) -> int:
         ring = self.stages * self.row_tiles * (_SPAN_BYTES + layout.parameter_bytes)
         sums = 2 * self.x_rows * BLOCK_ROWS * self.row_tiles * 4
-        return self.warps * (ring + sums) + self.x_rows * 2 * k
+        needed = self.warps * (ring + sums) + self.x_rows * 2 * k
+        return max(needed, _OWN_SM_BYTES) if self.shares_sm else needed
 
     def num_blocks(self, n: int, num_sms: int) -> int:
-        return min(math.ceil(n / (BLOCK_ROWS * self.row_tiles)), self.blocks_per_sm * num_sms)
+        return min(math.ceil(n / (BLOCK_ROWS * self.row_tiles)), num_sms)
 
 
 GEMV_X_ROWS = (1, 4, 8, 16)
@@ -80,22 +83,29 @@ _GEMV_STAGES = 2
 _GEMV_ROW_TILES = (3, 2, 1)
 _MAX_ROW_TILES = {1: 3, 4: 3, 8: 3, 16: 2}  # by rows of x: as registers allow
 _MAX_LAUNCHES = 4  # more take longer than unpacking
+_OWN_SM_BYTES = 116 << 10  # of shared memory: two blocks do not fit an SM of Hopper
+_SHARED_ROW_TILES = 2
+"""ROW_TILES of a small product of one row that leaves registers to other kernels. H200, a step of Llama-3.1-8B: with 2
+for qkv 1,798 us; with 3, which need all registers, 1,872."""
 
 
 def gemv_w4_build(
-    num_rows: int, n: int, k: int, layout: Int4Layout, num_sms: int, max_shared_bytes: int
+    num_rows: int, n: int, k: int, layout: Int4Layout, num_sms: int, max_shared_bytes: int, parts: int = 1
 ) -> GemvW4Build | None:
-    """Return a build for `num_rows` rows of x in one or more launches, or None."""
+    """Return a build for `num_rows` rows of x in one or more launches, or None. `parts`: 2 with GATED."""
     if num_rows > GEMV_X_ROWS[-1]:
         return None
     sixteens = n // BLOCK_ROWS
-    of_tile = [tiles for tiles in _GEMV_ROW_TILES if tiles <= sixteens]
+    of_tile = [tiles for tiles in _GEMV_ROW_TILES if tiles <= sixteens and tiles % parts == 0]
     of_tile.sort(key=lambda tiles: tiles * math.ceil(math.ceil(sixteens / tiles) / num_sms))
     enough = next(x_rows for x_rows in GEMV_X_ROWS if x_rows >= num_rows)
     for x_rows in reversed([x_rows for x_rows in GEMV_X_ROWS if num_rows / _MAX_LAUNCHES <= x_rows <= enough]):
         for row_tiles in of_tile:
             build = GemvW4Build(row_tiles, x_rows, _GEMV_STAGES)
-            if build.shared_bytes(k, layout) < max_shared_bytes and row_tiles <= _MAX_ROW_TILES[x_rows]:
+            is_small = row_tiles > _SHARED_ROW_TILES and math.ceil(sixteens / row_tiles) <= num_sms
+            if num_rows == 1 and is_small and max_shared_bytes > _OWN_SM_BYTES:
+                build = replace(build, row_tiles=_SHARED_ROW_TILES, shares_sm=True)
+            if build.shared_bytes(k, layout) < max_shared_bytes and build.row_tiles <= _MAX_ROW_TILES[x_rows]:
                 return build
     return None
 
@@ -116,7 +126,8 @@ class SmallMW4Build:
 
     @functools.cached_property
     def defines(self) -> dict[str, int]:
-        ahead = min(self.stages, max(1, AHEAD_BYTES // (self.blocks * _SPAN_BYTES)))
+        ahead_bytes = _FEW_AHEAD_BYTES if self.cols <= _FEW_COLS else AHEAD_BYTES
+        ahead = min(self.stages, max(1, ahead_bytes // (self.blocks * _SPAN_BYTES)))
         sizes = {"BLOCKS": self.blocks, "COLS": self.cols, "SPLIT": self.split, "STAGES": self.stages}
         return sizes | {"AHEAD": ahead, "SHARED_BYTES": self.shared_bytes} | self.layout.defines
 

@@ -79,6 +79,21 @@ class Int4Linear:
         else:
             self._dense(x, self.unpack(weight), bias, out)
 
+    def gated(self, x: Array, weight: Weight) -> Array | None:
+        """Return silu_mul [M, I] of the product of x [M, K] and weight [2 I, K], None if gemv_w4a16 does not take it.
+        The bits are those of two kernels."""
+        ops, m, n = self._ops, len(x), weight.shape[0]
+        is_fast = ops.dtype != _FLOAT32 and x.data.ptr % _ALIGNMENT == 0 and weight.input_order is None
+        if not is_fast or not 0 < m <= MAX_GEMV_ROWS or n % (2 * TILE_ROWS):
+            return None
+        usual = self.gemv_build(m, weight)
+        build = gemv_w4_build(m, *weight.shape, layout_of(weight), ops.num_sms, ops.max_shared_bytes, parts=2)
+        if usual is None or build is None or min(usual.x_rows, build.x_rows) < m:
+            return None
+        out = ops.temporary((m, n // 2), ops.dtype)
+        self.launch_gemv(build, x, weight, None, out, is_gated=True)
+        return out
+
     def pack(self, weight: Weight) -> Weight:
         """Return an INT4 weight that `can_tile` as INT4_TILED, in its memory: `weight` becomes invalid."""
         ops, (n, k) = self._ops, weight.shape
@@ -123,6 +138,8 @@ class Int4Linear:
         weight: Weight,
         bias: Array | None,
         out: Array,
+        *,
+        is_gated: bool = False,
     ) -> None:
         ops = self._ops
         ops.launch(
@@ -133,6 +150,7 @@ class Int4Linear:
             shared_bytes=build.shared_bytes(weight.shape[1], layout_of(weight)),
             overlaps=True,
             OUT_FLOAT=int(out.dtype == _FLOAT32),
+            **({"GATED": 1} if is_gated else {}),
             **build.defines(layout_of(weight)),
         )
 

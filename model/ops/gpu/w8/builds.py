@@ -15,9 +15,16 @@ _MIN_STAGES = 3
 _EIGHT = 8  # rows of a swizzle
 _FP8_COLS = (16, 32, 64, 96, 128, 192, 256)  # rows of x in a product
 _W8A16_COLS = (32, 64, 96, 128, 192)
+_X_ROWS = (1, 2, 4)  # of few_rows_fp8_sm90
+_WINDOW_BYTES = 48 << 10
+"""Bytes of weights that few_rows_fp8_sm90 has under way on an SM. H200, a pass of one row of Llama-3.1-8B: 2,586 us; 32
+KiB 2,809, 64 KiB 2,595, 96 KiB 2,635."""
 
 MAX_SMALL_M_ROWS = _FP8_COLS[-1]
 """Most rows of x of small_m_fp8_sm90."""
+
+MAX_FEW_ROWS, MAX_GATED_ROWS = 4, 2
+"""Most rows of x of few_rows_fp8_sm90, and with an MLP's activation: fastest up to there (H200, Llama-3.1-8B)."""
 
 MAX_W8A16_ROWS = _W8A16_COLS[-1]
 """Most rows of x of small_m_w8a16_sm90."""
@@ -104,6 +111,73 @@ class SmallMW8Build:
 def small_m_fp8_build(m: int, n: int, num_sms: int, max_shared_bytes: int) -> SmallMW8Build | None:
     """Return the build for `m` rows of x and `n` of weights, both in e4m3, or None."""
     return _small_m_build(m, n, num_sms, max_shared_bytes, _FP8_COLS, 1)
+
+
+@dataclass(frozen=True)
+class FewRowsFp8Build:
+    """Macros of few_rows_fp8_sm90.cu, one block an SM. Rows, split and so the bits are those of small_m_fp8_sm90."""
+
+    rows: int
+    split: int
+    stages: int
+    window: int  # stages under way
+    x_rows: int
+    x_bytes: int
+
+    @functools.cached_property
+    def threads(self) -> int:
+        return 128 * self.warpgroups + 32
+
+    @functools.cached_property
+    def defines(self) -> dict[str, int]:
+        sizes = {"ROWS": self.rows, "COLS": _FP8_COLS[0], "SPLIT": self.split, "STAGES": self.stages, "AHEAD": 0}
+        sizes |= {"WINDOW": min(self.window, self.stages), "X_ROWS": self.x_rows, "X_BYTES": self.x_bytes}
+        return sizes | {"SHARED_BYTES": self.shared_bytes}
+
+    @functools.cached_property
+    def shared_bytes(self) -> int:
+        cols = _FP8_COLS[0]
+        sent = 128 * self.warpgroups * cols if self.split == 2 else 0
+        past = max(0, 64 * self.warpgroups - self.rows) * _SPAN_BYTES
+        ring = self.stages * (self.rows * _SPAN_BYTES + 16)
+        return 1024 + ring + sent + 8 + 4 * cols + 8 + self.x_bytes + 128 + past
+
+    @functools.cached_property
+    def warpgroups(self) -> int:
+        return math.ceil(self.rows / 64)
+
+    def num_blocks(self, n: int, num_sms: int) -> int:
+        tiles = math.ceil(n / self.rows)
+        if self.split == 2:
+            return 2 * tiles
+        return persistent_blocks(tiles, num_sms)
+
+
+@functools.cache
+def few_rows_fp8_build(
+    m: int, n: int, k: int, num_sms: int, max_shared_bytes: int, *, is_gated: bool = False
+) -> FewRowsFp8Build | None:
+    """Return the build for `m` rows of x and weights [n, k], both in e4m3, or None. `is_gated`: tiles hold as many
+    eights of gate as of up."""
+    if m > (MAX_GATED_ROWS if is_gated else MAX_FEW_ROWS):
+        return None
+    other = small_m_fp8_build(m, n, num_sms, max_shared_bytes)
+    if other is None or (is_gated and (other.split > 1 or n % 16)):
+        return None
+    if is_gated:
+        other = replace(other, rows=min(_MAX_TILE_ROWS, 16 * math.ceil(other.rows / 16)))
+    x_rows = next(rows for rows in _X_ROWS if rows >= m)
+    spans = math.ceil(math.ceil(k / _SPAN_BYTES) / other.split)
+    window = max(1, _WINDOW_BYTES // (other.rows * _SPAN_BYTES))
+    one, two = (
+        FewRowsFp8Build(other.rows, other.split, stages, window, x_rows, x_rows * spans * _SPAN_BYTES)
+        for stages in (1, 2)
+    )
+    rounds = math.ceil(math.ceil(n / other.rows) * other.split / one.num_blocks(n, num_sms))
+    stages = num_stages(one.shared_bytes, two.shared_bytes, max_shared_bytes)
+    if stages < _MIN_STAGES:
+        return None
+    return replace(one, stages=max(_MIN_STAGES, min(stages, spans * rounds)))
 
 
 @functools.cache

@@ -25,9 +25,35 @@ def launched_for(m, n=4096, k=4096, *, address=ADDRESS, cublaslt=True, **device)
     return ops.launched
 
 
-@pytest.mark.parametrize("m", [1, 16, 17, 256])
+@pytest.mark.parametrize("m", [5, 16, 17, 256])
 def test_on_hopper_one_kernel_takes_up_to_256_rows(m):
     assert launched_for(m) == ["small_m_fp8_sm90"]
+
+
+@pytest.mark.parametrize("m", [1, 3, 4])
+def test_on_hopper_another_takes_a_few(m):
+    assert launched_for(m) == ["few_rows_fp8_sm90"]
+
+
+@pytest.mark.parametrize(
+    ("m", "inner", "device", "is_fused"),
+    [
+        (1, 14336, {}, True),
+        (2, 14336, {}, True),
+        (3, 14336, {}, False),
+        (1, 2048, {}, False),
+        (1, 14344, {}, False),
+        (1, 14336, {"arch": "120"}, False),
+        (1, 14336, {"dtype": np.float32}, False),
+    ],
+)
+def test_on_hopper_two_kernels_take_an_mlp_of_a_few_rows(m, inner, device, is_fused):
+    ops = FakeLauncher(**device)
+    linear = cuda_fp8.Fp8Linear(ops, w8.W8Linear(ops, ops.dense))
+    gate_up, down = (cuda_fp8.as_weight(rows_of(*shape)) for shape in ((2 * inner, 4096), (4096, inner)))
+    out = linear.gated_mlp(rows_of(m, 4096), gate_up, down)
+    assert (out is not None) == is_fused
+    assert ops.launched == ["few_rows_fp8_sm90"] * (2 if is_fused else 0)
 
 
 def test_on_hopper_cublaslt_takes_more():

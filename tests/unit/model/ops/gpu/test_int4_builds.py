@@ -45,9 +45,23 @@ def test_few_rows_are_multiplied_at_once_or_in_a_few_launches():
     assert gemv_w4_build(17, 4096, 4096, layout, *H200) is None
 
 
-@pytest.mark.parametrize(("n", "row_tiles"), [(4096, 2), (6144, 3), (28672, 2)])
-def test_tiles_leave_few_sms_without_work(n, row_tiles):
-    assert gemv_w4_build(1, n, 4096, LAYOUTS[0], *H200).row_tiles == row_tiles
+@pytest.mark.parametrize(("m", "n", "row_tiles"), [(1, 4096, 2), (4, 6144, 3), (1, 28672, 2)])
+def test_tiles_leave_few_sms_without_work(m, n, row_tiles):
+    assert gemv_w4_build(m, n, 4096, LAYOUTS[0], *H200).row_tiles == row_tiles
+
+
+def test_a_small_product_of_one_row_leaves_registers_but_no_place_for_a_second_block():
+    build = gemv_w4_build(1, 6144, 4096, LAYOUTS[0], *H200)
+    assert build.shares_sm
+    assert build.row_tiles == 2
+    assert 2 * build.shared_bytes(4096, LAYOUTS[0]) > 228 << 10
+    assert not gemv_w4_build(2, 6144, 4096, LAYOUTS[0], *H200).shares_sm
+    assert not gemv_w4_build(1, 28672, 4096, LAYOUTS[0], *H200).shares_sm
+    assert not gemv_w4_build(1, 6144, 4096, LAYOUTS[0], 132, 99 << 10).shares_sm
+
+
+def test_tiles_of_a_gated_product_hold_as_much_of_both():
+    assert all(gemv_w4_build(m, 6144, 4096, LAYOUTS[0], *H200, 2).row_tiles == 2 for m in (1, 4, 8))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -19,7 +19,7 @@ from model.ops.gpu.attention.rotated_decode import can_rotate, rotate_and_decode
 from model.ops.gpu.experts import builds as experts
 from model.ops.gpu.int4.builds import GEMV_X_ROWS, Int4Layout, gemv_w4_build, small_m_w4_build
 from model.ops.gpu.linear_builds import GEMV_BUILDS, SMALL_M_SPLITS, exact_gemv_build, small_m_build
-from model.ops.gpu.w8.builds import GEMV_W8_BUILDS, small_m_fp8_build, small_m_w8a16_build
+from model.ops.gpu.w8.builds import GEMV_W8_BUILDS, few_rows_fp8_build, small_m_fp8_build, small_m_w8a16_build
 from model.ops.interface import MAX_EXACT_ROWS, NO_WINDOW, AttentionBatch, HeadRotation
 from tests.support.source_tree import ROOT
 
@@ -86,6 +86,8 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
         return gemv_w8_builds(dtype_code)
     if name == "small_m_fp8_sm90":
         return small_m_fp8_builds(dtype_code, architecture)
+    if name == "few_rows_fp8_sm90":
+        return few_rows_fp8_builds(dtype_code, architecture)
     if name == "small_m_w8a16_sm90":
         return small_m_w8a16_builds(dtype_code, architecture)
     if name == "silu_mul_quantised_sm90" and (dtype_code, architecture) != (DTYPE_CODES["bfloat16"], "90a"):
@@ -206,6 +208,19 @@ def small_m_fp8_builds(dtype_code: int, architecture: str) -> list[dict[str, int
     return [{"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": int(build.cols == 64), **build.defines} for build in found]
 
 
+def few_rows_fp8_builds(dtype_code: int, architecture: str) -> list[dict[str, int]]:
+    """Return the builds of Llama-3.1-8B on an H200; none for other architectures or float32."""
+    if architecture != "90a" or dtype_code == DTYPE_CODES["float32"]:
+        return []
+    kinds = (6144, 4096, {}), (28672, 4096, {"GATED": 1}), (4096, 14336, {"ROUNDS_X": 1})
+    return [
+        {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": 0, **build.defines, **kind}
+        for m in (1, 2)
+        for n, k, kind in kinds
+        if (build := few_rows_fp8_build(m, n, k, *H200, is_gated="GATED" in kind)) is not None
+    ]
+
+
 def small_m_w8a16_builds(dtype_code: int, architecture: str) -> list[dict[str, int]]:
     """Return the builds of Llama-3.1-8B on an H200; none for other architectures or float32."""
     if architecture != "90a" or dtype_code == DTYPE_CODES["float32"]:
@@ -247,11 +262,13 @@ def expert_builds(name: str, dtype_code: int, architecture: str) -> list[dict[st
 
 def gemv_w4_builds(dtype_code: int) -> list[dict[str, int]]:
     """Every build, for two kinds of weights; there is none for float32."""
+    if dtype_code == DTYPE_CODES["float32"]:
+        return []
     asked = [(m, n, LAYOUTS[m == 4]) for m in GEMV_X_ROWS for n in (4096, 6144)]
-    return [
+    gated = {"OUT_FLOAT": 0, "GATED": 1, **gemv_w4_build(1, 28672, 4096, LAYOUTS[0], *H200, 2).defines(LAYOUTS[0])}
+    return [{"QUIRE_DTYPE": dtype_code, **gated}] + [
         {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": m % 2, **gemv_w4_build(m, n, 4096, layout, *H200).defines(layout)}
         for m, n, layout in asked
-        if dtype_code != DTYPE_CODES["float32"]
     ]
 
 

@@ -1,0 +1,17 @@
+"""The gated MLP, carried out one operation after the other."""
+
+from __future__ import annotations
+
+from model.ops.interface import Array, Fp8Rows, Ops
+from model.ops.weight import Weight, WeightFormat
+
+
+def takes_fp8(ops: Ops, weight: Weight) -> bool:
+    """Return whether the inputs of `weight` are rounded to e4m3."""
+    return weight.format is WeightFormat.FP8 and weight.quantised_input and ops.has_fp8
+
+
+def gated_mlp(ops: Ops, x: Array | Fp8Rows, gate_up: Weight, down: Weight) -> Array:
+    """`Ops.gated_mlp`."""
+    activation = ops.silu_mul_quantised if takes_fp8(ops, down) else ops.silu_mul
+    return ops.linear(activation(ops.linear(x, gate_up)), down)

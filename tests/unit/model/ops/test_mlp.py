@@ -1,0 +1,31 @@
+"""The gated MLP against its formula, and against its operations with rounded inputs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from model.ops.cpu.ops import NumpyOps
+from model.ops.fp8 import quantise
+from model.ops.interface import Fp8Rows
+from model.ops.weight import Weight
+
+OPS = NumpyOps()
+
+
+def matrices(rng: np.random.Generator, *shapes: tuple[int, int]) -> list[np.ndarray]:
+    return [rng.standard_normal(shape, np.float32) for shape in shapes]
+
+
+def test_two_products_and_an_activation():
+    x, gate_up, down = matrices(np.random.default_rng(0), (3, 8), (12, 8), (5, 6))
+    gate, up = x @ gate_up[:6].T, x @ gate_up[6:].T
+    expected = gate / (1 + np.exp(-gate)) * up @ down.T
+    np.testing.assert_allclose(OPS.gated_mlp(x, Weight(gate_up), Weight(down)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_inputs_of_e4m3_weights_are_rounded():
+    x, *matrices_ = matrices(np.random.default_rng(0), (3, 16), (32, 16), (5, 16))
+    gate_up, down = (Weight.fp8(*quantise(matrix)) for matrix in matrices_)
+    rows = Fp8Rows(*quantise(x))
+    expected = OPS.linear(OPS.silu_mul_quantised(OPS.linear(rows, gate_up)), down)
+    np.testing.assert_array_equal(OPS.gated_mlp(rows, gate_up, down), expected)
