@@ -20,7 +20,7 @@ from model.ops.interface import Array, AttentionBatch, HeadRotation
 _FP32 = 0
 _MAX_ROWS, _MIN_FP8_ROWS, _MAX_GROUP = 16, 8, 4
 """Rows and query heads of a kv head where one kernel is faster, on an H200 with Llama-3.1-8B's heads and
-Qwen3-30B-A3B's."""
+Qwen3-30B-A3B's; with an e4m3 cache also one row."""
 
 _PADDING = 8
 """16-bit elements between rotated queries in shared memory."""
@@ -47,10 +47,11 @@ def can_rotate(device: KernelLauncher, qkv: Array, batch: AttentionBatch) -> boo
 
 def should_rotate(device: KernelLauncher, qkv: Array, batch: AttentionBatch) -> bool:
     """Return whether one kernel is also faster."""
-    least = _MIN_FP8_ROWS if is_e4m3(batch.kv) else 1
+    rows = len(qkv)
+    pays = rows == 1 or rows >= _MIN_FP8_ROWS or not is_e4m3(batch.kv)
     num_kv_heads, head_dim = batch.kv.shape[3], batch.kv.shape[5]
     few = qkv.shape[1] <= (_MAX_GROUP + 2) * num_kv_heads * head_dim
-    return few and least <= len(qkv) <= _MAX_ROWS and can_rotate(device, qkv, batch)
+    return few and pays and rows <= _MAX_ROWS and can_rotate(device, qkv, batch)
 
 
 def rotate_and_decode(

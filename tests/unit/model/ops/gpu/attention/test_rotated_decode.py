@@ -59,6 +59,7 @@ def test_one_kernel_serves_few_rows_whose_blocks_run_at_once(rows, sizes, device
         (16, {}, True),
         (17, {"heads": (16, 4)}, False),
         (1, {"heads": (32, 4)}, False),
+        (1, {"kv_dtype": np.uint8}, True),
         (7, {"kv_dtype": np.uint8}, False),
         (8, {"kv_dtype": np.uint8}, True),
     ],
