@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from model.config import ModelConfig
 from model.ops.group.arrays import GroupArray, Split
-from model.ops.interface import AdapterMatrix, AdapterOps, AdapterRows, Array, AsyncWrite, Fp8Rows, Ops
+from model.ops.interface import AdapterMatrix, AdapterOps, AdapterRows, Array, AsyncWrite, ExpertGroups, Fp8Rows, Ops
 from model.ops.weight import Weight
-from model.weights.lora.adapter import LoraAdapter, Part, ProductPart, product_parts
+from model.weights.lora.adapter import LoraAdapter
+from model.weights.lora.products import DOWN, GATE_UP, ROUTER, STACK_NAMES, Part, ProductPart, product_parts
 from model.weights.sharding import Sharding
 
 NO_SLOT = -1
@@ -19,21 +20,46 @@ NO_SLOT = -1
 
 
 class AdapterSlots:
-    def __init__(self, config: ModelConfig, ops: Ops, adapter_ops: AdapterOps, num_slots: int, max_rank: int):
-        """Allocate `num_slots` adapters of rank `max_rank` for every product, on each rank its part."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        adapter_ops: AdapterOps,
+        num_slots: int,
+        max_rank: int,
+        *,
+        with_experts: bool = False,
+    ):
+        """Allocate `num_slots` adapters of rank `max_rank` for every product, on each rank its part. `with_experts`:
+        for routers and experts too."""
         self.ops = ops
         self.adapter_ops = adapter_ops
         self.num_slots = num_slots
+        self.has_experts = with_experts and config.experts is not None
+        self._num_experts = 1 if config.experts is None else config.experts.num_experts
         sharding = Sharding(config, ops.num_ranks)
-        self._parts = tuple(product_parts(config, layer, sharding) for layer in range(config.num_layers))
+        self._parts = tuple(product_parts(config, layer, sharding, with_experts) for layer in range(config.num_layers))
         self._layers = tuple(
-            {product: self._matrix(parts, num_slots, max_rank) for product, parts in layer.items()}
+            {
+                product: self._matrix(parts, num_slots * self._num_matrices(product), max_rank)
+                for product, parts in layer.items()
+            }
             for layer in self._parts
         )
+        self._first = {product: matrix for layer in reversed(self._layers) for product, matrix in layer.items()}
         adapter_ops.write_async(()).wait()  # allocate its buffers now
 
     def matrix(self, layer: int, product: str) -> AdapterMatrix:
-        return self._layers[layer][product]
+        """Return a product's adapters; the first layer's that has it if this one, of a warm-up run, has not."""
+        return self._layers[layer].get(product) or self._first[product]
+
+    def host_rows(self, slots: np.ndarray, tile_rows: int) -> list[np.ndarray]:
+        """Return what `batch` takes on the device, for int32[T] slots of rows."""
+        return [*group_rows(slots, tile_rows), *([slots] if self.has_experts else [])]
+
+    def batch(self, arrays: Sequence[Array], tile_rows: int) -> BatchAdapters:
+        rows, tiles, *slots = arrays
+        return BatchAdapters(self, AdapterRows(rows, tiles, tile_rows), slots[0] if slots else None)
 
     def write(self, slot: int, adapter: LoraAdapter) -> AsyncWrite:
         """Start to replace the slot's adapter; its rank is at most `max_rank`.
@@ -45,14 +71,20 @@ class AdapterSlots:
     def _values(self, slot: int, adapter: LoraAdapter) -> Iterator[tuple[Array, Array]]:
         """Yield arrays and what they become: ranks, then matrices in the order of `read_adapter`'s memory."""
         matrices = [
-            (self._layers[layer][product], parts, adapter.products.get((layer, product), {}))
+            (product, self._layers[layer][product], parts, adapter.products.get((layer, product), {}))
             for layer, parts_of in enumerate(self._parts)
             for product, parts in parts_of.items()
         ]
-        for matrix, _, values in matrices:
-            yield matrix.ranks[slot : slot + 1], np.array([_rank_of(values)], np.int32)
-        for matrix, parts, values in matrices:
-            yield from self._matrix_values(matrix, parts, slot, values)
+        for product, matrix, _, values in matrices:
+            count = self._num_matrices(product)
+            own = slice(slot * count, (slot + 1) * count)
+            yield matrix.ranks[own], np.full(count, _rank_of(values), np.int32)
+        for product, matrix, parts, values in matrices:
+            write = self._stack_values if product in STACK_NAMES else self._matrix_values
+            yield from write(matrix, parts, slot, values)
+
+    def _num_matrices(self, product: str) -> int:
+        return self._num_experts if product in STACK_NAMES else 1
 
     def _matrix(self, parts: Sequence[ProductPart], num_slots: int, max_rank: int) -> AdapterMatrix:
         ends = np.cumsum([part.num_outputs for part in parts]).tolist()
@@ -82,6 +114,34 @@ class AdapterSlots:
                 yield to_b, np.zeros(to_b.shape, to_b.dtype)
             first = end
 
+    def _stack_values(
+        self, matrix: AdapterMatrix, parts: Sequence[ProductPart], slot: int, values: Mapping[int, Part]
+    ) -> Iterator[tuple[Array, Array]]:
+        """Yield what the experts' matrices become, each array as a whole."""
+        own = slice(slot * self._num_experts, (slot + 1) * self._num_experts)
+        if _rank_of(values):
+            sides = [self._rank_stacks(matrix, parts, values, number) for number in range(self.ops.num_ranks)]
+            for target, own_values in zip((matrix.a[own], matrix.b[own]), zip(*sides, strict=True), strict=True):
+                yield target, own_values[0] if self.ops.num_ranks == 1 else GroupArray(own_values)
+
+    def _rank_stacks(
+        self, matrix: AdapterMatrix, parts: Sequence[ProductPart], values: Mapping[int, Part], rank: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return a rank's a [E, P, R, K] and b [E, N, R]."""
+        a = np.zeros((self._num_experts, *matrix.a.shape[1:]), matrix.a.dtype)
+        b = np.zeros((self._num_experts, *matrix.b.shape[1:]), matrix.b.dtype)
+        for number, (part_a, part_b) in values.items():
+            split, end = parts[number].split, matrix.part_ends[number]
+            if split is not None and self.ops.num_ranks > 1:
+                of_experts, num_ranks = replace(split, axis=split.axis + 1), self.ops.num_ranks
+                if split.axis == 1:
+                    part_a = of_experts.part_of(part_a, rank, num_ranks)
+                else:
+                    part_b = of_experts.part_of(part_b, rank, num_ranks)
+            a[:, number, : part_a.shape[1]] = part_a
+            b[:, end - parts[number].num_outputs : end, : part_b.shape[2]] = part_b
+        return a, b
+
     def _parts_of(self, whole: np.ndarray, split: Split | None) -> Array:
         """Return each rank's part on the host; None: whole on each."""
         num_ranks = self.ops.num_ranks
@@ -90,12 +150,18 @@ class AdapterSlots:
         return GroupArray(tuple(split.part_of(whole, rank, num_ranks) for rank in range(num_ranks)))
 
 
-def slot_bytes(config: ModelConfig, dtype: np.dtype, max_rank: int, num_ranks: int = 1) -> int:
+def slot_bytes(
+    config: ModelConfig, dtype: np.dtype, max_rank: int, num_ranks: int = 1, *, with_experts: bool = False
+) -> int:
     """Return a rank's bytes of one slot."""
     sharding = Sharding(config, num_ranks)
-    layers = [product_parts(config, layer, sharding) for layer in range(config.num_layers)]
-    parts = [part for layer in layers for parts in layer.values() for part in parts]
-    return max_rank * sum(part.num_outputs + part.num_inputs for part in parts) * dtype.itemsize
+    num_experts = 1 if config.experts is None else config.experts.num_experts
+    width = 0
+    for layer in range(config.num_layers):
+        for product, parts in product_parts(config, layer, sharding, with_experts).items():
+            own = sum(part.num_outputs + part.num_inputs for part in parts)
+            width += own * (num_experts if product in STACK_NAMES else 1)
+    return max_rank * width * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -104,6 +170,7 @@ class BatchAdapters:
 
     slots: AdapterSlots
     rows: AdapterRows
+    row_slots: Array | None = None  # int32[T], NO_SLOT: none; None: no slot has experts
 
     def linear(self, layer: int, product: str, x: Array | Fp8Rows, weight: Weight, bias: Array | None) -> Array:
         """Return x [T, K] @ weight.T plus bias and the adapters' products -> [T, N]."""
@@ -115,6 +182,35 @@ class BatchAdapters:
             ops.lora_expand(ops.lora_shrink(inputs, matrix, self.rows), matrix, self.rows, out)
         return out
 
+    def of_experts(self, layer: int) -> LayerExpertAdapters | None:
+        """Return the adapters of a layer of experts; None: slots have none."""
+        return None if self.row_slots is None else LayerExpertAdapters(self.slots, self.row_slots, layer)
+
+
+@dataclass(frozen=True)
+class LayerExpertAdapters:
+    """Implements `ExpertAdapters`."""
+
+    slots: AdapterSlots
+    row_slots: Array
+    layer: int
+
+    def add_to_logits(self, x: Array, logits: Array) -> None:
+        self._add(ROUTER, x, logits)
+
+    def add_to_gate_up(self, x: Array, product: Array, groups: ExpertGroups) -> None:
+        self._add(GATE_UP, x, product, groups)
+
+    def add_to_down(self, gated: Array | Fp8Rows, product: Array, groups: ExpertGroups) -> None:
+        x = self.slots.ops.dequantise_rows(gated) if isinstance(gated, Fp8Rows) else gated
+        self._add(DOWN, x, product, groups, is_sorted=True)
+
+    def _add(
+        self, name: str, x: Array, out: Array, groups: ExpertGroups | None = None, *, is_sorted: bool = False
+    ) -> None:
+        matrix = self.slots.matrix(self.layer, name)
+        self.slots.adapter_ops.lora_add(x, matrix, self.row_slots, out, groups, is_sorted=is_sorted)
+
 
 class StaticAdapterRows:
     """Arrays of `AdapterRows` at fixed addresses, for captured steps of at most `max_rows` rows."""
@@ -124,6 +220,8 @@ class StaticAdapterRows:
         smallest_tile = slots.adapter_ops.lora_tile_rows(1)
         num_tiles = max_rows // smallest_tile + min(max_rows, slots.num_slots)
         self.padding = [np.zeros(max_rows, np.int32), np.zeros((num_tiles, 3), np.int32)]
+        if slots.has_experts:
+            self.padding.append(np.full(max_rows, NO_SLOT, np.int32))
         self._arrays: list[Array] = []
 
     def place(self, arrays: list[Array]) -> None:
@@ -132,15 +230,16 @@ class StaticAdapterRows:
 
     def batch(self, num_rows: int) -> BatchAdapters:
         """Return the adapters of a captured step of `num_rows` rows."""
-        (rows, tiles), tile_rows = self._arrays, self._slots.adapter_ops.lora_tile_rows(num_rows)
+        (rows, tiles, *slots), tile_rows = self._arrays, self._slots.adapter_ops.lora_tile_rows(num_rows)
         num_tiles = num_rows // tile_rows + min(num_rows, self._slots.num_slots)
-        return BatchAdapters(self._slots, AdapterRows(rows[:num_rows], tiles[:num_tiles], tile_rows))
+        own = [rows[:num_rows], tiles[:num_tiles], *(array[:num_rows] for array in slots)]
+        return self._slots.batch(own, tile_rows)
 
     def host_rows(self, slots: np.ndarray, num_rows: int) -> list[np.ndarray]:
         """Return padded arrays of the rows' int32[T] slots for a captured step of `num_rows` rows."""
-        padded = [np.zeros_like(array) for array in self.padding]
+        padded = [array.copy() for array in self.padding]
         tile_rows = self._slots.adapter_ops.lora_tile_rows(num_rows)
-        for array, known in zip(padded, group_rows(slots, tile_rows), strict=True):
+        for array, known in zip(padded, self._slots.host_rows(slots, tile_rows), strict=True):
             array[: len(known)] = known
         return padded
 
@@ -165,7 +264,7 @@ def adapter_rows(slots: np.ndarray, ops: Ops, tile_rows: int | None = None) -> A
 
 
 def _rank_of(values: Mapping[int, Part]) -> int:
-    return max((len(a) for a, _ in values.values()), default=0)
+    return max((a.shape[-2] for a, _ in values.values()), default=0)
 
 
 def _padded(array: np.ndarray, shape: tuple[int, int]) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from model.families.configs.family import ExpertsConfig
+from model.ops.experts import ExpertAdapters, add_norm_adapted_experts
 from model.ops.interface import Array, Ops, Routing
 from model.ops.weight import ExpertWeights
 
@@ -14,10 +15,14 @@ def experts_mlp(
     sums: tuple[Array, Array],
     norm: tuple[Array, float],
     slots: tuple[Array | None, int] = (None, 0),
+    adapters: ExpertAdapters | None = None,
 ) -> Array:
     """Add x to residual (`sums`, [T, H]); return [T, H]: the sum of the experts of its norm (weight, eps), weighted by
     the router's softmax; zeros for padding, whose slot is outside 0..num_slots - 1.
 
     Every size follows from T, so a step of T rows can be captured.
     """
-    return ops.add_norm_experts(*sums, *norm, experts, Routing(config.num_used, config.renormalises, *slots))
+    routing = Routing(config.num_used, config.renormalises, *slots)
+    if adapters is not None:
+        return add_norm_adapted_experts(ops, adapters, sums, norm, experts, routing)
+    return ops.add_norm_experts(*sums, *norm, experts, routing)

@@ -242,7 +242,8 @@ class Llama:
         if layer.router is not None and self.config.experts is not None:
             experts = ExpertWeights(layer.router, layer.gate_up, layer.down)
             slots = batch.slots, kv.shape[0] * kv.shape[4]
-            return experts_mlp(ops, self.config.experts, experts, (x, residual), (layer.mlp_norm, eps), slots)
+            adapters = None if batch.adapters is None else batch.adapters.of_experts(index)
+            return experts_mlp(ops, self.config.experts, experts, (x, residual), (layer.mlp_norm, eps), slots, adapters)
         return self._mlp(index, self._add_norm(x, residual, layer.mlp_norm, self._takes_fp8(layer.gate_up)), batch)
 
     def _mlp(self, index: int, x: Array | Fp8Rows, batch: Batch) -> Array:

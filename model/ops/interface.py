@@ -524,6 +524,23 @@ class AdapterOps(Protocol):
         """Add shrunk[:, m, p].sum(0) @ b[slot, rows of part p].T to row rows[m] of out [T, N]; summed in float32,
         rounded once."""
 
+    def lora_add(
+        self,
+        x: Array,
+        matrix: AdapterMatrix,
+        slots: Array,
+        out: Array,
+        groups: ExpertGroups | None = None,
+        *,
+        is_sorted: bool = False,
+    ) -> None:
+        """Add b[i] @ a[i] @ x to out [P, N] for each sorted pair of a row and an expert, i = slots[row] * E + expert;
+        summed in float32, rounded once.
+
+        slots int32[T], -1: none. x is [T, K], or [P, K] of sorted pairs if `is_sorted`; out is in `Ops.dtype` or
+        float32. `groups` None: each row is a pair, of one expert.
+        """
+
     def write_async(self, values: Iterable[tuple[Array, Array]]) -> AsyncWrite:
         """Start to copy host values to contiguous arrays of their shapes and dtypes, after all work submitted so far.
 

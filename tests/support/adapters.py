@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -25,11 +26,26 @@ MAX_RANK = 512
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+class Written(Protocol):
+    """An adapter on disk."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def deltas(self) -> Mapping[str, np.ndarray]:
+        """Return the changes of each module's weight."""
+
+
 @dataclass(frozen=True)
 class WrittenAdapter:
     folder: Path
     tensors: dict[str, np.ndarray]
     scales: Mapping[str, float]  # by module
+
+    @property
+    def deltas(self) -> Mapping[str, np.ndarray]:
+        return {module: self.delta(module) for module in self.scales}
 
     def delta(self, module: str) -> np.ndarray:
         name = f"base_model.model.{module}"
@@ -82,13 +98,13 @@ def source_of(adapter: WrittenAdapter, config: ModelConfig, dtype: np.dtype, nam
     return AdapterSource(name=name or adapter.folder.name, path=str(adapter.folder), digest=read.digest)
 
 
-def merged_model(model_folder: Path, adapter: WrittenAdapter, to: Path, max_len: int) -> Llama:
+def merged_model(model_folder: Path, adapter: Written, to: Path, max_len: int) -> Llama:
     """Return the model of `model_folder` with the adapter added to its weights, written to `to` in between."""
     to.mkdir(parents=True, exist_ok=True)
     shutil.copy(model_folder / "config.json", to)
     stored = read_safetensors(model_folder / "model.safetensors")
     tensors = {name: tensor.values().astype(np.float32) for name, tensor in stored.items()}
-    for module in adapter.scales:
-        tensors[f"{module}.weight"] = tensors[f"{module}.weight"] + adapter.delta(module)
+    for module, delta in adapter.deltas.items():
+        tensors[f"{module}.weight"] = tensors[f"{module}.weight"] + delta
     save(to / "model.safetensors", tensors)
     return load_model(to, ModelConfig.read(to), NumpyOps(), max_len)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from model.adapter_slots import AdapterSlots, BatchAdapters
 from model.batch import Batch
 from model.families.llama import Llama
 from model.ops.interface import Array
@@ -36,8 +37,11 @@ def step(model: Llama, chunks: list[tuple[int, int]]) -> ForwardInputs:
     )
 
 
-def by_itself(model: Llama, kv: Array, inputs: ForwardInputs, *, every_row: bool = False) -> np.ndarray:
-    """Return logits of each sequence's last row, or of every row, sequence after sequence."""
+def by_itself(
+    model: Llama, kv: Array, inputs: ForwardInputs, *, every_row: bool = False, adapters: AdapterSlots | None = None
+) -> np.ndarray:
+    """Return logits of each sequence's last row, or of every row, sequence after sequence, by the adapters in
+    `adapters` that the step names."""
     ops, rows, end = model.ops, [], 0
     tables = inputs.block_tables(np.arange(inputs.num_decodes), BLOCK_SIZE)
     for sequence, length in enumerate([*[1] * inputs.num_decodes, *inputs.chunk_lens]):
@@ -54,7 +58,13 @@ def by_itself(model: Llama, kv: Array, inputs: ForwardInputs, *, every_row: bool
             num_tokens=length,
             num_sequences=1,
             max_query_len=length,
+            adapters=None if adapters is None else _adapted(adapters, inputs.adapter_slots[part]),
         )
         with ops.scratch():
             rows.append(ops.download(model.forward(batch, kv)))
     return np.concatenate(rows)
+
+
+def _adapted(slots: AdapterSlots, rows: np.ndarray) -> BatchAdapters:
+    tile_rows = slots.adapter_ops.lora_tile_rows(len(rows))
+    return slots.batch(slots.ops.upload_all(slots.host_rows(rows, tile_rows)), tile_rows)

@@ -42,5 +42,6 @@ def combine_experts(x: Array, groups: ExpertGroups, weights: Array) -> np.ndarra
     for column in range(weights.shape[1]):
         places = groups.places[:, column]
         rows = x[places].astype(np.float32, copy=False)
-        total += weights[:, column, None] * (rows if places.min(initial=0) >= 0 else rows * (places >= 0)[:, None])
+        is_padding = places[:, None] < 0
+        total += weights[:, column, None] * (np.where(is_padding, 0, rows) if is_padding.any() else rows)
     return total

@@ -1,4 +1,4 @@
-"""Reference of the adapters' products: a loop over tiles of rows.
+"""Reference of the adapters' products: a loop over tiles of rows, or over adapters.
 
 Sums are float64: rounded to float32, they hardly ever depend on how many rows a tile has, as BLAS's in float32 do.
 """
@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from model.ops.interface import AdapterMatrix, AdapterRows, Array
+from model.ops.interface import AdapterMatrix, AdapterRows, Array, ExpertGroups
 
 
 def shrink(x: np.ndarray, matrix: AdapterMatrix, adapters: AdapterRows) -> np.ndarray:
@@ -31,6 +31,29 @@ def expand(shrunk: np.ndarray, matrix: AdapterMatrix, adapters: AdapterRows, out
         for part, (begin, end) in enumerate(pairwise((0, *matrix.part_ends))):
             b = matrix.b[slot, begin:end, :rank].astype(np.float64)
             out[rows, begin:end] = out[rows, begin:end].astype(np.float64) + summed[tile, part, :rank] @ b.T
+
+
+def add(
+    x: np.ndarray, matrix: AdapterMatrix, slots: Array, out: Array, groups: ExpertGroups | None, is_sorted: bool
+) -> None:
+    """x float32 [T, K] or [P, K]; see `AdapterOps.lora_add`."""
+    rows, adapters = _adapters_of_pairs(slots, groups)
+    for adapter in np.unique(adapters[adapters >= 0]).tolist():
+        pairs = np.flatnonzero(adapters == adapter)
+        rank, inputs = int(matrix.ranks[adapter]), x[pairs if is_sorted else rows[pairs]].astype(np.float64)
+        for part, (begin, end) in enumerate(pairwise((0, *matrix.part_ends))):
+            a, b = (side.astype(np.float64) for side in (matrix.a[adapter, part, :rank], matrix.b[adapter, begin:end]))
+            out[pairs, begin:end] = out[pairs, begin:end].astype(np.float64) + inputs @ a.T @ b[:, :rank].T
+
+
+def _adapters_of_pairs(slots: Array, groups: ExpertGroups | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return each sorted pair's row and adapter, -1: none."""
+    if groups is None:
+        return np.arange(len(slots)), slots
+    num_experts = len(groups.offsets) - 1
+    rows = groups.rows[: groups.offsets[-1]]
+    experts = np.repeat(np.arange(num_experts), np.diff(groups.offsets))
+    return rows, np.where(slots[rows] < 0, -1, slots[rows] * num_experts + experts)
 
 
 def _tiles(matrix: AdapterMatrix, adapters: AdapterRows) -> Iterator[tuple[int, int, slice]]:

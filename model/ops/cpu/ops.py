@@ -261,6 +261,18 @@ class NumpyOps(NumpyDevice):
     def lora_expand(self, shrunk: Array, matrix: AdapterMatrix, adapters: AdapterRows, out: Array) -> None:
         lora.expand(shrunk, matrix, adapters, out)
 
+    def lora_add(
+        self,
+        x: Array,
+        matrix: AdapterMatrix,
+        slots: Array,
+        out: Array,
+        groups: ExpertGroups | None = None,
+        *,
+        is_sorted: bool = False,
+    ) -> None:
+        lora.add(_f32(x), matrix, slots, out, groups, is_sorted)
+
     def route_experts(
         self, logits: Array, num_used: int, renormalise: bool, slots: Array | None = None, num_slots: int = 0
     ) -> tuple[Array, Array]:

@@ -15,7 +15,7 @@ from model.ops.attention import rope_decode_attention
 from model.ops.cpu.quantised import dequantise
 from model.ops.experts import add_norm_experts, gated_experts
 from model.ops.gpu import drafts
-from model.ops.gpu.adapters import fused
+from model.ops.gpu.adapters import fused, pairs
 from model.ops.gpu.adapters import launches as lora
 from model.ops.gpu.adapters.writes import AsyncWriter, CudaWrite
 from model.ops.gpu.attention.paged import decode_attention, kv_build, plan_decode_attention, prefill_attention
@@ -400,6 +400,18 @@ class CudaOps(CudaDevice):
 
     def lora_expand(self, shrunk: Array, matrix: AdapterMatrix, adapters: AdapterRows, out: Array) -> None:
         lora.expand(self, shrunk, matrix, adapters, out)
+
+    def lora_add(
+        self,
+        x: Array,
+        matrix: AdapterMatrix,
+        slots: Array,
+        out: Array,
+        groups: ExpertGroups | None = None,
+        *,
+        is_sorted: bool = False,
+    ) -> None:
+        pairs.add(self, x, matrix, slots, out, groups, is_sorted)
 
     def write_async(self, values: Iterable[tuple[Array, Array]]) -> CudaWrite:
         if self._writer is None:

@@ -7,7 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from model.ops.group.arrays import GroupArray, joined, on_rank
 from model.ops.group.turns import in_turn
-from model.ops.interface import AdapterMatrix, AdapterOps, AdapterRows, Array, AsyncWrite, Fp8Rows, PartOps
+from model.ops.interface import (
+    AdapterMatrix,
+    AdapterOps,
+    AdapterRows,
+    Array,
+    AsyncWrite,
+    ExpertGroups,
+    Fp8Rows,
+    PartOps,
+)
 from model.ops.weight import Weight
 
 
@@ -39,6 +48,21 @@ class GroupAdapterOps:
         arrays = shrunk, matrix, adapters, GroupArray(out.parts)
         for rank, ops in self._turns():
             ops.lora_expand(*on_rank(arrays, rank))
+
+    def lora_add(
+        self,
+        x: Array,
+        matrix: AdapterMatrix,
+        slots: Array,
+        out: Array,
+        groups: ExpertGroups | None = None,
+        *,
+        is_sorted: bool = False,
+    ) -> None:
+        """Add to each rank's outputs, or to its part of `PartialSums`."""
+        arrays = x, matrix, slots, GroupArray(out.parts), groups
+        for rank, ops in self._turns():
+            ops.lora_add(*on_rank(arrays, rank), is_sorted=is_sorted)
 
     def _turns(self) -> Iterator[tuple[int, AdapterOps]]:
         return ((rank, self._ranks[rank]) for rank, _ in in_turn(self._devices))

@@ -5,23 +5,24 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from model.config import ModelConfig
-from model.dtypes import all_finite, narrow, widen
 from model.errors import ModelError
-from model.ops.group.arrays import Split
-from model.weights.checkpoint import expected_shapes, layer_shapes
+from model.weights.checkpoint import expected_shapes
 from model.weights.folding import row_orders
-from model.weights.lora.config import AdapterConfig, read_adapter_config
+from model.weights.lora.config import EXPERTS_ARE_OFF, AdapterConfig, read_adapter_config
+from model.weights.lora.experts import ExpertReader, ExpertSource, find_experts, parameter_names
+from model.weights.lora.products import ROUTER, STACK_NAMES, Part, modules_of, two
+from model.weights.lora.scaler import Scaler
 from model.weights.safetensors_file import FLOAT_DTYPES, StoredTensor, read_safetensors
-from model.weights.sharding import Sharding
 
 TENSORS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
@@ -37,19 +38,21 @@ _REFUSED = {
 EXPERTS = ".experts"
 """Part of the names of experts' modules and tensors."""
 
+ROUTER_MODULE = "mlp.gate"
+"""Name of every family's router in transformers 5."""
+
+_OF_EXPERTS = re.compile(r"\.experts(\.|$)|\.gate$")
+
 SPELLINGS = ("model.language_model.", "language_model.model.")
 """Prefixes of a wrapper's layers, in place of "model."."""
 
 READ_THREADS = 8
 """Threads that hash and convert an adapter while its requests wait."""
 
-PIECE = 1 << 16
-"""Values that are converted at once, in memory that stays in a core's cache."""
-
 ALIGNMENT_BYTES = 64
 
-Part = tuple[np.ndarray, np.ndarray]
-"""A [r, K], B [N, r] times the scale."""
+Source = TypeVar("Source")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class LoraAdapter:
 
     digest: str  # of everything that its outputs depend on, in hex
     rank: int  # the highest of any module
-    products: Mapping[tuple[int, str], Mapping[int, Part]]  # by layer and product, then by part
+    products: Mapping[tuple[int, str], Mapping[int, Part]]  # by layer and product, then by part; [E, ...] of experts
     num_bytes: int
 
 
@@ -73,29 +76,16 @@ class _Place:
     row_order: np.ndarray | None  # of its outputs, where loading reorders them
 
 
-@dataclass(frozen=True)
-class ProductPart:
-    """A module of a layer's stacked product, as a rank has it."""
-
-    num_outputs: int
-    num_inputs: int
-    split: Split | None  # of its weight [N, K]: A [r, K] or B [N, r] is divided likewise
+def adapts_experts(directory: Path) -> bool:
+    """Return whether an adapter's tensors have names of experts or routers. Raises ModelError."""
+    return any(_OF_EXPERTS.search(name.partition(".lora_")[0]) for name in read_safetensors(directory / TENSORS_FILE))
 
 
-def product_parts(config: ModelConfig, layer: int, sharding: Sharding) -> dict[str, list[ProductPart]]:
-    """Return the parts of each product of a layer."""
-    shapes = layer_shapes(config, layer)
-
-    def part(module: str) -> ProductPart:
-        name, shape = f"model.layers.{layer}.{module}.weight", shapes[f"{module}.weight"]
-        return ProductPart(*_two(sharding.part_shape(name, shape)), sharding.split(name))
-
-    return {product: list(map(part, modules)) for product, modules in _modules(config, layer).items()}
-
-
-def read_digest(directory: Path, config: ModelConfig, max_rank: int) -> str:
+def read_digest(directory: Path, config: ModelConfig, max_rank: int, *, with_experts: bool = False) -> str:
     """Return the digest of an adapter whose values are finite in float32: see `read_adapter`. Raises ModelError."""
-    return read_adapter(directory, config, np.dtype(np.float32), max_rank).digest
+    dtype = np.dtype(np.float32)
+    how = {"with_experts": with_experts, "keeps_experts": False}
+    return _read(directory, config, dtype, max_rank, _new_bytes, **how).digest
 
 
 def _new_bytes(count: int) -> np.ndarray:
@@ -109,55 +99,111 @@ def read_adapter(
     dtype: np.dtype,
     max_rank: int,
     new_bytes: Callable[[int], np.ndarray] = _new_bytes,
+    *,
+    with_experts: bool = False,
 ) -> LoraAdapter:
     """Read and check a folder of PEFT for the model of `config`, its values in `dtype`.
 
-    All values lie in one array, uint8[n] of `new_bytes(n)`, in a slot's order. Raises ModelError with the file and the
-    field or tensor.
+    All values lie in one array, uint8[n] of `new_bytes(n)`, in a slot's order, then those of experts. Raises ModelError
+    with the file and the field or tensor, of experts and routers unless `with_experts`.
     """
-    places = _places(config)
+    return _read(directory, config, dtype, max_rank, new_bytes, with_experts=with_experts)
+
+
+def _read(
+    directory: Path,
+    config: ModelConfig,
+    dtype: np.dtype,
+    max_rank: int,
+    new_bytes: Callable[[int], np.ndarray],
+    *,
+    with_experts: bool,
+    keeps_experts: bool = True,
+) -> LoraAdapter:
+    places = _places(config, with_experts)
     path = directory / TENSORS_FILE
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such folder")
-    experts = {name.split(".")[-2] for name in expected_shapes(config) if EXPERTS in name}
-    described = read_adapter_config(directory, tuple(places), config.num_layers, max_rank, experts)
+    described = _read_config(directory, config, places, max_rank, with_experts)
     if not path.exists() and (directory / PICKLE_FILE).exists():
         raise ModelError(f"{directory / PICKLE_FILE}: pickles are not read (save {TENSORS_FILE})")
-    tensors = read_safetensors(path)
-    modules = _by_module(path, tensors, places)
-    for module in described.expected:
-        if module not in modules:
-            raise ModelError(f"{path}: no tensors of {module}, which target_modules names")
-
-    names = sorted(modules)
+    modules = _by_module(path, read_safetensors(path), places, config, with_experts)
+    sources = find_experts(config, {name: pair for name, pair in modules.items() if name not in places})
+    _check_expected(path, described, modules, sources, places)
+    names = sorted(modules.keys() & places.keys())
     for module in names:
         _check_part(described.rank_and_scale(module)[0], places[module].shape, modules[module])
     by_slot = [module for module in places if module in modules]
-    memory = dict(zip(by_slot, _allocate([modules[module] for module in by_slot], dtype, new_bytes), strict=True))
+    reader = ExpertReader(config, described, dtype, max_rank)
+    shapes = [tensor.shape for module in by_slot for tensor in modules[module]]
+    num_values = [(reader.num_values(source),) for source in sources if keeps_experts]
+    arrays = _allocate([*shapes, *num_values], dtype, new_bytes)
+    memory = {module: (next(arrays), next(arrays)) for module in by_slot}
+    of_sources = list(arrays) if keeps_experts else [None] * len(sources)
 
     def read_all(some: Sequence[str]) -> list[tuple[Part, bytes]]:
-        scaler = _Scaler(dtype)
+        scaler = Scaler(dtype)
         return [
             _read_part(described, module, places[module], modules[module], memory[module], scaler) for module in some
         ]
 
+    def read_experts(some: Sequence[tuple[ExpertSource, np.ndarray | None]]) -> list[tuple[dict[int, Part], bytes]]:
+        scaler = Scaler(dtype)
+        return [reader.read(source, own, scaler) for source, own in some]
+
     digest = hashlib.sha256(described.key.encode())
     products: dict[tuple[int, str], dict[int, Part]] = {}
-    num_bytes = rank = 0
-    shares = [names[thread::READ_THREADS] for thread in range(READ_THREADS)]
     with ThreadPoolExecutor(READ_THREADS) as pool:
-        read_parts = {
-            module: part
-            for share, parts in zip(shares, pool.map(read_all, shares), strict=True)
-            for module, part in zip(share, parts, strict=True)
-        }
-    for module in names:
-        (part, part_digest), place = read_parts[module], places[module]
+        read_parts = _read_shares(pool, read_all, names)
+        read_stacks = _read_shares(pool, read_experts, list(zip(sources, of_sources, strict=True)))
+    for module, (part, part_digest) in zip(names, read_parts, strict=True):
+        place = places[module]
         digest.update(part_digest)
         products.setdefault((place.layer, place.product), {})[place.part] = part
-        rank = max(rank, len(part[0]))
-        num_bytes += sum(array.nbytes for array in part)
-    return LoraAdapter(digest.hexdigest(), rank, products, num_bytes)
+    for source, (parts, part_digest) in zip(sources, read_stacks, strict=True):
+        digest.update(part_digest)
+        products.setdefault((source.layer, source.product), {}).update(parts)
+    every = [part for parts in products.values() for part in parts.values()]
+    num_bytes = sum(array.nbytes for part in every for array in part)
+    return LoraAdapter(digest.hexdigest(), max((a.shape[-2] for a, _ in every), default=0), products, num_bytes)
+
+
+def _read_shares(
+    pool: ThreadPoolExecutor, read: Callable[[Sequence[Source]], Sequence[Result]], sources: Sequence[Source]
+) -> list[Result]:
+    """Read shares on READ_THREADS threads; return the results in the order of `sources`."""
+    shares = list(pool.map(read, [sources[thread::READ_THREADS] for thread in range(READ_THREADS)]))
+    return [shares[number % READ_THREADS][number // READ_THREADS] for number in range(len(sources))]
+
+
+def _read_config(
+    directory: Path, config: ModelConfig, places: Mapping[str, _Place], max_rank: int, with_experts: bool
+) -> AdapterConfig:
+    modules = tuple(name for name, place in places.items() if place.product != ROUTER)
+    experts = {name.split(".")[-2] for name in expected_shapes(config) if EXPERTS in name}
+    if config.experts is not None:
+        experts.add(config.tensors.router.rpartition(".")[2])
+    is_off = config.experts is not None and not with_experts
+    parameters = None if is_off else tuple(parameter_names(config))
+    return read_adapter_config(directory, modules, config.num_layers, max_rank, experts, parameters)
+
+
+def _check_expected(
+    path: Path,
+    described: AdapterConfig,
+    modules: Collection[str],
+    sources: Sequence[ExpertSource],
+    places: Mapping[str, _Place],
+) -> None:
+    """Raise ModelError unless all modules and parameters that the config names have tensors."""
+    for module in described.expected:
+        if module not in modules:
+            raise ModelError(f"{path}: no tensors of {module}, which target_modules names")
+    adapted = {(source.layer, STACK_NAMES[source.product]) for source in sources}
+    adapted |= {(places[name].layer, "weight") for name in modules if name in places and places[name].product == ROUTER}
+    for name in described.parameters:
+        if (int(name.split(".")[2]), name.rpartition(".")[2]) not in adapted:
+            raise ModelError(f"{path}: no tensors of {name}, which target_parameters names")
 
 
 def _read_part(
@@ -166,7 +212,7 @@ def _read_part(
     place: _Place,
     pair: tuple[StoredTensor, StoredTensor],
     memory: Part,
-    scaler: _Scaler,
+    scaler: Scaler,
 ) -> tuple[Part, bytes]:
     """Read a module's part into `memory`; return it, and the digest of what it depends on."""
     rank, scale = described.rank_and_scale(module)
@@ -182,34 +228,14 @@ def _read_part(
     return memory, digest.digest()
 
 
-class _Scaler:
-    """Multiplies arrays and casts them to `dtype`, for one thread."""
-
-    def __init__(self, dtype: np.dtype):
-        self.dtype = dtype
-        self._memory = np.empty((2, PIECE), np.float32)
-
-    def scale(self, stored: np.ndarray, factor: float, out: np.ndarray) -> bool:
-        """Write values times a factor to `out`, rounded once; it may be `stored`. Return whether all are finite."""
-        if not all_finite(stored):
-            return False
-        if factor == 1 and out is stored:
-            return True
-        values, results = stored.reshape(-1), out.reshape(-1)
-        with np.errstate(over="ignore"):
-            for start in range(0, values.size, PIECE):
-                piece = values[start : start + PIECE]
-                wide, rest = self._memory[:, : piece.size]
-                widen(piece, wide)
-                wide *= np.float32(factor)
-                narrow(wide, results[start : start + PIECE], rest)
-        return all_finite(out)
-
-
-def adapter_bytes(config: ModelConfig, dtype: np.dtype, max_rank: int) -> int:
+def adapter_bytes(config: ModelConfig, dtype: np.dtype, max_rank: int, *, with_experts: bool = False) -> int:
     """Return the most bytes that `read_adapter` asks of `new_bytes`."""
-    sizes = [max_rank * width * dtype.itemsize for place in _places(config).values() for width in place.shape]
-    return sum(map(_aligned, sizes))
+    places = _places(config, with_experts)
+    widths = [width for place in places.values() for width in place.shape]
+    if with_experts and config.experts is not None:
+        of_all = config.experts.num_experts * (config.hidden_size + config.experts.intermediate_size)
+        widths += [of_all] * 3 * sum(map(config.has_experts, range(config.num_layers)))
+    return sum(_aligned(max_rank * width * dtype.itemsize) for width in widths)
 
 
 def _aligned(num_bytes: int) -> int:
@@ -227,29 +253,30 @@ def _check_part(rank: int, shape: tuple[int, int], pair: tuple[StoredTensor, Sto
 
 
 def _allocate(
-    pairs: Sequence[tuple[StoredTensor, StoredTensor]], dtype: np.dtype, new_bytes: Callable[[int], np.ndarray]
-) -> Iterator[Part]:
-    """Yield arrays of the tensors' shapes, all in one."""
-    tensors = [tensor for pair in pairs for tensor in pair]
-    sizes = [math.prod(tensor.shape) * dtype.itemsize for tensor in tensors]
+    shapes: Sequence[tuple[int, ...]], dtype: np.dtype, new_bytes: Callable[[int], np.ndarray]
+) -> Iterator[np.ndarray]:
+    """Yield arrays of these shapes, all in one."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
     ends = list(accumulate(map(_aligned, sizes)))
-    memory = new_bytes(ends[-1])
-    arrays = (
-        memory[begin : begin + size].view(dtype).reshape(tensor.shape)
-        for tensor, size, begin in zip(tensors, sizes, [0, *ends], strict=False)
-    )
-    yield from zip(arrays, arrays, strict=True)
+    memory = new_bytes(ends[-1] if ends else 1)
+    for shape, size, begin in zip(shapes, sizes, [0, *ends], strict=False):
+        yield memory[begin : begin + size].view(dtype).reshape(shape)
 
 
 def _by_module(
-    path: Path, tensors: Mapping[str, StoredTensor], places: Mapping[str, _Place]
+    path: Path,
+    tensors: Mapping[str, StoredTensor],
+    places: Mapping[str, _Place],
+    config: ModelConfig,
+    with_experts: bool,
 ) -> dict[str, tuple[StoredTensor, StoredTensor]]:
     sides: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
         module, side = _parsed(tensor, name)
-        if module not in places and EXPERTS in module:
-            raise tensor.error("adapters of experts are not supported (attention and dense layers)")
-        if module not in places:
+        is_of_experts = config.experts is not None and _OF_EXPERTS.search(module) is not None
+        if module not in places and is_of_experts and not with_experts:
+            raise tensor.error(EXPERTS_ARE_OFF)
+        if module not in places and not (is_of_experts and EXPERTS in module):
             known = ", ".join(dict.fromkeys(one.rpartition(".")[2] for one in places))
             raise tensor.error(f"the model has no such module to adapt ({known})")
         sides.setdefault(module, {})[side] = tensor
@@ -279,27 +306,15 @@ def _parsed(tensor: StoredTensor, name: str) -> tuple[str, str]:
     return module, match["side"]
 
 
-def _places(config: ModelConfig) -> dict[str, _Place]:
-    """Return every module that an adapter may change, by its plain name: no experts, no router."""
+def _places(config: ModelConfig, with_router: bool) -> dict[str, _Place]:
+    """Return every module that an adapter may change, by its plain name, without experts."""
     shapes, orders = expected_shapes(config), row_orders(config)
     places = {}
     for layer in range(config.num_layers):
-        for product, modules in _modules(config, layer).items():
+        for product, modules in modules_of(config, layer, with_router).items():
             for part, module in enumerate(modules):
                 name = f"model.layers.{layer}.{module}"
-                places[name] = _Place(layer, product, part, _two(shapes[f"{name}.weight"]), orders.get(module))
+                places[name] = _Place(layer, product, part, two(shapes[f"{name}.weight"]), orders.get(module))
+                if product == ROUTER:
+                    places[f"model.layers.{layer}.{ROUTER_MODULE}"] = places[name]
     return places
-
-
-def _modules(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
-    """Return the modules of each product; experts have none."""
-    tensors = config.tensors
-    attention = {"qkv": tensors.qkv, "output": (tensors.output,)}
-    return (
-        attention if config.has_experts(layer) else {**attention, "gate_up": tensors.gate_up, "down": (tensors.down,)}
-    )
-
-
-def _two(shape: tuple[int, ...]) -> tuple[int, int]:
-    num_outputs, num_inputs = shape
-    return num_outputs, num_inputs

@@ -29,7 +29,6 @@ REFUSED = {
     "fan_in_fan_out": "transposed weights are not supported (false)",
     "trainable_token_indices": "trained embeddings are not supported (plain LoRA)",
     "layer_replication": "replicated layers are not supported (plain LoRA)",
-    "target_parameters": "adapters of experts and routers are not supported (target_modules of other layers)",
     "alora_invocation_tokens": "activated LoRA is not supported (plain LoRA)",
     "use_qalora": "QALoRA is not supported (plain LoRA)",
     "use_bdlora": "block-diagonal LoRA is not supported (plain LoRA)",
@@ -47,9 +46,18 @@ KNOWN = frozenset(
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern"),
         *("alpha_pattern", "use_rslora", "init_lora_weights", "inference_mode", "auto_mapping", "runtime_config"),
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_config", "ensure_weight_tying"),
+        *("target_parameters",),
     )
 )
 """Switches and sections that are read here or do not change the result. Others are refused when switched on."""
+
+ANY_MODULE = r".*\."
+"""Begin of a pattern's key for any module, as PEFT writes it for stacks of experts: the same as without it."""
+
+STACKED = "gate_up_proj"
+"""End of the keys of stacks of gate and up, whose rank may be the sum of the two: checked when they are read."""
+
+EXPERTS_ARE_OFF = "adapters of experts and routers are off (--lora-experts)"
 
 _PLAIN_KEY = re.compile(r"\^?[A-Za-z0-9_.]+")
 
@@ -62,6 +70,7 @@ class AdapterConfig:
     ranks: Mapping[str, int]  # by a module's name or its end
     alphas: Mapping[str, float]
     expected: tuple[str, ...]  # modules whose tensors must be there
+    parameters: tuple[str, ...] = ()  # of experts and routers, which target_parameters names: likewise
 
     @property
     def key(self) -> str:
@@ -69,26 +78,34 @@ class AdapterConfig:
         return json.dumps([self.rank, self.alpha, self.is_rank_stabilised, dict(self.ranks), dict(self.alphas)])
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
-        """Return a module's rank and what B @ A is multiplied by."""
+        """Return a module's or parameter's rank and what B @ A is multiplied by."""
+        if f"{module}.weight" in self.parameters:
+            module += ".weight"
         rank = int(_of_pattern(self.ranks, module, self.rank))
         alpha = float(_of_pattern(self.alphas, module, self.alpha))
         return rank, alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
 
 def read_adapter_config(
-    directory: Path, modules: Sequence[str], num_layers: int, max_rank: int, experts: Collection[str] = ()
+    directory: Path,
+    modules: Sequence[str],
+    num_layers: int,
+    max_rank: int,
+    experts: Collection[str] = (),
+    parameters: Collection[str] | None = (),
 ) -> AdapterConfig:
     """Read and check the config of an adapter for `modules` of a model. Raises ModelError with the field.
 
-    `experts`: names of experts' projections. Targets may name them: where transformers stores all experts of a layer
-    in one parameter, PEFT adapts none of them.
+    `experts`: names of experts' projections and routers. Targets may name them: where transformers stores all experts
+    of a layer in one parameter, PEFT adapts none of them. `parameters`: names that target_parameters may end in; None:
+    they are off.
     """
     path = directory / CONFIG_FILE
     fields = Fields(read_json_object(path, CONFIG_BYTES), str(path))
     _check_kind(fields)
     rank = fields.integer("r", high=MAX_RANK)
     ranks = {key: _rank(fields, key, value) for key, value in _pattern(fields, "rank_pattern").items()}
-    highest = max([rank, *ranks.values()])
+    highest = max([rank, *(value for key, value in ranks.items() if not (parameters and key.endswith(STACKED)))])
     if highest > max_rank:
         raise fields.error("r", f"rank {highest} exceeds --max-lora-rank ({max_rank})")
     return AdapterConfig(
@@ -100,6 +117,7 @@ def read_adapter_config(
             key: _alpha(fields, "alpha_pattern", value) for key, value in _pattern(fields, "alpha_pattern").items()
         },
         expected=_expected(fields, modules, num_layers, experts),
+        parameters=_parameters(fields, parameters),
     )
 
 
@@ -136,7 +154,8 @@ def _alpha(fields: Fields, name: str, value: Any) -> float:
 
 def _pattern(fields: Fields, name: str) -> dict[str, Any]:
     section = fields.section(name)
-    found = {} if section is None else section.raw
+    raw = {} if section is None else section.raw
+    found = {key.removeprefix(ANY_MODULE): value for key, value in raw.items()}
     for key in found:
         if not _PLAIN_KEY.fullmatch(key):
             raise fields.error(name, f"key {key[:100]!r} is a regular expression (a module's name or its end)")
@@ -151,12 +170,29 @@ def _of_pattern(pattern: Mapping[str, float], module: str, default: float) -> fl
     return default
 
 
+def _parameters(fields: Fields, known: Collection[str] | None) -> tuple[str, ...]:
+    targets = fields.get("target_parameters")
+    if targets in NEUTRAL:
+        return ()
+    if known is None:
+        raise fields.error("target_parameters", EXPERTS_ARE_OFF)
+    if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
+        raise fields.error("target_parameters", "not a list of names")
+    for target in targets:
+        if not any(_ends_with(name, target) for name in known):
+            ends = ", ".join(dict.fromkeys(".".join(name.split(".")[-2:]) for name in known)) or "the model has none"
+            raise fields.error("target_parameters", f"{target[:100]!r} is not supported ({ends})")
+    return tuple(name for name in known if any(_ends_with(name, target) for target in targets))
+
+
 def _expected(fields: Fields, modules: Sequence[str], num_layers: int, experts: Collection[str]) -> tuple[str, ...]:
     """Return the modules that the config names. An expression names none: the tensors show what it matched."""
     targets = fields.get("target_modules")
     layers = _layers(fields, num_layers)
     if isinstance(targets, str) and targets != ALL_LINEAR:
         _check_expression(fields, targets)
+        return ()
+    if targets in NEUTRAL and fields.get("target_parameters") not in NEUTRAL:
         return ()
     if targets == ALL_LINEAR:
         chosen = list(modules)

@@ -36,15 +36,15 @@ def serve(link: connection.Connection) -> None:
 
     The descriptor of a new memory follows.
     """
-    config, dtype, max_rank = link.recv()
-    memories = _Memories(adapter_bytes(config, dtype, max_rank))
+    config, dtype, max_rank, with_experts = link.recv()
+    memories = _Memories(adapter_bytes(config, dtype, max_rank, with_experts=with_experts))
     while True:
         memories.make_one()
         directory, returned = link.recv()
         memories.free += returned
         memory = memories.free.pop()
         try:
-            adapter = _read(directory, config, dtype, max_rank, memories, memory)
+            adapter = _read(directory, config, dtype, max_rank, with_experts, memories, memory)
         except ModelError as error:
             memories.free.append(memory)
             link.send(error)
@@ -54,7 +54,13 @@ def serve(link: connection.Connection) -> None:
 
 
 def _read(
-    directory: Path, config: ModelConfig, dtype: np.dtype, max_rank: int, memories: _Memories, number: int
+    directory: Path,
+    config: ModelConfig,
+    dtype: np.dtype,
+    max_rank: int,
+    with_experts: bool,
+    memories: _Memories,
+    number: int,
 ) -> ReadAdapter:
     memory = np.frombuffer(memories.maps[number], np.uint8)
     first = address_of(memory)
@@ -62,7 +68,7 @@ def _read(
     def place(array: np.ndarray) -> Place:
         return address_of(array) - first, array.shape
 
-    adapter = read_adapter(directory, config, dtype, max_rank, lambda count: memory[:count])
+    adapter = read_adapter(directory, config, dtype, max_rank, lambda count: memory[:count], with_experts=with_experts)
     products = {
         product: {part: (place(a), place(b)) for part, (a, b) in parts.items()}
         for product, parts in adapter.products.items()

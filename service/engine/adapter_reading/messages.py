@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model.weights.lora.adapter import LoraAdapter, Part
+from model.weights.lora.adapter import LoraAdapter
+from model.weights.lora.products import Part
 
 Place = tuple[int, tuple[int, ...]]
 """First byte and shape of an array in the shared memory."""

@@ -33,9 +33,9 @@ class AdapterProcess:
     steps.
     """
 
-    def __init__(self, config: ModelConfig, dtype: np.dtype, max_rank: int):
+    def __init__(self, config: ModelConfig, dtype: np.dtype, max_rank: int, *, with_experts: bool = False):
         """Start the process, which takes a while to be ready. Raises OSError."""
-        self._hello = (config, dtype, max_rank)
+        self._hello = (config, dtype, max_rank, with_experts)
         self._start()
 
     def read(self, directory: Path) -> LoraAdapter:

@@ -12,14 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from model.adapter_slots import AdapterSlots, BatchAdapters, group_rows
+from model.adapter_slots import AdapterSlots, BatchAdapters
 from model.batch import Batch, StateRows
 from model.cuda_graphs import CHUNK_ROWS, StepGraphs
 from model.families.llama import Llama
 from model.ops.host_blocks import HostBlocks, Transfer
 from model.ops.interface import (
     SAMPLING_COLUMNS,
-    AdapterRows,
     Array,
     AsyncWrite,
     Bias,
@@ -279,14 +278,13 @@ class ModelRunner:
     def _adapter_rows(self, inputs: ForwardInputs) -> list[np.ndarray]:
         if self._adapters is None or inputs.adapter_slots is None:
             return []
-        return group_rows(inputs.adapter_slots, self._adapters.adapter_ops.lora_tile_rows(len(inputs.token_ids)))
+        tile_rows = self._adapters.adapter_ops.lora_tile_rows(len(inputs.token_ids))
+        return self._adapters.host_rows(inputs.adapter_slots, tile_rows)
 
     def _batch_adapters(self, num_tokens: int, sent: Sequence[Array]) -> BatchAdapters | None:
         if self._adapters is None or not sent:
             return None
-        rows, tiles = sent
-        tile_rows = self._adapters.adapter_ops.lora_tile_rows(num_tokens)
-        return BatchAdapters(self._adapters, AdapterRows(rows, tiles, tile_rows))
+        return self._adapters.batch(sent, self._adapters.adapter_ops.lora_tile_rows(num_tokens))
 
 
 def padded_rows(rows: np.ndarray, sizes: Sequence[int]) -> np.ndarray:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from model.adapter_slots import AdapterSlots, BatchAdapters, adapter_rows
+from model.adapter_slots import AdapterSlots, BatchAdapters
 from model.batch import Batch
 from model.cuda_graphs import CHUNK_ROWS, StepGraphs
 from model.families.llama import Llama
@@ -84,7 +84,9 @@ def _first_adapter(slots: AdapterSlots | None, batch: Batch) -> BatchAdapters | 
     if slots is None:
         return None
     tile_rows = slots.adapter_ops.lora_tile_rows(batch.num_tokens)
-    return BatchAdapters(slots, adapter_rows(np.zeros(batch.num_tokens, np.int32), slots.ops, tile_rows))
+    return slots.batch(
+        slots.ops.upload_all(slots.host_rows(np.zeros(batch.num_tokens, np.int32), tile_rows)), tile_rows
+    )
 
 
 def warm_up_products(model: Llama, sizes: WarmUpSizes) -> None:

@@ -45,6 +45,7 @@ SHAPE = {"HEAD_DIM": 128, "BLOCK_SIZE": 16}
 ALSO = {
     "lora_shrink": ({"ROW_TILES": 1}, {"ROW_TILES": 2}),
     "lora_expand": ({"ROW_TILES": 1}, {"ROW_TILES": 2}),
+    "experts_lora": ({"PAIRS": 1, "OUT_FLOAT": 0}, {"PAIRS": 2, "OUT_FLOAT": 1}),
     "dequantise_rows": ({}, {"WEIGHT_INT8": 1, "BLOCK_SCALES": 0}, {"WEIGHT_INT8": 0, "BLOCK_SCALES": 1}),
     "route_experts": ({"PER_LANE": 1}, {"PER_LANE": 4}),
     "route_few": ({"PER_LANE": 1}, {"PER_LANE": 4}),
@@ -92,7 +93,7 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
         return small_m_w8a16_builds(dtype_code, architecture)
     if name == "silu_mul_quantised_sm90" and (dtype_code, architecture) != (DTYPE_CODES["bfloat16"], "90a"):
         return []
-    if name.startswith("experts_"):
+    if name.startswith("experts_") and name not in ALSO:
         return expert_builds(name, dtype_code, architecture)
     if name == "gemv_w4a16":
         return gemv_w4_builds(dtype_code)

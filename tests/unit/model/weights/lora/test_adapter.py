@@ -9,7 +9,7 @@ import pytest
 from model.config import ModelConfig
 from model.dtypes import NUMPY_DTYPES
 from model.errors import ModelError
-from model.weights.lora.adapter import read_adapter
+from model.weights.lora.adapter import adapts_experts, read_adapter
 from tests.support.adapters import write_adapter
 from tests.support.demo_engine import DEMO
 from tests.support.goldens import FOLDER as GOLDENS
@@ -39,7 +39,10 @@ CONFIGS = {
     "transposed": ({"fan_in_fan_out": True}, "fan_in_fan_out: transposed weights"),
     "trained tokens": ({"trainable_token_indices": [3]}, "trainable_token_indices: trained embeddings"),
     "replicated layers": ({"layer_replication": [[0, 2]]}, "layer_replication: replicated layers"),
-    "experts": ({"target_parameters": ["experts.w1"]}, "target_parameters: adapters of experts and routers"),
+    "experts": (
+        {"target_parameters": ["experts.w1"]},
+        "target_parameters: 'experts.w1' is not supported",
+    ),
     "activated": ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens: activated LoRA"),
     "PiSSA": ({"init_lora_weights": "pissa"}, "init_lora_weights: 'pissa' changes the base model's weights"),
     "unknown switch": ({"use_wonders": True}, "use_wonders: is not known here"),
@@ -154,7 +157,7 @@ def test_values_beyond_the_dtype_are_refused(adapter, config):
 
 
 def test_values_are_scaled_in_pieces_and_rounded_once(tmp_path, config, monkeypatch):
-    monkeypatch.setattr("model.weights.lora.adapter.PIECE", 1000)
+    monkeypatch.setattr("model.weights.lora.scaler.PIECE", 1000)
     bfloat16 = NUMPY_DTYPES["bfloat16"]
     written = write_adapter(tmp_path, config, targets=TARGETS, alpha=17, dtype=bfloat16)
     a, b = read_adapter(written.folder, config, bfloat16, 64).products[0, "qkv"][0]
@@ -173,16 +176,19 @@ def test_fused_modules_are_one_part(tmp_path, name):
     ]
 
 
-def test_experts_are_no_module_to_adapt(tmp_path):
+def test_experts_and_routers_may_be_off(tmp_path):
     config = ModelConfig.read(GOLDENS / "qwen3_moe_dense_layer_bf16")
     written = write_adapter(tmp_path, config, targets=TARGETS)
     assert {product for _, product in read_adapter(written.folder, config, FLOAT32, 64).products} == {"qkv"}
     router = "base_model.model.model.layers.3.mlp.gate.lora_A.weight"
     save(tmp_path / "adapter_model.safetensors", {**written.tensors, router: np.zeros((8, 64), np.float32)})
-    assert "no such module to adapt (q_proj, k_proj, v_proj, o_proj" in refusal(written, config)
+    assert "adapters of experts and routers are off (--lora-experts)" in refusal(written, config)
     expert = router.replace("gate", "experts.0.gate_proj")
     save(tmp_path / "adapter_model.safetensors", {**written.tensors, expert: np.zeros((8, 64), np.float32)})
-    assert "adapters of experts are not supported" in refusal(written, config)
+    assert "adapters of experts and routers are off (--lora-experts)" in refusal(written, config)
+    assert adapts_experts(tmp_path)
+    save(tmp_path / "adapter_model.safetensors", written.tensors)
+    assert not adapts_experts(tmp_path)
 
 
 def test_targets_may_name_experts_that_have_no_tensors(tmp_path):

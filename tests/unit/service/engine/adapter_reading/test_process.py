@@ -13,9 +13,13 @@ import pytest
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.weights.lora.adapter import read_adapter
+from model.weights.lora.products import DOWN, GATE_UP
 from service.engine.adapter_reading.process import AdapterProcess
 from tests.support.adapters import write_adapter
 from tests.support.demo_engine import DEMO
+from tests.support.expert_adapters import FORMS, write_expert_adapter
+from tests.support.goldens import FOLDER as GOLDENS
+from tests.support.safetensors_bytes import save
 
 CONFIG = ModelConfig.read(DEMO)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -40,6 +44,26 @@ def assert_equal(adapter, expected):
 
 def pid_of(process: AdapterProcess) -> int:
     return process._end.peek()[2][1].pid
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_experts_that_it_reads(tmp_path, form):
+    """Without attention's tensors too: then experts' are the first in the shared memory."""
+    config = ModelConfig.read(GOLDENS / "qwen3_moe_dense_layer_bf16")
+    reader = AdapterProcess(config, BFLOAT16, 4, with_experts=True)
+    written = write_expert_adapter(tmp_path, config, form)
+    try:
+        expected = read_adapter(written.folder, config, BFLOAT16, 4, with_experts=True)
+        assert_equal(reader.read(written.folder), expected)
+        of_experts = {name: array for name, array in written.tensors.items() if ".experts" in name}
+        save(tmp_path / "adapter_model.safetensors", of_experts)
+        config_file = tmp_path / "adapter_config.json"
+        config_file.write_text(config_file.read_text().replace(', "gate.weight"', ""))
+        expected = read_adapter(written.folder, config, BFLOAT16, 4, with_experts=True)
+        assert {product for _, product in expected.products} == {GATE_UP, DOWN}
+        assert_equal(reader.read(written.folder), expected)
+    finally:
+        reader.close()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=str)

@@ -1,0 +1,34 @@
+"""Scaled values of an adapter in the activations' dtype."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from model.dtypes import all_finite, narrow, widen
+
+PIECE = 1 << 16
+"""Values that are converted at once, in memory that stays in a core's cache."""
+
+
+class Scaler:
+    """Multiplies arrays and casts them to `dtype`, for one thread."""
+
+    def __init__(self, dtype: np.dtype):
+        self.dtype = dtype
+        self._memory = np.empty((2, PIECE), np.float32)
+
+    def scale(self, stored: np.ndarray, factor: float, out: np.ndarray) -> bool:
+        """Write values times a factor to `out`, rounded once; it may be `stored`. Return whether all are finite."""
+        if not all_finite(stored):
+            return False
+        if factor == 1 and out is stored:
+            return True
+        values, results = stored.reshape(-1), out.reshape(-1)
+        with np.errstate(over="ignore"):
+            for start in range(0, values.size, PIECE):
+                piece = values[start : start + PIECE]
+                wide, rest = self._memory[:, : piece.size]
+                widen(piece, wide)
+                wide *= np.float32(factor)
+                narrow(wide, results[start : start + PIECE], rest)
+        return all_finite(out)
