@@ -69,7 +69,9 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
         rows.append(("experts", f"{of_all}; {experts.num_used} for a token, {used}{each}"))
     slots = slots_bytes(settings, config, ops)
     if slots:
-        rows.append(("adapters", f"{settings.max_loras} slots of rank {settings.max_lora_rank}, {_size(slots)}{each}"))
+        count = f"{settings.max_loras} slots of rank {settings.max_lora_rank}"
+        of_experts = " for experts too" if settings.lora_experts and config.experts is not None else ""
+        rows.append(("adapters", f"{count}{of_experts}, {_size(slots)}{each}"))
     if draft is not None:
         rows.append(("drafts", f"{_size(draft.num_bytes)}, {draft.folder.name}"))
     try:

@@ -43,7 +43,10 @@ def with_model(settings: Settings) -> Settings:
         return replace(settings, model=DEMO_MODEL)
     found = located(settings.model or DEMO_MODEL, settings.revision, settings.download_dir)
     if settings.enable_lora:
-        settings = replace(settings, lora_modules=_with_folders(settings.lora_modules, settings.download_dir))
+        modules = _with_folders(settings.lora_modules, settings.download_dir)
+        settings = replace(
+            settings, lora_modules=modules, lora_experts=settings.lora_experts or _adapts_experts(modules)
+        )
     name, drafts = settings.served_model_name or found.name, settings.speculative_config
     if drafts is not None and drafts.model is not None:
         settings = replace(settings, speculative_config=_with_draft_folder(drafts, settings.download_dir))
@@ -74,6 +77,21 @@ def _with_folders(modules: LoraModules, download_dir: Path | None) -> LoraModule
         return replace(module, path=str(found.folder))
 
     return LoraModules(tuple(map(with_folder, modules.modules)))
+
+
+def _adapts_experts(modules: LoraModules) -> bool:
+    """Return whether an adapter has tensors of experts or routers; unreadable ones are refused when they are read."""
+    if not modules.modules:
+        return False
+    from model.weights.lora.adapter import adapts_experts  # with NumPy, which no other gateway needs
+
+    def has_experts(module: LoraModule) -> bool:
+        try:
+            return adapts_experts(Path(module.path).expanduser())
+        except ModelError:
+            return False
+
+    return any(map(has_experts, modules.modules))
 
 
 def located(

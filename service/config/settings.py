@@ -186,6 +186,12 @@ class Settings:
         1, "max different adapters in a step", verbs=(SERVE, WORKER, CHECK), bounds=(1, MAX_SLOTS)
     )
     max_lora_rank: int = _one_of(16, "max rank of an adapter", RANKS, verbs=(SERVE, GATEWAY, WORKER, CHECK))
+    lora_experts: bool = _switch(
+        False,
+        "serve adapters of experts and routers too: slots have memory for every expert (default: true if an adapter "
+        "given at start has such; workers started apart need the flag)",
+        verbs=(SERVE, GATEWAY, WORKER, CHECK),
+    )
     max_cpu_loras: int | None = _integer(
         None,
         "adapters kept in host memory besides those of open requests (default: --max-loras)",

@@ -127,24 +127,29 @@ def open_slots(settings: Settings, config: ModelConfig, ops: Ops) -> AdapterSlot
     products = adapter_ops(ops) if settings.enable_lora else None
     if products is None:
         return None
-    return AdapterSlots(config, ops, products, settings.max_loras, settings.max_lora_rank)
+    rank, with_experts = settings.max_lora_rank, settings.lora_experts
+    return AdapterSlots(config, ops, products, settings.max_loras, rank, with_experts=with_experts)
 
 
 def slots_bytes(settings: Settings, config: ModelConfig, ops: Ops) -> int:
     if not settings.enable_lora:
         return 0
-    return settings.max_loras * slot_bytes(config, ops.dtype, settings.max_lora_rank, ops.num_ranks)
+    rank, with_experts = settings.max_lora_rank, settings.lora_experts
+    return settings.max_loras * slot_bytes(config, ops.dtype, rank, ops.num_ranks, with_experts=with_experts)
 
 
 def build_adapters(
     settings: Settings, config: ModelConfig, ops: Ops, write: Callable[[int, LoraAdapter], AsyncWrite]
 ) -> Adapters:
     """Build the loader. For a GPU, whose steps wait for this interpreter, another process reads."""
-    process = AdapterProcess(config, ops.dtype, settings.max_lora_rank) if ops.name == "cuda" else None
+    rank, with_experts = settings.max_lora_rank, settings.lora_experts
+    process = None
+    if ops.name == "cuda":
+        process = AdapterProcess(config, ops.dtype, rank, with_experts=with_experts)
 
     def read(source: AdapterSource) -> LoraAdapter:
         if process is not None:
             return process.read(Path(source.path))
-        return read_adapter(Path(source.path), config, ops.dtype, settings.max_lora_rank)
+        return read_adapter(Path(source.path), config, ops.dtype, rank, with_experts=with_experts)
 
     return Adapters(read, write, AdapterSlotPool(settings.max_loras), settings.max_cpu_loras or settings.max_loras)

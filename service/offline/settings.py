@@ -26,7 +26,7 @@ KEYWORDS = (
     "kv_cache_dtype", "device", "block_size", "gpu_memory_utilization", "num_gpu_blocks", "swap_space",
     "preemption_mode", "enable_prefix_caching", "max_num_seqs", "max_num_batched_tokens", "max_prefill_chunk",
     "speculative_config", "tensor_parallel_size", "pooling", "enable_lora", "max_loras", "max_lora_rank",
-    "max_cpu_loras", "hf_overrides",
+    "lora_experts", "max_cpu_loras", "hf_overrides",
 )  # fmt: skip
 """Settings of an engine without a service around it."""
 

@@ -86,6 +86,7 @@ GATES = {
     "service.cli.verbs": ("service",),
     "service.cli.processes.workers": ("service.cli.processes.hand_over",),
     "service.gateway.core.adapter_files": ("model.weights.lora.adapter",),
+    "service.cli.models": ("model.weights.lora.adapter",),
     "service.offline.public": ("service.offline.api",),
 }
 """The only imports inside functions: optional or slow dependencies and the command line's verbs, loaded on demand."""

@@ -18,7 +18,7 @@ def read_record(module: LoraModule, config: ModelConfig, settings: Settings) -> 
     from model.weights.lora.adapter import read_digest  # with NumPy, which no other gateway needs
 
     path = Path(module.path).expanduser().absolute()
-    digest = read_digest(path, config, settings.max_lora_rank)
+    digest = read_digest(path, config, settings.max_lora_rank, with_experts=settings.lora_experts)
     return AdapterRecord(name=module.name, path=str(path), digest=digest, created_s=time.time())
 
 

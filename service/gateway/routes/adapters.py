@@ -18,7 +18,7 @@ class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, 
     lora_name: str = ""
     lora_path: str = ""
     load_inplace: bool = False
-    is_3d_lora_weight: bool = False  # vLLM's; of experts' tensors, which are refused when they are read
+    is_3d_lora_weight: bool = False  # vLLM's, of experts' tensors, which are known by their names and shapes
 
 
 class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):

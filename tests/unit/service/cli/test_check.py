@@ -46,6 +46,18 @@ def test_slots_of_adapters_are_reported(capsys: pytest.CaptureFixture[str]):
     assert re.search(r"adapters +8 slots of rank 16, 640\.0 MiB$", capsys.readouterr().out, re.MULTILINE)
 
 
+@pytest.mark.parametrize(
+    ("experts", "reported"),
+    [(False, "8 slots of rank 16, 204.0 MiB"), (True, "8 slots of rank 16 for experts too, 12.60 GiB")],
+)
+def test_slots_of_experts_are_reported(experts: bool, reported: str, capsys: pytest.CaptureFixture[str]):
+    """Rank 16 on a layer of Qwen3-30B-A3B: 128 experts of 3 matrices [768, 2048], and a router [128, 2048]."""
+    settings = Settings(model_config="qwen3-30b-a3b", device="cpu", load_format="dummy", dtype="bfloat16")
+    settings = replace(settings, enable_lora=True, max_loras=8, max_lora_rank=16, lora_experts=experts)
+    run_check(settings, argparse.Namespace(length=None))
+    assert re.search(f"adapters +{reported}$", capsys.readouterr().out, re.MULTILINE)
+
+
 def test_drafts_take_memory_from_the_cache(capsys: pytest.CaptureFixture[str]):
     """The demo model's head has one layer of keys and values next to the model's six, and 1 M parameters."""
     settings = Settings(model=DEMO_MODEL, device="cpu", dtype="float32", num_gpu_blocks=64, max_num_seqs=1)

@@ -4,12 +4,16 @@ from pathlib import Path
 
 import pytest
 
+from model.config import ModelConfig
 from model.hub.cache import CachedRepository
 from service.cli.models import DEMO_MODEL, with_model
 from service.config.lora import LoraModule, LoraModules
 from service.config.settings import Settings
 from service.config.speculative import SpeculativeConfig
 from service.errors import StartupError
+from tests.support.adapters import write_adapter
+from tests.support.expert_adapters import write_expert_adapter
+from tests.support.goldens import FOLDER as GOLDENS
 from tests.support.hub import COMMIT
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -39,6 +43,17 @@ def test_an_adapter_is_found_in_the_cache(cache):
     folder = cache / "models--org--sql" / "snapshots" / COMMIT
     assert [module.path for module in found.lora_modules.modules] == [str(folder), "/adapters/talk"]
     assert settings_of(cache, "org/sql").lora_modules.modules[0].path == "org/sql"  # adapters are off
+
+
+def test_experts_follow_from_the_adapters_given(tmp_path, cache):
+    """One that cannot be read counts for none; a flag stays."""
+    config = ModelConfig.read(GOLDENS / "qwen3_moe_dense_layer_bf16")
+    write_expert_adapter(tmp_path / "experts", config)
+    write_adapter(tmp_path / "attention", config, targets=("q_proj",))
+    for name, wanted in (("experts", True), ("attention", False), ("absent", False)):
+        assert settings_of(cache, str(tmp_path / name), enable_lora=True).lora_experts is wanted
+    assert settings_of(cache, str(tmp_path / "absent"), enable_lora=True, lora_experts=True).lora_experts
+    assert not settings_of(cache, str(tmp_path / "experts")).lora_experts  # adapters are off
 
 
 def test_a_folder_wins(cache, tmp_path, monkeypatch):
