@@ -17,7 +17,7 @@ NOT_MEASURED = {
     "silu_mul_quantised", "prepare_weight", "normalise_qk",
     "route_to_groups", "route_experts", "group_by_expert", "experts_linear", "combine_experts",  # test_expert_cases.py
     "add_norm_experts", "rope_decode_attention",  # tests/bench/step_profile.py
-    "lora_shrink", "lora_expand",  # tests/bench/adapters_gpu.py
+    "lora_shrink", "lora_expand", "lora_linear",  # tests/bench/adapters_gpu.py
     "lora_add",  # tests/bench/expert_adapters_gpu.py
     "draft_input", "place_columns", "plan_drafts", "spread_logits",  # tests/bench/eagle3_gpu.py
 }  # fmt: skip
