@@ -260,6 +260,15 @@ constexpr int MAX_PAIRS = 1 << 14;
 // Splits written, by (sequence, blockIdx.x); atomicInc wraps to 0 for the next launch.
 __device__ u32 num_arrived[MAX_PAIRS];
 
+// True in the last CTA of `count`, which sees the others' writes.
+__device__ __forceinline__ bool is_last_to_arrive(int pair, int count) {
+    __threadfence();
+    __syncthreads();
+    const bool is_last = __syncthreads_or(threadIdx.x == 0 && atomicInc(&num_arrived[pair], count - 1) == count - 1);
+    __threadfence();
+    return is_last;
+}
+
 // Results of a CTA's warps, in place of the tiles.
 template <int NUM_ROWS>
 struct Results {

@@ -14,15 +14,6 @@
 // a row to arrive combines the (sum, maximum, total) that splits wrote to the workspace.
 #include "attention/decode_rows.cuh"
 
-// True in the last CTA of `count`, which sees the others' writes.
-__device__ __forceinline__ bool is_last_to_arrive(int pair, int count) {
-    __threadfence();
-    __syncthreads();
-    const bool is_last = __syncthreads_or(threadIdx.x == 0 && atomicInc(&num_arrived[pair], count - 1) == count - 1);
-    __threadfence();
-    return is_last;
-}
-
 // True in thread m if this CTA is the last at member m; others see the writes after the next __syncthreads.
 __device__ __forceinline__ bool completes_member(const PrefixGroupMember* members, int num_members) {
     __threadfence();

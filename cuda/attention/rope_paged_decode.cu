@@ -2,7 +2,7 @@
 //
 //   qkv [S, (Hq + 2 Hkv) * D], cos .. k_norm as in rope_kv_write; kv .. splits as in paged_decode, no QUIRE_DTYPE 0
 //   out [S, Hq, HEAD_DIM]; sent_sums float [num_rows, Hq, HEAD_DIM], sent_stats float2 [num_rows, Hq]: zeros before and
-//   after
+//   after; with MEMBERS 1, partial_sums, partial_stats as those
 //   grid (Hkv * SLICES, num_slots), block THREADS, shared memory SHARED_BYTES
 //   reference: NumpyOps.rope_decode_attention, with the bits of one kernel after the other
 //   needs: as paged_decode; S * gridDim.x CTAs run at once; a position in the table and a slot in the cache for each row
@@ -21,6 +21,7 @@ static_assert(QUIRE_DTYPE != 0, "CTAs have tiles in shared memory");
 constexpr int QUERY_STRIDE = HEAD_DIM + SIZE;  // avoids bank conflicts
 constexpr int MAX_POLLS = 1 << 22;  // seconds
 constexpr int AHEAD = 8;  // splits whose sums are under way
+constexpr int MOST_SENT = 16;  // splits of a sequence alone; more are combined by the last CTA to arrive
 
 __device__ __forceinline__ float as_sent(float x) { return x == 0.0f ? -0.0f : x; }
 
@@ -230,8 +231,8 @@ struct HeadTask {
 extern "C" __global__ void LAUNCH_BOUNDS
 rope_paged_decode(T* out, const T* qkv, const float* cos, const float* sin, const int* positions,
                   const i64* slots, const T* q_norm, const T* k_norm, Kv* kv, const int* block_tables,
-                  const KvSplit* splits, float* sent_sums, float2* sent_stats, int num_sequences,
-                  int num_blocks, int num_layers, int layer, int max_blocks, int table_len, float scale_log2,
+                  const KvSplit* splits, float* sent_sums, float2* sent_stats, float* partial_sums,
+                  float2* partial_stats, int num_sequences, int num_blocks, int num_layers, int layer, int max_blocks, int table_len, float scale_log2,
                   float eps, const float* kv_scales) {
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ __align__(16) T queries[GROUP_ROWS * QUERY_STRIDE];
@@ -243,7 +244,7 @@ rope_paged_decode(T* out, const T* qkv, const float* cos, const float* sin, cons
     const int kv_head = blockIdx.x / SLICES, first_row = blockIdx.x % SLICES * ROWS;
     const int num_rows = min(ROWS, GROUP - first_row), num_heads = num_kv_heads * GROUP;
     const int head_row = kv_head * GROUP + first_row;
-    const bool is_group = split.num_members > 0, is_empty = split.end <= split.begin;
+    const bool is_group = MEMBERS > 1 && split.num_members > 0, is_empty = split.end <= split.begin;
     const bool is_last = !is_group && !is_empty && split.row == split.first_row + max(split.count, 1) - 1;
     const PrefixGroupMember* members = reinterpret_cast<const PrefixGroupMember*>(splits + num_slots) + split.first_row;
     const PagedHead head(kv, block_tables + static_cast<i64>(split.sequence) * max_blocks, num_blocks, max_blocks,
@@ -295,7 +296,7 @@ rope_paged_decode(T* out, const T* qkv, const float* cos, const float* sin, cons
     early.load_angles(inputs);
     wait_for_previous_kernel();
     write_head(early, first_task);
-    for (int base = THREADS / TEAM; base < num_tasks; base += THREADS / TEAM) {
+    for (int base = THREADS / TEAM; GROUP_ROWS + 2 > THREADS / TEAM && base < num_tasks; base += THREADS / TEAM) {
         HeadTask later = task_at(base + first_task);
         later.load_angles(inputs);
         write_head(later, base + first_task);
@@ -324,6 +325,14 @@ rope_paged_decode(T* out, const T* qkv, const float* cos, const float* sin, cons
         __syncthreads();
         if (split.count == 1) {
             merge_warps(results, OutputRows{output, num_rows, value_scale});
+        } else if (MEMBERS == 1 && split.count > MOST_SENT) {
+            const i64 own_row = static_cast<i64>(split.row) * num_heads + head_row;
+            merge_warps(results,
+                        WorkspaceRows{partial_sums + own_row * HEAD_DIM, partial_stats + own_row, num_rows});
+            if (!is_last_to_arrive(split.sequence * gridDim.x + blockIdx.x, split.count)) return;
+            const i64 first = static_cast<i64>(split.first_row) * num_heads + head_row;
+            combine_splits(partial_sums + first * HEAD_DIM, partial_stats + first, num_rows, split.count, num_heads,
+                           reinterpret_cast<float*>(shared), value_scale, output);
         } else {
             const i64 own_row = static_cast<i64>(split.row) * num_heads;
             merge_warps(results, SentRows{sent.sums + own_row * HEAD_DIM, sent.stats + own_row, num_rows});

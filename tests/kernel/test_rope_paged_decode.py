@@ -112,10 +112,11 @@ def test_is_its_reference(open_ops, rng, heads, window):
 
 
 @pytest.mark.parametrize("in_fp8", [False, True])
-@pytest.mark.parametrize("length", [1, 128, 129, 1100, 5000, 20000])
-def test_one_sequence_of_any_length(open_ops, rng, length, in_fp8):
-    heads = Heads("bfloat16", 128, 4, 8, 16, in_fp8)
-    case = Case(heads, paged_cache(rng, heads, [length], [0]), rng, False)
+@pytest.mark.parametrize(("group", "num_kv_heads"), [(4, 8), (8, 4)])
+@pytest.mark.parametrize("length", [0, 1, 128, 129, 1100, 5000, 20000])
+def test_one_sequence_of_any_length(open_ops, rng, length, group, num_kv_heads, in_fp8):
+    heads = Heads("bfloat16", 128, group, num_kv_heads, 16, in_fp8)
+    case = Case(heads, paged_cache(rng, heads, [length], [0]), rng, group == 8)
     check_bits(open_ops("bfloat16", heads.kv_dtype), case, num_runs=5)
 
 

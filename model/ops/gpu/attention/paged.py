@@ -23,7 +23,7 @@ _FP8_CTAS_PER_SM = 4
 than they save."""
 
 _STAGES = 3
-"""STAGES of paged_decode.cu."""
+"""STAGES of the decode kernels."""
 
 _MIN_SPLIT_TOKENS = 128
 """Least tokens of a split; shorter ones cost more than they save."""
@@ -258,20 +258,25 @@ def _short_build(kv: Array, group: int) -> dict[str, int]:
     }
 
 
-def decode_tiles(dtype_code: int, kv: Array, group: int) -> dict[str, int]:
-    """Return macros: each warp streams tiles of 16 keys and values."""
+def decode_tiles(dtype_code: int, kv: Array, group: int, *, is_alone: bool = False) -> dict[str, int]:
+    """Return macros: each warp streams tiles of 16 keys and values.
+
+    A sequence that `is_alone` shares no prefix.
+    """
     head_dim, is_fp8 = kv.shape[5], is_e4m3(kv)
     warps, stages = 4 if head_dim <= 128 else 2, _STAGES
+    rows = min(group, 16)
     most_rows = _MAX_GROUP_ROWS if 64 < head_dim <= 128 and not is_fp8 else _MAX_GROUP_ROWS // 2
-    members = min(_MAX_MEMBERS, most_rows // min(group, 16))
+    members = 1 if is_alone else min(_MAX_MEMBERS, most_rows // rows)
     ring_bytes = warps * stages * 2 * 16 * _shared_row_bytes(head_dim * (1 if is_fp8 else 2))
-    result_bytes = warps * members * min(group, 16) * (4 * (head_dim + 4) + 8)
+    result_bytes = warps * members * rows * (4 * (head_dim + 4) + 8)
+    weight_bytes = 8 * rows * _MAX_SPLITS
     tiles = {
         "WARPS": warps,
         "STAGES": stages,
         "MEMBERS": members,
         "MAX_SPLITS": _MAX_SPLITS,
-        "SHARED_BYTES": 8 << 10 if dtype_code == _FP32 else max(ring_bytes, result_bytes),
+        "SHARED_BYTES": 8 << 10 if dtype_code == _FP32 else max(ring_bytes, result_bytes, weight_bytes),
     }
     return tiles | {"CTAS_PER_SM": _FP8_CTAS_PER_SM} if is_fp8 else tiles
 

@@ -18,9 +18,9 @@ from model.ops.gpu.launcher import KernelLauncher
 from model.ops.interface import Array, AttentionBatch, HeadRotation
 
 _FP32 = 0
-_MAX_ROWS, _MIN_FP8_ROWS, _MAX_GROUP = 16, 8, 4
+_MAX_ROWS, _MIN_FP8_ROWS, _MAX_GROUP, _MAX_GROUP_ALONE = 16, 8, 4, 8
 """Rows and query heads of a kv head where one kernel is faster, on an H200 with Llama-3.1-8B's heads and
-Qwen3-30B-A3B's; with an e4m3 cache also one row."""
+Qwen3-30B-A3B's; with an e4m3 cache also one row. With 8 heads and 16 bits one row: others were timed at one context."""
 
 _PADDING = 8
 """16-bit elements between rotated queries in shared memory."""
@@ -36,7 +36,7 @@ def can_rotate(device: KernelLauncher, qkv: Array, batch: AttentionBatch) -> boo
     num_kv_heads, head_dim = batch.kv.shape[3], batch.kv.shape[5]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     group = num_heads // num_kv_heads
-    tiles = decode_tiles(device.dtype_code, batch.kv, group)
+    tiles = decode_tiles(device.dtype_code, batch.kv, group, is_alone=is_alone(batch))
     num_rows = tiles["MEMBERS"] * min(group, 16)
     static_bytes = 2 * num_rows * (head_dim + _PADDING) + 2 * head_dim * batch.kv.dtype.itemsize
     num_ctas = num_kv_heads * math.ceil(group / min(group, 16))
@@ -45,12 +45,18 @@ def can_rotate(device: KernelLauncher, qkv: Array, batch: AttentionBatch) -> boo
     return fits and num_heads % num_kv_heads == 0 and len(qkv) * num_ctas <= device.num_sms
 
 
+def is_alone(batch: AttentionBatch) -> bool:
+    """Return whether the kernel is built for one sequence, with a cache of 16 bits."""
+    return len(batch.context_lens) == 1 and not is_e4m3(batch.kv)
+
+
 def should_rotate(device: KernelLauncher, qkv: Array, batch: AttentionBatch) -> bool:
     """Return whether one kernel is also faster."""
     rows = len(qkv)
     pays = rows == 1 or rows >= _MIN_FP8_ROWS or not is_e4m3(batch.kv)
     num_kv_heads, head_dim = batch.kv.shape[3], batch.kv.shape[5]
-    few = qkv.shape[1] <= (_MAX_GROUP + 2) * num_kv_heads * head_dim
+    most_heads = _MAX_GROUP_ALONE if is_alone(batch) else _MAX_GROUP
+    few = qkv.shape[1] <= (most_heads + 2) * num_kv_heads * head_dim
     return few and pays and rows <= _MAX_ROWS and can_rotate(device, qkv, batch)
 
 
@@ -75,15 +81,18 @@ def rotate_and_decode(
         device.zeros((num_partials, head_dim), np.float32),
         device.zeros((num_partials, 2), np.float32),
     )
+    partial: tuple[Array | None, ...] = None, None
+    if is_alone(batch):
+        partial = tuple(device.temporary((num_partials, n), np.float32) for n in (head_dim, 2))
     out = device.temporary((num_rows, num_heads * head_dim), device.dtype)
-    tiles = decode_tiles(device.dtype_code, kv, num_heads // num_kv_heads)
+    tiles = decode_tiles(device.dtype_code, kv, num_heads // num_kv_heads, is_alone=is_alone(batch))
     rotated = (qkv, rotation.cos, rotation.sin, *at, rotation.q_norm, rotation.k_norm)
     sizes = (num_rows, num_blocks, num_layers, batch.layer, tables.shape[1], len(rotation.cos))
     numbers = (*map(np.int32, sizes), scale_log2(batch.scale), np.float32(rotation.eps))
     device.launch(
         "rope_paged_decode",
         (split.num_ctas, split.num_slots),
-        (out, *rotated, kv, tables, plan, *sent, *numbers, batch.kv_scales),
+        (out, *rotated, kv, tables, plan, *sent, *partial, *numbers, batch.kv_scales),
         threads=32 * tiles["WARPS"],
         shared_bytes=tiles["SHARED_BYTES"],
         overlaps=batch.plan is not None,

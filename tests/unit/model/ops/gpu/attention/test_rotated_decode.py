@@ -45,7 +45,8 @@ def decodes(rows: int, heads=(32, 8), head_dim: int = 128, kv_dtype=np.float16) 
         (16, {}, {"num_sms": 108}, False),  # blocks that wait for each other run at once
         (8, {"heads": (32, 32)}, {}, False),
         (1, {}, {"dtype_code": FP32}, False),
-        (1, {}, {"max_shared_bytes": SMALL}, False),
+        (2, {}, {"max_shared_bytes": SMALL}, False),
+        (1, {}, {"max_shared_bytes": SMALL}, True),
     ],
 )
 def test_one_kernel_serves_few_rows_whose_blocks_run_at_once(rows, sizes, device, is_one):
@@ -58,7 +59,10 @@ def test_one_kernel_serves_few_rows_whose_blocks_run_at_once(rows, sizes, device
         (1, {}, True),
         (16, {}, True),
         (17, {"heads": (16, 4)}, False),
-        (1, {"heads": (32, 4)}, False),
+        (1, {"heads": (32, 4)}, True),
+        (1, {"heads": (36, 4)}, False),
+        (2, {"heads": (32, 4)}, False),
+        (1, {"heads": (32, 4), "kv_dtype": np.uint8}, False),
         (1, {"kv_dtype": np.uint8}, True),
         (7, {"kv_dtype": np.uint8}, False),
         (8, {"kv_dtype": np.uint8}, True),
