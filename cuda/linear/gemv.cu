@@ -8,5 +8,6 @@
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     gemv(const T* x, const T* weight, const T* bias, Out* out, int num_rows, int n_size, int k_size) {
-    Gemv<T, T>::run(x, weight, out, num_rows, n_size, k_size, Product{bias});
+    GivenRows<T> rows{x};
+    Gemv<T, T>::run(rows, weight, out, num_rows, n_size, k_size, Product{bias});
 }

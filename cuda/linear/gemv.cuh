@@ -14,11 +14,28 @@
 #ifndef X_AHEAD
 #define X_AHEAD 0
 #endif
+#ifndef FILL
+#define FILL 0
+#endif
 
 constexpr int MMA_COLS = 8;  // rows of x
 constexpr int MAX_ROWS = MMA_COLS * COL_TILES;
 constexpr int TILE_ROWS = 16 * ROW_TILES;
-constexpr int PARTIAL_FLOATS = WARPS * MAX_ROWS * TILE_ROWS;
+#ifndef KEPT_ROWS
+#define KEPT_ROWS MAX_ROWS
+#endif
+constexpr int PARTIAL_FLOATS = WARPS * KEPT_ROWS * TILE_ROWS;
+
+// Rows in memory.
+template <typename X>
+struct GivenRows {
+    const X* x;
+
+    __device__ __forceinline__ const X* get(float*, int) const {
+        wait_for_previous_kernel();
+        return x;
+    }
+};
 
 using GemvSums = float[ROW_TILES][COL_TILES][4];
 
@@ -69,9 +86,10 @@ struct Gemv {
         commit_copies();
     }
 
-    // `product` multiplies and finishes sums.
-    template <typename Product>
-    static __device__ __forceinline__ void run(const X* x, const W* weight, Out* out, int num_rows, int n_size,
+    // `rows` waits for the previous kernel and gives x; it may use shared memory after the sums. `product` multiplies and
+    // finishes sums.
+    template <typename Rows, typename Product>
+    static __device__ __forceinline__ void run(Rows& rows, const W* weight, Out* out, int num_rows, int n_size,
                                                int k_size, Product product) {
         extern __shared__ __align__(128) char shared[];
         float* partials = reinterpret_cast<float*>(shared + RING_BYTES);
@@ -84,11 +102,11 @@ struct Gemv {
         Position ahead = {static_cast<int>(blockIdx.x) * TILE_ROWS, warp * SPAN};
         Position at = ahead;
 #pragma unroll
-        for (int stage = 0; stage < STAGES - 1; stage++) {
+        for (int stage = 0; stage < STAGES - 1 + FILL; stage++) {
             start_copies(ring_address + stage * STAGE_BYTES, weight, ahead, n_size, k_size);
             ahead.advance(warp, k_size);
         }
-        wait_for_previous_kernel();
+        const X* x = rows.get(partials + 2 * PARTIAL_FLOATS, k_size);
 
         // Columns past the last row repeat it; not written.
         const X* x_rows[COL_TILES];
@@ -122,10 +140,12 @@ struct Gemv {
             load_x(by, at.k);
 #endif
             if (STEP == SPAN || at.k % SPAN == 0) product.begin_span(at.tile, at.k);
-            wait_for_copies<STAGES - 2>();
+            wait_for_copies<STAGES - 2 + FILL>();
             __syncwarp();  // the stage has landed, and all lanes have read the previous one
-            start_copies(ring_address + (stage + STAGES - 1) % STAGES * STAGE_BYTES, weight, ahead, n_size, k_size);
-            ahead.advance(warp, k_size);
+            if (!FILL) {
+                start_copies(ring_address + (stage + STAGES - 1) % STAGES * STAGE_BYTES, weight, ahead, n_size, k_size);
+                ahead.advance(warp, k_size);
+            }
 #if X_AHEAD
             Position next = at;
             next.advance(warp, k_size);
@@ -147,6 +167,11 @@ struct Gemv {
                 }
             }
             if (STEP == SPAN || at.k % SPAN == SPAN - STEP) product.end_span(sum);
+            if (FILL) {
+                __syncwarp();  // all lanes have read the stage
+                start_copies(ring_address + stage * STAGE_BYTES, weight, ahead, n_size, k_size);
+                ahead.advance(warp, k_size);
+            }
             stage = (stage + 1) % STAGES;
             const int tile = at.tile;
             at.advance(warp, k_size);
@@ -159,7 +184,7 @@ struct Gemv {
 #pragma unroll
                 for (int c = 0; c < 4 * COL_TILES; c++) {
                     const int m = c / 4 * MMA_COLS + 2 * t + c % 2, row = i * 16 + g + 8 * (c % 4 / 2);
-                    partial[(warp * MAX_ROWS + m) * TILE_ROWS + row] = sum[i][c / 4][c % 4];
+                    if (m < KEPT_ROWS) partial[(warp * KEPT_ROWS + m) * TILE_ROWS + row] = sum[i][c / 4][c % 4];
                     sum[i][c / 4][c % 4] = 0.0f;
                 }
             }
@@ -169,7 +194,7 @@ struct Gemv {
                 if (n >= n_size) continue;
                 float total = product.start(n);
 #pragma unroll
-                for (int w = 0; w < WARPS; w++) total += partial[w * MAX_ROWS * TILE_ROWS + task];
+                for (int w = 0; w < WARPS; w++) total += partial[w * KEPT_ROWS * TILE_ROWS + task];
                 out[static_cast<i64>(m) * n_size + n] = from_float<Out>(product.finish(total, m, n));
             }
         }

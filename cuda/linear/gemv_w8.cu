@@ -10,5 +10,6 @@
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     gemv_w8(const X* x, const float* x_scale, const u8* weight, const float* weight_scale, const T* bias, Out* out,
             int num_rows, int n_size, int k_size) {
-    Gemv<u8, X>::run(x, weight, out, num_rows, n_size, k_size, Product{x_scale, weight_scale, bias, k_size});
+    GivenRows<X> rows{x};
+    Gemv<u8, X>::run(rows, weight, out, num_rows, n_size, k_size, Product{x_scale, weight_scale, bias, k_size});
 }

@@ -121,16 +121,31 @@ class Llama:
         outputs = self._norm_outputs(normed, residual.shape)
         norms_after = [(layer.attention_norm, self._takes_fp8(layer.qkv)) for layer in layers[1:]]
         norms_after.append((self.weights.final_norm, False))
+        next_qkv = self._next_qkv(batch)
+        qkv = None
         for index, (norm, is_fp8) in enumerate(norms_after):
             if states is not None and index in state_layers:
                 ops.place_columns(residual, states, state_layers.index(index) * self.config.hidden_size)
             with ops.scratch():
-                attended = self._attention(index, normed, batch, kv, plans)
+                if qkv is None:
+                    qkv = self._product(index, "qkv", normed, batch)
+                attended = self._attention(index, qkv, batch, kv, plans)
                 mlp = self._normed_mlp(index, attended, residual, batch, kv)
-                normed = self._add_norm(mlp, residual, norm, is_fp8, outputs[is_fp8])
+                if next_qkv is not None and index + 1 < len(layers):
+                    after = layers[index + 1]
+                    qkv = ops.add_norm_linear(mlp, residual, (norm, eps), after.qkv, after.qkv_bias, next_qkv)
+                else:
+                    normed, qkv = self._add_norm(mlp, residual, norm, is_fp8, outputs[is_fp8]), None
         if states is not None and len(layers) in state_layers:
             ops.place_columns(residual, states, state_layers.index(len(layers)) * self.config.hidden_size)
         return normed
+
+    def _next_qkv(self, batch: Batch) -> Array | None:
+        """Return memory for the qkv [1, N] of a row whose norm is part of the product; None: norms are apart."""
+        layers = self.weights.layers
+        if self.ops.num_ranks > 1 or not all(self._is_normed(layer.qkv, batch) for layer in layers):
+            return None
+        return self.ops.temporary((1, layers[0].qkv.shape[0]), self.ops.dtype)
 
     def _hidden_norm_after(self, residual: Array, batch: Batch, kv: Array, plans: Mapping[int, Array | None]) -> Array:
         """Return the final norm [T, H]; each `add_rms_norm` overwrites the previous norm."""
@@ -138,16 +153,18 @@ class Llama:
         normed = ops.temporary(residual.shape, ops.dtype)
         for index, layer in enumerate(self.weights.layers):
             with ops.scratch():
-                attended = self._attention(index, self._input(residual, layer.qkv), batch, kv, plans)
+                qkv = self._product(index, "qkv", self._input(residual, layer.qkv), batch)
+                attended = self._attention(index, qkv, batch, kv, plans)
                 ops.add_rms_norm(ops.rms_norm(attended, layer.attention_norm, eps), residual, final_norm, eps, normed)
                 mlp = self._mlp(index, self._input(residual, layer.gate_up), batch)
                 ops.add_rms_norm(ops.rms_norm(mlp, layer.mlp_norm, eps), residual, final_norm, eps, normed)
         return normed
 
     def first_layer(self) -> Llama:
-        """Return a model of one layer of each kind, with the whole's kernels, products and scratch."""
+        """Return a model of one layer of each kind, or two of the only kind, with the whole's kernels, products and
+        scratch."""
         kinds = {layer.formats: layer for layer in reversed(self.weights.layers)}
-        layers = tuple(reversed(kinds.values()))
+        layers = tuple(reversed(kinds.values())) if len(kinds) > 1 else self.weights.layers[:2]
         return Llama(self.config, self.ops, replace(self.weights, layers=layers))
 
     def tune(self, num_rows: Sequence[int], num_logit_rows: Sequence[int]) -> None:
@@ -179,11 +196,9 @@ class Llama:
             for window in dict.fromkeys(self.config.windows)
         }
 
-    def _attention(
-        self, index: int, x: Array | Fp8Rows, batch: Batch, kv: Array, plans: Mapping[int, Array | None]
-    ) -> Array:
-        """x [T, H] -> [T, H]: grouped-query attention, each row's own key included."""
-        layer, qkv = self.weights.layers[index], self._product(index, "qkv", x, batch)
+    def _attention(self, index: int, qkv: Array, batch: Batch, kv: Array, plans: Mapping[int, Array | None]) -> Array:
+        """qkv [T, (Hq + 2 Hkv) * D] -> [T, H]: grouped-query attention, each row's own key included."""
+        layer = self.weights.layers[index]
         attended = self._attended(index, qkv, batch, kv, plans)
         return self._product(index, "output", self._input(attended, layer.output), batch)
 
@@ -244,13 +259,26 @@ class Llama:
             slots = batch.slots, kv.shape[0] * kv.shape[4]
             adapters = None if batch.adapters is None else batch.adapters.of_experts(index)
             return experts_mlp(ops, self.config.experts, experts, (x, residual), (layer.mlp_norm, eps), slots, adapters)
+        if self._is_normed(layer.gate_up, batch):
+            norm = layer.mlp_norm, eps
+            return self._activated(
+                index, ops.add_norm_linear(x, residual, norm, layer.gate_up, layer.gate_up_bias), batch
+            )
         return self._mlp(index, self._add_norm(x, residual, layer.mlp_norm, self._takes_fp8(layer.gate_up)), batch)
 
+    def _is_normed(self, weight: Weight, batch: Batch) -> bool:
+        """Return whether the norm before a product is part of it: one row without adapters, in 16 bits."""
+        return batch.num_tokens == 1 and batch.adapters is None and weight.format is WeightFormat.DENSE
+
     def _mlp(self, index: int, x: Array | Fp8Rows, batch: Batch) -> Array:
-        ops, layer = self.ops, self.weights.layers[index]
+        layer = self.weights.layers[index]
         if batch.adapters is None and layer.gate_up_bias is None and layer.down_bias is None:
-            return ops.gated_mlp(x, layer.gate_up, layer.down)
-        gate_up = self._product(index, "gate_up", x, batch)
+            return self.ops.gated_mlp(x, layer.gate_up, layer.down)
+        return self._activated(index, self._product(index, "gate_up", x, batch), batch)
+
+    def _activated(self, index: int, gate_up: Array, batch: Batch) -> Array:
+        """gate_up [T, 2 I] -> [T, H]: activation and product with down."""
+        ops, layer = self.ops, self.weights.layers[index]
         activation = ops.silu_mul_quantised if self._takes_fp8(layer.down) else ops.silu_mul
         return self._product(index, "down", activation(gate_up), batch)
 

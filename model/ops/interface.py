@@ -318,6 +318,17 @@ class Ops(Device, Protocol):
         row.
         """
 
+    def add_norm_linear(
+        self,
+        x: Array,
+        residual: Array,
+        norm: tuple[Array, float],
+        weight: Weight,
+        bias: Array | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        """Return `linear` of `add_rms_norm`; `norm`: weight, eps."""
+
     def prepare_weight(self, weight: Weight) -> Weight:
         """Return a loaded weight in the form that `linear` reads, dequantised to DENSE if its format has no product.
 

@@ -36,6 +36,7 @@ from model.ops.interface import (
     TokenCandidates,
 )
 from model.ops.mlp import gated_mlp
+from model.ops.norm import add_norm_linear
 from model.ops.weight import ExpertWeights, Weight, WeightFormat
 
 DECODE_GROUP, WIDE_GROUP = 16, 4
@@ -102,6 +103,17 @@ class NumpyOps(NumpyDevice):
             return product.astype(dtype or self.dtype, copy=False)
         out[...] = product
         return out
+
+    def add_norm_linear(
+        self,
+        x: Array,
+        residual: Array,
+        norm: tuple[Array, float],
+        weight: Weight,
+        bias: Array | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        return add_norm_linear(self, (x, residual), norm, (weight, bias), out)
 
     def prepare_weight(self, weight: Weight) -> Weight:
         """Lay a dense matrix out by columns: BLAS then multiplies a few rows without repacking it.

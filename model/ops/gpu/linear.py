@@ -37,6 +37,7 @@ from model.ops.gpu.linear_builds import (
     SmallMBuild,
     exact_gemv_build,
     gemv_build,
+    one_row_build,
     small_m_build,
 )
 from model.ops.gpu.norm import rms_norm
@@ -53,6 +54,8 @@ _FLOAT32 = np.dtype(np.float32)
 _log = logging.getLogger(__name__)
 
 FIRST_CHOICE = GemmAlgorithm(CUBLASLT, 0)
+
+_ONE_ROW = GemmAlgorithm(GEMV, 0)  # of which add_norm_gemv has the bits
 
 
 class Linear:
@@ -71,6 +74,31 @@ class Linear:
         if algorithm != FIRST_CHOICE and (x.data.ptr | weight.data.ptr | out.data.ptr) % BEST_ALIGNMENT_BYTES:
             algorithm = FIRST_CHOICE
         self._carry_out(algorithm, x, weight, bias, out)
+
+    def can_norm(self, x: Array, residual: Array, weight: Array, bias: Array | None, out: Array | None) -> bool:
+        """Return whether `add_norm` takes this row: gemv computes its product, and a thread norms a vector."""
+        name, (n, k) = _name(self._device.dtype), weight.shape
+        shape = GemmShape(len(x), n, k, name, name, bias is not None)
+        arrays = (x, residual, weight) if out is None else (x, residual, weight, out)
+        is_aligned = all(array.data.ptr % BEST_ALIGNMENT_BYTES == 0 for array in arrays)
+        return is_aligned and _fits_norm(shape) and self._tuning.get(shape) == _ONE_ROW
+
+    def add_norm(
+        self, sums: tuple[Array, Array], norm: tuple[Array, float], weight: Array, bias: Array | None, out: Array
+    ) -> None:
+        """`Ops.add_norm_linear` of one row, where `can_norm`; `sums`: x, residual."""
+        device, (n, k), (norm_weight, eps) = self._device, weight.shape, norm
+        build = one_row_build(GEMV_BUILDS[_ONE_ROW.choice], k)
+        device.launch(
+            "add_norm_gemv",
+            (min(math.ceil(n / (16 * build.row_tiles)), device.num_sms),),
+            (*sums, norm_weight, weight, bias, out, np.int32(n), np.int32(k), np.float32(eps)),
+            threads=32 * build.warps,
+            shared_bytes=build.shared_bytes + 2 * k,
+            overlaps=True,
+            OUT_FLOAT=0,
+            **build.defines,
+        )
 
     def tune(self, weights: Sequence[Array], bias: Array | None, num_rows: Sequence[int], out_dtype: np.dtype) -> None:
         """Measure the fastest algorithm for each of `num_rows`, about 30 ms per new shape. Not while capturing.
@@ -92,6 +120,8 @@ class Linear:
             for shape in shapes:
                 for algorithm in self._own_algorithms(shape):
                     self._carry_out(algorithm, x[: shape.m], weights[0], bias, out[: shape.m])
+                    if algorithm == _ONE_ROW and _fits_norm(shape):
+                        self.add_norm((x[:1], x[:1]), (weights[0][0], 0.0), weights[0], bias, out[:1])
             return
         self._fill(x, weights[0])
         for shape in shapes:
@@ -136,6 +166,8 @@ class Linear:
 
     def _launch_gemv(self, build: GemvBuild, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
         device, (n, k) = self._device, weight.shape
+        if len(x) == 1 and build == GEMV_BUILDS[_ONE_ROW.choice]:
+            build = one_row_build(build, k)
         tiles = math.ceil(n / (16 * build.row_tiles))
         device.launch(
             "gemv",
@@ -225,6 +257,12 @@ class Linear:
             replay()
             times.append(device.elapsed_s(begin, device.record_event()) / num_launches)
         return min(times[1:])
+
+
+def _fits_norm(shape: GemmShape) -> bool:
+    """Return whether add_norm_gemv computes it, a thread for each vector of the row."""
+    most = 8 * 32 * GEMV_BUILDS[_ONE_ROW.choice].warps
+    return shape.m == 1 and shape.k % 8 == 0 and shape.k <= most and "float32" not in (shape.dtype, shape.out_dtype)
 
 
 def _shape_of(x: Array, weight: Array, bias: Array | None, out: Array) -> GemmShape:

@@ -49,6 +49,7 @@ from model.ops.interface import (
     SamplingArrays,
 )
 from model.ops.mlp import gated_mlp
+from model.ops.norm import add_norm_linear
 from model.ops.weight import ExpertWeights, Weight, WeightFormat
 
 _VEC_BYTES = 16
@@ -161,6 +162,29 @@ class CudaOps(CudaDevice):
             self._linear_int4(x, weight, bias, out, exact=self._is_exact)
         else:
             self._linear(x, weight.data, bias, out, exact=self._is_exact)
+        return out
+
+    def add_norm_linear(
+        self,
+        x: Array,
+        residual: Array,
+        norm: tuple[Array, float],
+        weight: Weight,
+        bias: Array | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        (norm_weight, eps), width = norm, weight.shape[1]
+        if weight.format is not WeightFormat.DENSE or not self._linear.can_norm(x, residual, weight.data, bias, out):
+            return add_norm_linear(self, (x, residual), norm, (weight, bias), out)
+        expect("residual", residual, self.dtype, 1, width)
+        expect("norm", norm_weight, self.dtype, width)
+        self._expect_operands(x, weight)
+        if bias is not None:
+            expect("bias", bias, self.dtype, len(weight.data))
+        if out is None:
+            out = self.temporary((1, len(weight.data)), self.dtype)
+        expect("out", out, self.dtype, 1, len(weight.data))
+        self._linear.add_norm((x, residual), (norm_weight, eps), weight.data, bias, out)
         return out
 
     def prepare_weight(self, weight: Weight) -> Weight:

@@ -30,6 +30,7 @@ from model.ops.interface import (
     SamplingArrays,
 )
 from model.ops.mlp import gated_mlp
+from model.ops.norm import add_norm_linear
 from model.ops.weight import ExpertWeights, Weight
 
 
@@ -87,6 +88,17 @@ class GroupOps(GroupDevice):
         if is_partial:
             return PartialSums(tuple(parts))
         return divided(GroupArray(tuple(parts)), product_split(weight.data))
+
+    def add_norm_linear(
+        self,
+        x: Array,
+        residual: Array,
+        norm: tuple[Array, float],
+        weight: Weight,
+        bias: Array | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        return add_norm_linear(self, (x, residual), norm, (weight, bias), out)
 
     def prepare_weight(self, weight: Weight) -> Weight:
         prepared: Weight = self._each(lambda ops, weight: ops.prepare_weight(weight), weight)

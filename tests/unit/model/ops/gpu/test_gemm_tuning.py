@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from model.ops.gpu.linear_builds import GEMV_BUILDS, exact_gemv_build, gemv_build, small_m_build
+from model.ops.gpu.linear_builds import GEMV_BUILDS, exact_gemv_build, gemv_build, one_row_build, small_m_build
 
 tuning = pytest.importorskip(
     "model.ops.gpu.gemm_tuning", reason="no compiler: needs the packages of the compile extra", exc_type=ImportError
@@ -140,6 +140,14 @@ def test_every_build_fits_and_fetches_no_further_ahead_than_its_ring(split, num_
 @pytest.mark.parametrize(("split", "m", "n", "kib"), [(1, 129, 4096, 227), (2, 64, 28672, 227), (1, 128, 28672, 48)])
 def test_there_is_no_build_for_more_rows_or_tiles_or_for_less_shared_memory(split, m, n, kib):
     assert small_m_build(split, m, n, 132, kib << 10) is None
+
+
+@pytest.mark.parametrize(("k", "fills"), [(2048, False), (2056, True), (14336, True)])
+def test_one_row_fills_rings_that_a_tile_fills(k, fills):
+    usual, build = GEMV_BUILDS[0], one_row_build(GEMV_BUILDS[0], k)
+    assert (build.warps, build.span, build.stages) == (usual.warps, usual.span, usual.stages)
+    assert build.fills == fills
+    assert build.shared_bytes < usual.shared_bytes
 
 
 def shipped() -> list[Path]:

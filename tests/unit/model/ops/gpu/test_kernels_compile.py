@@ -18,7 +18,13 @@ from model.ops.gpu.attention.paged import decode_attention, plan_decode_attentio
 from model.ops.gpu.attention.rotated_decode import can_rotate, rotate_and_decode
 from model.ops.gpu.experts import builds as experts
 from model.ops.gpu.int4.builds import GEMV_X_ROWS, Int4Layout, gemv_w4_build, small_m_w4_build
-from model.ops.gpu.linear_builds import GEMV_BUILDS, SMALL_M_SPLITS, exact_gemv_build, small_m_build
+from model.ops.gpu.linear_builds import (
+    GEMV_BUILDS,
+    SMALL_M_SPLITS,
+    exact_gemv_build,
+    one_row_build,
+    small_m_build,
+)
 from model.ops.gpu.w8.builds import GEMV_W8_BUILDS, few_rows_fp8_build, small_m_fp8_build, small_m_w8a16_build
 from model.ops.interface import MAX_EXACT_ROWS, NO_WINDOW, AttentionBatch, HeadRotation
 from tests.support.source_tree import ROOT
@@ -79,6 +85,8 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
     """The sets of defines that this kernel is built with for Llama-3.1-8B's heads; none where it is never launched."""
     if name == "gemv":
         return gemv_builds(dtype_code)
+    if name == "add_norm_gemv":
+        return [] if dtype_code == 0 else [one_row_gemv(dtype_code, k) for k in (2048, 4096)]
     if name == "small_m_sm90":
         return small_m_builds(dtype_code, architecture)
     if name in ("small_m_lora_sm90", "lora_shrink_few"):
@@ -147,8 +155,10 @@ def attention_builds(dtype_code: int, architecture: str, kv_dtype: type) -> list
     decode_attention(ops, q[:96], replace(drafted, plan=ints), q[:96])
     qkv, few = np.empty((8, 48 * 128), np.float32), AttentionBatch(kv, 0, tables[:8], ints[:8], 0.1)
     rotation = HeadRotation(np.empty((64, 64), np.float32), np.empty((64, 64), np.float32))
-    if can_rotate(ops, qkv, few):
-        rotate_and_decode(ops, qkv, rotation, (ints[:8], ints[:8]), few)
+    alone = AttentionBatch(kv, 0, tables[:1], ints[:1], 0.1)
+    for rows, batch in ((8, few), (1, alone)):
+        if can_rotate(ops, qkv[:rows], batch):
+            rotate_and_decode(ops, qkv[:rows], rotation, (ints[:rows], ints[:rows]), batch)
     for num_tokens, longest in ((96, 1), (96, 96), (2048, 96)):
         rows = q[:num_tokens]
         prefill_attention(ops, rows, AttentionBatch(kv, 0, tables, ints[:96], 0.1, NO_WINDOW, ints, longest), rows)
@@ -157,13 +167,18 @@ def attention_builds(dtype_code: int, architecture: str, kv_dtype: type) -> list
 
 def gemv_builds(dtype_code: int) -> list[dict[str, int]]:
     """All of them, in each type of result; there is none for float32."""
+    one_row = [one_row_gemv(dtype_code, k) for k in (2048, 4096) if dtype_code != DTYPE_CODES["float32"]]
     exact = [exact_gemv_build(index, MAX_EXACT_ROWS, H200[1]) for index in range(len(GEMV_BUILDS))]
     return [
         {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": out_float, **build.defines}
         for build in (*GEMV_BUILDS, exact_gemv_build(0, 8, H200[1]), *exact)
         for out_float in (0, 1)
         if dtype_code != DTYPE_CODES["float32"]
-    ]
+    ] + one_row
+
+
+def one_row_gemv(dtype_code: int, k: int) -> dict[str, int]:
+    return {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": 0, **one_row_build(GEMV_BUILDS[0], k).defines}
 
 
 def small_m_builds(dtype_code: int, architecture: str) -> list[dict[str, int]]:
