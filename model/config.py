@@ -107,7 +107,7 @@ class ModelConfig:
     def read(directory: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
         """Read a Hugging Face folder; generation_config.json may add EOS ids. Raises ModelError.
 
-        `overrides`: fields that replace those of config.json, as `with_overrides` says.
+        `overrides`: fields in place of config.json's, as `with_overrides` says.
         """
         path = Path(directory) / "config.json"
         gguf = None if path.exists() else find_gguf(Path(directory))

@@ -364,7 +364,7 @@ def decode_sizes(max_rows: int) -> list[int]:
 
 
 def drafted_sizes(max_rows: int) -> list[int]:
-    """Return DRAFTED_ROWS, then those of `decode_sizes`, up to `max_rows`."""
+    """Return DRAFTED_ROWS, then the sizes of `decode_sizes`, up to `max_rows`."""
     most_exact = min(max_rows, MAX_EXACT_ROWS)
     exact = {size for size in (*DRAFTED_ROWS, most_exact) if 1 < size <= most_exact}
     return sorted(exact.union(size for size in decode_sizes(max_rows) if size > most_exact))

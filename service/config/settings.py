@@ -454,7 +454,7 @@ class Settings:
 
     @property
     def config_overrides(self) -> dict[str, Any]:
-        """Fields that replace those of config.json."""
+        """Fields in place of config.json's."""
         return json.loads(self.hf_overrides) if self.hf_overrides is not None else {}
 
     @property

@@ -1,4 +1,4 @@
-"""Adapters of experts on the device: captured steps against NumPy's, base steps beside them, an engine with them.
+"""Adapters of experts on the device: captured steps against NumPy's, base steps next to them, an engine with them.
 
 Rounding sends some rows to other experts: medians are compared (see test_experts_model_gpu.py).
 """
@@ -113,7 +113,7 @@ def test_base_steps_take_the_fused_kernels(open_ops, tmp_path, monkeypatch):
 
 
 def test_an_engine_serves_an_adapter_of_experts(open_ops, tmp_path):
-    """Alone and beside other requests; greedy tokens part at near ties: most first ones must agree."""
+    """Alone and with other requests; greedy tokens part at near ties: most first ones must agree."""
     open_ops("bfloat16")  # or skips where there is no GPU
     own = {"model": write_config(tmp_path), "device": "cuda", "load_format": "dummy", "enable_lora": True}
     settings = replace(Settings(), max_num_seqs=8, swap_space=0.0, num_gpu_blocks=128, lora_experts=True, **own)

@@ -69,7 +69,7 @@ class _Writer:
         self._put(f"{prefix}mlp.experts", self._stacked(outer))
 
     def _gate_up(self, gate: str, up: str) -> Pair:
-        """Return a [r, H] and b [2 I, r] of both, with the ranks of one after those of the other if "stacks"."""
+        """Return a [r, H] and b [2 I, r] of both, with the ranks of one after the other's if "stacks"."""
         (a_gate, b_gate), size = self._pair(gate), self.shapes[f"{gate}.weight"][0]
         if self.form != "stacks":
             return a_gate, np.concatenate([b_gate, self._pair(up, a_gate)[1]])
@@ -114,7 +114,7 @@ def write_expert_adapter(
 ) -> WrittenExperts:
     """Write an adapter of experts' projections, of routers and of q; `fields` join adapter_config.json.
 
-    `experts`: those that have tensors, if "each" (None: all).
+    `experts`: numbers that have tensors, if "each" (None: all).
     """
     writer = _Writer(config, form, rank, alpha / rank, strength, dtype, np.random.default_rng(seed))
     block = config.tensors.experts.rpartition(".")[0] if form == "each" else "mlp"

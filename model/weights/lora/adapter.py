@@ -104,7 +104,7 @@ def read_adapter(
 ) -> LoraAdapter:
     """Read and check a folder of PEFT for the model of `config`, its values in `dtype`.
 
-    All values lie in one array, uint8[n] of `new_bytes(n)`, in a slot's order, then those of experts. Raises ModelError
+    All values lie in one array, uint8[n] of `new_bytes(n)`, in a slot's order, then experts'. Raises ModelError
     with the file and the field or tensor, of experts and routers unless `with_experts`.
     """
     return _read(directory, config, dtype, max_rank, new_bytes, with_experts=with_experts)

@@ -129,7 +129,7 @@ class ExpertReader:
         ]
         for expert, (module, own) in source.modules.items():
             if described.rank_and_scale(module) != (rank, scale):
-                raise own[0].error(f"rank or scale differ from those of {first} (the same for all experts)")
+                raise own[0].error(f"rank or scale differ from {first}'s (the same for all experts)")
             for tensor, shape, values in zip(own, shapes, stored, strict=True):
                 _check(tensor, shape)
                 if tensor.dtype != values.dtype:

@@ -33,7 +33,7 @@ class ProductPart:
 def product_parts(
     config: ModelConfig, layer: int, sharding: Sharding, with_experts: bool = False
 ) -> dict[str, list[ProductPart]]:
-    """Return the parts of each product of a layer; of a stack, those of an expert. `with_experts`: router and experts
+    """Return the parts of each product of a layer; of a stack, an expert's. `with_experts`: router and experts
     too."""
     shapes = layer_shapes(config, layer)
 

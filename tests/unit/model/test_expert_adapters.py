@@ -145,7 +145,7 @@ def test_captured_steps_are_those_by_themselves(tmp_path):
 
 
 def test_an_engine_says_what_the_merged_model_says(tmp_path):
-    """Requests of an adapter with experts beside requests of the base model; memory is planned for the slots."""
+    """Requests of an adapter with experts and of the base model; memory is planned for the slots."""
     golden = Golden.load("qwen3_moe_bf16")
     config = ModelConfig.read(golden.folder)
     written = write_expert_adapter(tmp_path / "adapter", config, "stacks", strength=2.0)

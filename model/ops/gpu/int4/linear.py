@@ -81,7 +81,7 @@ class Int4Linear:
 
     def gated(self, x: Array, weight: Weight) -> Array | None:
         """Return silu_mul [M, I] of the product of x [M, K] and weight [2 I, K], None if gemv_w4a16 does not take it.
-        The bits are those of two kernels."""
+        It has the bits of the two kernels."""
         ops, m, n = self._ops, len(x), weight.shape[0]
         is_fast = ops.dtype != _FLOAT32 and x.data.ptr % _ALIGNMENT == 0 and weight.input_order is None
         if not is_fast or not 0 < m <= MAX_GEMV_ROWS or n % (2 * TILE_ROWS):

@@ -115,7 +115,7 @@ def small_m_fp8_build(m: int, n: int, num_sms: int, max_shared_bytes: int) -> Sm
 
 @dataclass(frozen=True)
 class FewRowsFp8Build:
-    """Macros of few_rows_fp8_sm90.cu, one block an SM. Rows, split and so the bits are those of small_m_fp8_sm90."""
+    """Macros of few_rows_fp8_sm90.cu, one block an SM. Rows, split and so the bits are small_m_fp8_sm90's."""
 
     rows: int
     split: int

@@ -1,4 +1,4 @@
-"""A norm and its product are those of the single operations."""
+"""A norm and its product equal the single operations."""
 
 import numpy as np
 import pytest

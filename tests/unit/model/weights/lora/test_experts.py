@@ -129,7 +129,7 @@ def test_a_rank_above_the_limit_is_refused(tmp_path, config):
     each = write_expert_adapter(tmp_path / "each", config, rank=8, rank_pattern={"experts.1.up_proj": 4})
     change = {f"{BASE}.experts.1.up_proj.lora_A.weight": zeros(4, 64)}
     change[f"{BASE}.experts.1.up_proj.lora_B.weight"] = zeros(32, 4)
-    assert "rank or scale differ from those of model.layers.3.mlp.experts.0.up_proj" in refusal(each, change, config)
+    assert "rank or scale differ from model.layers.3.mlp.experts.0.up_proj's" in refusal(each, change, config)
 
 
 @pytest.mark.parametrize("targets", [None, []])
