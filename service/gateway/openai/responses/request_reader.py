@@ -158,7 +158,7 @@ def read_response_body(fields: Mapping[str, Any]) -> ResponseBody:
 
 
 def _functions(tools: Sequence[Any]) -> list[Any]:
-    """Return the functions of `tools`, also of namespaces. Tools that run elsewhere are left out if there are functions:
+    """Return the functions of `tools`, also of namespaces. Tools that run elsewhere are left out if it has functions:
     an agent offers them to every model. Raises RequestError (400) for tools without a function."""
     found: list[Any] = []
     for i, tool in enumerate(tools):
