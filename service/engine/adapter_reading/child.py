@@ -45,9 +45,9 @@ def serve(link: connection.Connection) -> None:
         memory = memories.free.pop()
         try:
             adapter = _read(directory, config, dtype, max_rank, with_experts, memories, memory)
-        except ModelError as error:
+        except (ModelError, OSError) as error:
             memories.free.append(memory)
-            link.send(error)
+            link.send(error if isinstance(error, ModelError) else ModelError(f"{directory}: {error}"))
             continue
         link.send(adapter)
         memories.send_new(link, memory)

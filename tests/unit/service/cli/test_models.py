@@ -46,7 +46,7 @@ def test_an_adapter_is_found_in_the_cache(cache):
 
 
 def test_experts_follow_from_the_adapters_given(tmp_path, cache):
-    """One that cannot be read counts for none; a flag stays."""
+    """An unreadable adapter adapts no experts; a flag stays."""
     config = ModelConfig.read(GOLDENS / "qwen3_moe_dense_layer_bf16")
     write_expert_adapter(tmp_path / "experts", config)
     write_adapter(tmp_path / "attention", config, targets=("q_proj",))
