@@ -47,7 +47,7 @@ print(made.engine.pool.num_blocks, made.memory.max_model_len)
 """
 
 
-def said(program):
+def output_of(program):
     done = subprocess.run(
         [sys.executable, "-c", ALONE + program], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
     )
@@ -55,14 +55,15 @@ def said(program):
     return done.stdout
 
 
-def test_check_tells_the_pool_that_is_made(open_ops):
+@pytest.mark.timeout(240)  # three processes, the first of which may compile every kernel
+def test_check_reports_the_pool_that_an_engine_makes(open_ops):
     ops = open_ops("bfloat16")  # or skips without a GPU
     if ops.memory_bytes()[0] < CARD_BYTES:
         pytest.skip("others have the card's memory")
-    said(MAKE)  # compiles what the cache lacks: with that comes a second warm-up, which grows other staging memory
-    table = said(CHECK)
+    output_of(MAKE)  # compiles what the cache lacks: with that comes a second warm-up, which grows other staging memory
+    table = output_of(CHECK)
     print(table)
-    num_blocks, max_model_len = said(MAKE).split()
+    num_blocks, max_model_len = output_of(MAKE).split()
     assert re.search(rf"^blocks +{num_blocks} of 16 tokens", table, re.M)
     assert re.search(rf"^longest sequence +{max_model_len} tokens", table, re.M)
     assert re.search(r"^a step's workspace +[0-9.]+ [GM]iB", table, re.M)

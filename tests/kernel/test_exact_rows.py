@@ -35,7 +35,7 @@ def gemv_ops(open_ops, monkeypatch):
             def __contains__(self, shape):  # nothing is measured anew
                 return True
 
-            def get(self, shape, default):
+            def get(self, shape, default=None):
                 return tuning.GemmAlgorithm(tuning.GEMV, build) if shape.m <= 8 else default
 
         ops = open_ops("bfloat16")

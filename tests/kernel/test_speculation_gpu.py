@@ -79,7 +79,7 @@ def test_a_bf16_engine_of_one_sequence_emits_the_same_tokens(open_ops, monkeypat
         def __contains__(self, shape):  # nothing is measured anew
             return True
 
-        def get(self, shape, default):
+        def get(self, shape, default=None):
             return tuning.GemmAlgorithm(tuning.GEMV, 0) if shape.m <= 8 else default
 
     ops = open_ops("bfloat16")
