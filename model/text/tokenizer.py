@@ -68,11 +68,14 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._vocabulary.size
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return a prompt's ids, with BOS and other framing; special tokens in `text` are plain text.
+    def encode(self, text: str, add_special_tokens: bool = True, *, parse_special: bool = False) -> list[int]:
+        """Return a prompt's ids, with BOS and other framing.
 
-        Raises ValueError for a lone surrogate.
+        Special tokens in `text` are plain text, unless `parse_special`; a BOS in it is then not repeated. Raises
+        ValueError for a lone surrogate.
         """
+        if parse_special and self._special_pattern.search(text):
+            return self._encode_marked(text, add_special_tokens)
         encoding = self._encode(text, add_special_tokens and self._frame is None)
         ids = encoding.ids
         if not self._spellings.keys().isdisjoint(ids):
@@ -97,16 +100,6 @@ class Tokenizer:
             special = self._special_by_secret.get(token.strip())
             ids += self._spellings.get(token_id, [token_id]) if special is None else [special]
         return ids
-
-    def encode_marked(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Like `encode`, but special tokens in `text` are recognised, and its BOS is not repeated."""
-        ids = self.encode_template(text)
-        before, after = self._ends if add_special_tokens else ([], [])
-        return [*([] if ids[: len(before)] == before else before), *ids, *after]
-
-    def spells_special(self, text: str) -> bool:
-        """Return whether a special token occurs in `text`."""
-        return self._special_pattern.search(text) is not None
 
     def token_id(self, text: str) -> int | None:
         """Return a token's id by its text in tokenizer.json."""
@@ -144,6 +137,11 @@ class Tokenizer:
         encoding = self._encode("a", add_special_tokens=True)
         own = [index for index, is_frame in enumerate(encoding.special_tokens_mask) if not is_frame]
         return encoding.ids[: own[0]], encoding.ids[own[-1] + 1 :]
+
+    def _encode_marked(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids = self.encode_template(text)
+        before, after = self._ends if add_special_tokens else ([], [])
+        return [*([] if ids[: len(before)] == before else before), *ids, *after]
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if len(text) > self._max_text_chars:

@@ -27,7 +27,6 @@ from service.gateway.core.sampling_resolver import SamplingResolver
 from service.gateway.core.served_model import ServedModel
 from service.gateway.grammars.pool import PackedTask
 from service.offline.lora import AdapterFiles, LoRARequest
-from service.offline.prompts import with_special_tokens
 from service.offline.settings import in_keywords
 from service.worker.engine_thread import Add, Cancel, EngineThread, Stop
 
@@ -179,7 +178,6 @@ class OfflineEngine:
             raise ValueError(NO_HEAD)
         reader = PromptReader(model, self._settings)
         reader.check(request)
-        request = with_special_tokens(request, model.tokenizer)
         read = reader.read(request, self.max_model_len)
         (prompt,) = read.prompts
         params = request.sampling

@@ -7,7 +7,6 @@ from dataclasses import replace
 from numbers import Integral
 from typing import Any, TypedDict
 
-from model.text.tokenizer import Tokenizer
 from service.gateway.core.request import CHAT, GenerationRequest
 from service.offline.sampling_params import checked_request
 
@@ -59,17 +58,6 @@ def with_prompt(request: GenerationRequest, prompt: Prompt) -> GenerationRequest
         if ids and all(isinstance(one, Integral) and not isinstance(one, bool) for one in ids):
             return _with_content(request, tuple(map(int, ids)))
     raise ValueError("'prompt' must be a text or token ids, and not empty")
-
-
-def with_special_tokens(request: GenerationRequest, tokenizer: Tokenizer) -> GenerationRequest:
-    """Return the request with token ids for a text that spells special tokens, such as a rendered chat template.
-
-    The program wrote the text: unlike an HTTP client's, its special tokens count, as in vLLM. Raises ValueError.
-    """
-    (prompt,) = request.prompts
-    if not isinstance(prompt, str) or not tokenizer.spells_special(prompt):
-        return request
-    return _with_content(request, tuple(tokenizer.encode_marked(prompt)))
 
 
 def _with_content(request: GenerationRequest, content: str | tuple[int, ...]) -> GenerationRequest:

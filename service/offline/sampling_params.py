@@ -113,7 +113,7 @@ class SamplingParams:
         request = checked_request(COMPLETIONS, {**ANY_PROMPT, **self._fields()})
         if self.max_tokens is None:
             request = replace(request, sampling=replace(request.sampling, max_tokens=None))
-        return replace(request, has_token_ids=True)
+        return replace(request, has_token_ids=True, parse_special=True)
 
     def _fields(self) -> dict[str, Any]:
         same = (
@@ -149,7 +149,7 @@ class BeamSearchParams:
     def request(self) -> GenerationRequest:
         """Return a request like `SamplingParams.request`. Raises ValueError."""
         fields = {**ANY_PROMPT, **asdict(self), "n": self.beam_width, "use_beam_search": True, "logprobs": 0}
-        return replace(checked_request(COMPLETIONS, fields), has_token_ids=True)
+        return replace(checked_request(COMPLETIONS, fields), has_token_ids=True, parse_special=True)
 
 
 @named_fields
@@ -164,7 +164,7 @@ class PoolingParams:
 
     def request(self) -> GenerationRequest:
         """Return a request like `SamplingParams.request`. Raises ValueError."""
-        return checked_request(EMBEDDINGS, {"input": [0], **asdict(self)})
+        return replace(checked_request(EMBEDDINGS, {"input": [0], **asdict(self)}), parse_special=True)
 
 
 AnyParams = SamplingParams | BeamSearchParams | PoolingParams

@@ -66,9 +66,7 @@ class LLMTokenizer(VllmNames):
     @named
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids; special tokens in `text` are recognised. Raises ValueError for a lone surrogate."""
-        if self._tokenizer.spells_special(text):
-            return self._tokenizer.encode_marked(text, add_special_tokens)
-        return self._tokenizer.encode(text, add_special_tokens)
+        return self._tokenizer.encode(text, add_special_tokens, parse_special=True)
 
     @named
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:

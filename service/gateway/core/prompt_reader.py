@@ -58,7 +58,9 @@ class PromptReader:
         num_tokens = 0
         keeps_end = request.truncate_prompt_tokens is not None
         for prompt in request.prompts:
-            ids = self._model.encode(prompt, request.add_special_tokens, keeps_end=keeps_end)
+            ids = self._model.encode(
+                prompt, request.add_special_tokens, parse_special=request.parse_special, keeps_end=keeps_end
+            )
             prompts.append(self._truncated(request, ids, max_model_len))
             num_tokens += len(prompts[-1])
             if num_tokens > self._settings.max_request_tokens:  # do not encode the rest for nothing
@@ -74,11 +76,11 @@ class PromptReader:
         return prompt[-num_kept:]
 
     def _prompt_texts(self, request: GenerationRequest, prompts: Sequence[list[int]]) -> tuple[str, ...]:
-        """Return the prompts that the answer repeats, as sent or truncated."""
+        """Return the prompts that the answer repeats: as sent, or decoded if truncated or parsed for specials."""
         if not request.echo:
             return ()
         decode = self._model.tokenizer.decode
-        is_whole = request.truncate_prompt_tokens is None
+        is_whole = request.truncate_prompt_tokens is None and not request.parse_special
         return tuple(
             text if isinstance(text, str) and is_whole else decode(ids, request.skip_special_tokens)
             for text, ids in zip(request.prompts, prompts, strict=True)

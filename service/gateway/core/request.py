@@ -115,6 +115,7 @@ class GenerationRequest:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     add_special_tokens: bool = True  # to a text prompt
+    parse_special: bool = False  # in a text prompt
     truncate_prompt_tokens: int | None = None  # keep the last N; -1: as many as fit
     echo: bool = False
     only_echoes: bool = False  # generated text is dropped

@@ -130,7 +130,9 @@ class ServedModel:
             message = "The model does not exist; GET /v1/models lists the names that are served."
             raise RequestError(404, message, param="model", code="model_not_found")
 
-    def encode(self, prompt: Prompt, add_special_tokens: bool = True, *, keeps_end: bool = False) -> list[int]:
+    def encode(
+        self, prompt: Prompt, add_special_tokens: bool = True, *, parse_special: bool = False, keeps_end: bool = False
+    ) -> list[int]:
         """Return at least one token id, each inside the vocabulary. Raises RequestError (400).
 
         Slow: call it off the event loop. A text with more bytes than the longest prompt is refused unread. One with too
@@ -143,7 +145,9 @@ class ServedModel:
                 if not keeps_end:
                     raise too_long(self.max_model_len, "prompt")
                 prompt = end
-            return self._checked(self.tokenizer.encode(prompt, add_special_tokens), "prompt")
+            return self._checked(
+                self.tokenizer.encode(prompt, add_special_tokens, parse_special=parse_special), "prompt"
+            )
         if isinstance(prompt, tuple):
             return self._checked(list(prompt), "prompt")
         texts = [m["content"] for m in prompt.messages]

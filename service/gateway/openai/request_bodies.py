@@ -142,6 +142,7 @@ class CompletionBody(GenerationBody, frozen=True):
     logprobs: int | None = None
     echo: bool = False
     add_special_tokens: bool = True
+    parse_special: bool = False
 
 
 class EmbeddingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):

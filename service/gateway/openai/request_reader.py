@@ -114,7 +114,13 @@ def _read_completion(fields: Mapping[str, Any]) -> GenerationRequest:
         if body.prompt_logprobs is not None:
             raise refusal("prompt_logprobs", "cannot go with both 'echo' and 'logprobs', which return them too")
         request = replace(request, sampling=replace(request.sampling, prompt_logprobs=body.logprobs))
-    return replace(request, echo=body.echo, only_echoes=only_echoes, add_special_tokens=body.add_special_tokens)
+    return replace(
+        request,
+        echo=body.echo,
+        only_echoes=only_echoes,
+        add_special_tokens=body.add_special_tokens,
+        parse_special=body.parse_special,
+    )
 
 
 def _read_chat(fields: Mapping[str, Any]) -> GenerationRequest:

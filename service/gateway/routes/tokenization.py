@@ -25,6 +25,7 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
     add_special_tokens: bool | None = None
+    parse_special: bool = False
     return_token_strs: bool = False
 
 
@@ -43,7 +44,8 @@ def tokenize(model: ServedModel, data: bytes, adapters: Container[str] = ()) -> 
     check_part_types(plain.get("tools"), ("function",), "tools")
     body = convert(plain, TokenizeBody)
     model.require(body.model, adapters)
-    ids = model.encode(_prompt(model, body, fields), body.add_special_tokens is not False)
+    adds = body.add_special_tokens is not False
+    ids = model.encode(_prompt(model, body, fields), adds, parse_special=body.parse_special)
     texts = [model.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
     return {"count": len(ids), "tokens": ids, "token_strs": texts}
 
@@ -67,6 +69,8 @@ def _prompt(model: ServedModel, body: TokenizeBody, fields: dict[str, Any]) -> P
             if getattr(body, name):
                 raise refusal(name, "needs 'messages'")
         return body.prompt
+    if body.parse_special:
+        raise refusal("parse_special", "needs 'prompt': in messages special tokens are plain text")
     if body.add_special_tokens:
         raise refusal("add_special_tokens", "cannot be true with 'messages', whose template adds them")
     chat = read_request(CHAT, {name: fields[name] for name in CHAT_FIELDS if name in fields})

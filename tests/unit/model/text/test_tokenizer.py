@@ -48,6 +48,21 @@ def test_special_tokens_in_a_prompt_are_plain_text(name, readers):
             assert token in reader.decode(ids)
 
 
+def test_parsed_special_tokens_are_the_library_s(name, readers, originals):
+    reader, original = readers[name], originals[name]
+    frame = reader.encode("")
+    for token in sorted(reader.special_tokens):
+        text = f"hello {token}{token} world"
+        expected = original.encode(text, add_special_tokens=False).ids
+        assert reader.encode(text, add_special_tokens=False, parse_special=True) == expected
+        framed = reader.encode(text, parse_special=True)
+        assert [i for i in framed if i not in frame] == [i for i in expected if i not in frame]
+        begin = framed[: len(framed) - len(expected)]
+        if begin and begin == frame[: len(begin)]:
+            marked = reader.token_text(begin[0]) + text
+            assert reader.encode(marked, parse_special=True).count(begin[0]) == framed.count(begin[0])
+
+
 def test_template_text_is_encoded_as_the_library_does(name, readers, originals):
     specials = sorted(readers[name].special_tokens)
     pieces = st.sampled_from([*specials, *TEXTS, "<", ">", "[", "▁", " hello", "world ", "<think>", "▁▁"])

@@ -133,6 +133,7 @@ BY_ENDPOINT = {
         "logprobs": [-1, 21, True, 1.5, 10**30],
         "echo": [1, "yes"],
         "add_special_tokens": [0],
+        "parse_special": [1],
     },
     CHAT: {
         "messages": [

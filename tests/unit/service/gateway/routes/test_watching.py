@@ -9,7 +9,7 @@ from tests.support.demo_engine import DEMO
 from tests.support.gateway import MAX_POSITION, MODEL, QuickQueue, open_gateway
 from tests.support.wire import make_job
 
-CHAT = "/v1/chat/completions"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
@@ -126,6 +126,25 @@ async def test_tokens_without_those_around_a_prompt():
         assert await gateway.post("/tokenize", {"prompt": "Once upon", "add_special_tokens": True}) == (200, whole)
 
 
+async def test_a_template_that_the_client_rendered():
+    async with open_gateway(DEMO) as gateway:
+        _, chat = await gateway.post("/tokenize", {"messages": MESSAGES})
+        rendered = gateway.model.tokenizer.decode(chat["tokens"], skip_special_tokens=False)
+        parsed = {"prompt": rendered, "parse_special": True}
+        assert (await gateway.post("/tokenize", parsed))[1]["tokens"] == chat["tokens"]
+        assert (await gateway.post("/tokenize", {"prompt": rendered}))[1]["count"] > chat["count"]
+        asked = {"model": MODEL, "return_token_ids": True, **parsed}
+        _, answer = await gateway.post(COMPLETIONS, asked)
+        assert answer["choices"][0]["prompt_token_ids"] == chat["tokens"]
+        for skips in (True, False):
+            echo = {"echo": True, "logprobs": 0, "skip_special_tokens": skips}
+            choice = (await gateway.post(COMPLETIONS, asked | echo))[1]["choices"][0]
+            shown = rendered if not skips else gateway.model.tokenizer.decode(chat["tokens"])
+            assert choice["text"].startswith(shown)
+            offset = choice["logprobs"]["text_offset"][len(chat["tokens"])]
+            assert offset == len(shown)
+
+
 async def test_tokens_of_messages_are_those_of_the_job(gateway):
     _, body = await gateway.post("/tokenize", {"messages": MESSAGES})
     _, answer = await gateway.post(CHAT, {"model": MODEL, "messages": MESSAGES})
@@ -141,6 +160,7 @@ async def test_tokens_of_messages_are_those_of_the_job(gateway):
         ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+        ("/tokenize", {"messages": MESSAGES, "parse_special": True}, "parse_special"),
         ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0].content"),
         ("/tokenize", {"prompt": "a", "x": 1}, "x"),
         ("/detokenize", {}, "tokens"),
