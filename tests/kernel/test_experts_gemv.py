@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from model.ops.experts import gated_experts
-from model.ops.weight import WeightFormat
+from model.ops.weight import Weight, WeightFormat
 from tests.support.expert_checks import (
     REFERENCE,
     gated_stacks,
@@ -14,7 +14,7 @@ from tests.support.expert_checks import (
     upload_groups,
     upload_stack,
 )
-from tests.support.kernel_checks import NUMPY_DTYPES, assert_close, normal, report_bandwidth, seconds_of
+from tests.support.kernel_checks import NUMPY_DTYPES, assert_close, normal, repeated, report_bandwidth, seconds_of
 
 pytestmark = pytest.mark.gpu
 
@@ -82,7 +82,7 @@ def test_speed(open_ops, rng, rows):
     ops, experts, used, n, k = open_ops("bfloat16"), 128, 8, 1536, 2048
     ids = routed_ids(rng, rows, experts, used)
     groups = upload_groups(ops, REFERENCE.group_by_expert(ids, experts))
-    stack = upload_stack(ops, random_stack(rng, (experts, n, k), WeightFormat.DENSE, ops.dtype))
+    stack = upload_stack(ops, Weight(repeated(normal(rng, (n, k), "bfloat16", k**-0.5), experts, n, k)))
     x = ops.upload(normal(rng, (rows, k), "bfloat16"))
     seconds = seconds_of(ops, [lambda: ops.experts_linear(x, stack, groups)])
     in_use = len(np.unique(ids))

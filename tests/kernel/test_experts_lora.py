@@ -7,7 +7,15 @@ from model.ops.cpu.ops import NumpyOps
 from model.ops.gpu.adapters.pairs import MAX_SINGLE_PAIRS, MAX_SPLIT_PAIRS
 from model.ops.interface import AdapterMatrix, ExpertGroups
 from tests.support.expert_checks import REFERENCE, routed_ids, upload_groups
-from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, assert_close, normal, report_bandwidth, seconds_of
+from tests.support.kernel_checks import (
+    DTYPES,
+    NUMPY_DTYPES,
+    assert_close,
+    normal,
+    repeated,
+    report_bandwidth,
+    seconds_of,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -106,8 +114,8 @@ def test_speed(open_ops, rng, num_rows, shape):
     ids = REFERENCE.route_experts(logits, num_used, False)[0]
     groups, slots = REFERENCE.group_by_expert(ids, num_experts), np.arange(num_rows, dtype=np.int32) * 4 // num_rows
     count = num_slots * num_experts
-    sizes = (count, len(ends), rank, num_inputs), (count, ends[-1], rank)
-    a, b = (ops.upload(normal(rng, size, "bfloat16", 0.01)) for size in sizes)
+    sizes = (len(ends), rank, num_inputs), (ends[-1], rank)
+    a, b = (ops.upload(repeated(normal(rng, size, "bfloat16", 0.01), count, *size)) for size in sizes)
     matrices = [AdapterMatrix(a, b, ops.upload(np.full(count, rank, np.int32)), ends)]
     matrices += [replace(matrices[0], a=a.copy(), b=b.copy()) for _ in range(2)]
     own, on_gpu = upload_groups(ops, groups), ops.upload(slots)

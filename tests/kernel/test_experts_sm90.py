@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from model.ops.weight import WeightFormat
+from model.ops.weight import Weight, WeightFormat
 from tests.support.expert_checks import (
     REFERENCE,
     product_of_pairs,
@@ -13,7 +13,7 @@ from tests.support.expert_checks import (
     upload_stack,
 )
 from tests.support.fp8_checks import random_rows, upload
-from tests.support.kernel_checks import NUMPY_DTYPES, assert_close, normal, report_flops, seconds_of
+from tests.support.kernel_checks import NUMPY_DTYPES, assert_close, normal, repeated, report_flops, seconds_of
 
 pytestmark = pytest.mark.gpu
 
@@ -68,7 +68,7 @@ def test_speed(open_hopper_ops, rng):
     """Gate and up of Qwen3-30B-A3B, 8192 tokens."""
     ops, rows, experts, used, n, k = open_hopper_ops("bfloat16"), 8192, 128, 8, 1536, 2048
     groups = upload_groups(ops, REFERENCE.group_by_expert(routed_ids(rng, rows, experts, used), experts))
-    stack = upload_stack(ops, random_stack(rng, (experts, n, k), WeightFormat.DENSE, ops.dtype))
-    x = ops.upload(normal(rng, (rows * used, k), "bfloat16"))
+    stack = upload_stack(ops, Weight(repeated(normal(rng, (n, k), "bfloat16", k**-0.5), experts, n, k)))
+    x = ops.upload(repeated(normal(rng, (rows, k), "bfloat16"), rows * used, k))
     seconds = seconds_of(ops, [lambda: ops.experts_linear(x, stack, groups, is_sorted=True)])
     report_flops(f"experts_sm90 {rows} rows of {experts} x [{n}, {k}]", 2 * rows * used * n * k, seconds)

@@ -11,7 +11,7 @@ from tests.support.expert_checks import (
     upload_groups,
     upload_stack,
 )
-from tests.support.kernel_checks import assert_close, normal, report_flops, seconds_of
+from tests.support.kernel_checks import assert_close, normal, repeated, report_flops, seconds_of
 
 pytestmark = pytest.mark.gpu
 
@@ -55,6 +55,6 @@ def test_speed(open_hopper_ops, rng):
     ops, rows, experts, used, n, k = open_hopper_ops("bfloat16"), 8192, 128, 8, 1536, 2048
     groups = upload_groups(ops, REFERENCE.group_by_expert(routed_ids(rng, rows, experts, used), experts))
     stack = upload_stack(ops, random_int4_stack(rng, (experts, n, k), 128, False, "bfloat16"))
-    x = ops.upload(normal(rng, (rows * used, k), "bfloat16"))
+    x = ops.upload(repeated(normal(rng, (rows, k), "bfloat16"), rows * used, k))
     seconds = seconds_of(ops, [lambda: ops.experts_linear(x, stack, groups, is_sorted=True)])
     report_flops(f"experts_w4a16_sm90 {rows} rows of {experts} x [{n}, {k}]", 2 * rows * used * n * k, seconds)

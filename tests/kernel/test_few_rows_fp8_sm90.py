@@ -6,7 +6,7 @@ import pytest
 from model.ops.gpu.w8.builds import few_rows_fp8_build, small_m_fp8_build
 from model.ops.interface import Fp8Rows
 from model.ops.mlp import gated_mlp
-from tests.support.fp8_checks import as_weight, assert_product, random_rows, upload
+from tests.support.fp8_checks import as_weight, assert_product, random_rows, repeated_rows, upload
 from tests.support.kernel_checks import normal, report_bandwidth, seconds_of
 
 pytestmark = pytest.mark.gpu
@@ -117,7 +117,7 @@ def test_a_gated_mlp_has_the_bits_of_its_operations(open_hopper_ops, rng, monkey
 @pytest.mark.parametrize(("n", "k"), [(28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096)])
 def test_speed(open_hopper_ops, launch, rng, n, k):
     ops = open_hopper_ops("bfloat16")
-    x, weight = upload(ops, random_rows(rng, 1, k)), random_rows(rng, n, k)
+    x, weight = upload(ops, random_rows(rng, 1, k)), repeated_rows(rng, n, k)
     weights, out = [upload(ops, weight) for _ in range(8)], ops.empty((1, n), ops.dtype)
     seconds = seconds_of(ops, [lambda weight=weight: launch(ops, x, weight, None, out) for weight in weights])
     report_bandwidth(f"few_rows_fp8_sm90 [1, {k}] @ [{n}, {k}].T", n * k, seconds)

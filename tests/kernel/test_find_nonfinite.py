@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from model.ops.cpu.ops import NumpyOps
-from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, normal, report_bandwidth, seconds_of
+from tests.support.kernel_checks import DTYPES, NUM_DRAWN, NUMPY_DTYPES, normal, repeated, report_bandwidth, seconds_of
 
 pytestmark = pytest.mark.gpu
 
@@ -45,6 +45,6 @@ def test_one_nan_among_bits_of_e4m3_is_found(open_ops, rng, count, skipped):
 def test_speed(open_ops, rng):
     """Llama-3.1-8B: the matrix of gate and up."""
     ops = open_ops("bfloat16")
-    host, found = normal(rng, (28672, 4096), "bfloat16"), ops.upload(np.zeros(1, np.int32))
+    host, found = repeated(normal(rng, (NUM_DRAWN, 4096), "bfloat16"), 28672, 4096), ops.upload(np.zeros(1, np.int32))
     seconds = seconds_of(ops, [lambda x=x: ops.find_nonfinite(x, found) for x in (ops.upload(host), ops.upload(host))])
     report_bandwidth("find_nonfinite 28672 x 4096", host.nbytes, seconds)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from model.ops.weight import Weight, WeightFormat
-from tests.support.fp8_checks import as_weight, assert_product, random_rows, upload
+from tests.support.fp8_checks import as_weight, assert_product, random_rows, repeated_rows, upload
 from tests.support.int4_checks import assert_product as assert_near
 from tests.support.kernel_checks import normal, report_bandwidth, seconds_of
 from tests.support.w8_checks import KINDS, random_w8, upload_w8, w8_in_float64
@@ -127,7 +127,7 @@ def test_every_int8_is_widened_exactly(open_ops, launch, dtype):
 @pytest.mark.parametrize("kind", ["16 bits", "e4m3"])
 def test_speed(open_ops, launch, rng, m, n, k, kind):
     ops = open_ops("bfloat16")
-    x, weight, _ = inputs(rng, m, n, k, "bfloat16", kind, with_bias=False)
+    x, weight = random_rows(rng, m, k) if kind == "e4m3" else normal(rng, (m, k), "bfloat16"), repeated_rows(rng, n, k)
     x, weights, out = upload(ops, x), [upload(ops, weight) for _ in range(8)], ops.empty((m, n), ops.dtype)
     seconds = seconds_of(ops, [lambda weight=weight: launch(ops, x, weight, None, out) for weight in weights])
     report_bandwidth(f"gemv_w8 [{m}, {k}] of {kind} @ [{n}, {k}].T", n * k, seconds)

@@ -47,7 +47,7 @@ def test_a_nan_stays_in_its_row(open_ops, rng):
 def test_speed(open_ops, rng, rows):
     ops, vocab = open_ops("float32"), 151936
     with ops.scratch():
-        logits = ops.upload(rng.standard_normal((rows, vocab)).astype(np.float32))
+        logits = ops.upload(rng.standard_normal((rows, vocab), np.float32))
         logprobs = ops.temporary(logits.shape, np.float32)
         seconds = seconds_of(ops, [lambda: launch(ops, logits, logprobs)])
     report_bandwidth(f"log_softmax {rows} x {vocab}", 2 * logits.nbytes, seconds)

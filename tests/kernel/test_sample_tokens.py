@@ -109,7 +109,7 @@ def test_no_rows(open_ops, rng):
 )
 def test_speed(open_ops, rng, rows, what, temperature, top_k, top_p):
     ops, vocab = open_ops("float32"), 151936
-    logits = ops.upload((rng.standard_normal((rows, vocab)) * 2.5).astype(np.float32))
+    logits = ops.upload(rng.standard_normal((rows, vocab), np.float32) * np.float32(2.5))
     fixed = {
         "temperature": np.full(rows, temperature, np.float32),
         "top_k": np.full(rows, top_k, np.int32),

@@ -5,7 +5,7 @@ import pytest
 
 from model.ops.gpu.w8.builds import small_m_fp8_build
 from model.ops.interface import Fp8Rows
-from tests.support.fp8_checks import as_weight, assert_product, random_rows, upload
+from tests.support.fp8_checks import as_weight, assert_product, random_rows, repeated_rows, upload
 from tests.support.kernel_checks import normal, report_bandwidth, seconds_of
 
 pytestmark = pytest.mark.gpu
@@ -117,7 +117,7 @@ def test_kernels_of_a_graph_that_begin_early_still_wait_for_each_other(open_hopp
 )
 def test_speed(open_hopper_ops, launch, rng, m, n, k):
     ops = open_hopper_ops("bfloat16")
-    x, weight = upload(ops, random_rows(rng, m, k)), random_rows(rng, n, k)
+    x, weight = upload(ops, random_rows(rng, m, k)), repeated_rows(rng, n, k)
     weights, out = [upload(ops, weight) for _ in range(8)], ops.empty((m, n), ops.dtype)
     seconds = seconds_of(ops, [lambda weight=weight: launch(ops, x, weight, None, out) for weight in weights])
     report_bandwidth(f"small_m_fp8_sm90 [{m}, {k}] @ [{n}, {k}].T", n * k, seconds)

@@ -5,7 +5,7 @@ import pytest
 
 from tests.support.int4_checks import assert_product
 from tests.support.kernel_checks import normal, report_bandwidth, seconds_of
-from tests.support.w8_checks import KINDS, random_w8, upload_w8, w8_in_float64
+from tests.support.w8_checks import KINDS, random_w8, repeated_w8, upload_w8, w8_in_float64
 
 pytestmark = pytest.mark.gpu
 
@@ -76,7 +76,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(open_hopper_ops, launch, rn
 @pytest.mark.parametrize("kind", KINDS)
 def test_speed(open_hopper_ops, launch, rng, m, n, k, kind):
     ops = open_hopper_ops("bfloat16")
-    x, weight = ops.upload(normal(rng, (m, k), "bfloat16")), random_w8(rng, n, k, kind)
+    x, weight = ops.upload(normal(rng, (m, k), "bfloat16")), repeated_w8(rng, n, k, kind)
     weights, out = [upload_w8(ops, weight) for _ in range(8)], ops.empty((m, n), ops.dtype)
     seconds = seconds_of(ops, [lambda weight=weight: launch(ops, x, weight, None, out) for weight in weights])
     report_bandwidth(f"small_m_w8a16_sm90 {kind} [{m}, {k}] @ [{n}, {k}].T", n * k, seconds)

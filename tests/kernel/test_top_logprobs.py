@@ -76,7 +76,7 @@ def test_tokens_that_were_not_sampled(open_ops, rng, num_best):
 @pytest.mark.parametrize("rows", [1, 256])
 def test_speed(open_ops, rng, rows):
     ops, vocab = open_ops("float32"), 151936
-    logits = ops.upload(rng.standard_normal((rows, vocab)).astype(np.float32))
+    logits = ops.upload(rng.standard_normal((rows, vocab), np.float32))
     greedy = np.zeros(rows, np.float32)
     options = uploaded(
         random_options(rng, rows, vocab, temperature=greedy, num_logprobs=20, with_logprobs=True), ops.upload

@@ -7,12 +7,19 @@ import numpy as np
 from model.ops.fp8 import quantise, widen
 from model.ops.interface import Fp8Rows
 from model.ops.weight import Weight
+from tests.support.kernel_checks import NUM_DRAWN, repeated
 
 
 def random_rows(rng: np.random.Generator, num_rows: int, width: int) -> Fp8Rows:
     """Return rows whose scales differ by about a factor of ten and whose products are near one."""
     sizes = width**-0.25 * np.exp(0.7 * rng.standard_normal((num_rows, 1), np.float32))
     return Fp8Rows(*quantise(rng.standard_normal((num_rows, width), np.float32) * sizes))
+
+
+def repeated_rows(rng: np.random.Generator, num_rows: int, width: int) -> Fp8Rows:
+    """Return `random_rows`, NUM_DRAWN of them repeated, for a timing."""
+    rows = random_rows(rng, min(num_rows, NUM_DRAWN), width)
+    return Fp8Rows(repeated(rows.data, num_rows, width), repeated(rows.scale, num_rows))
 
 
 def upload(ops, x):

@@ -13,9 +13,17 @@ NUMPY_DTYPES = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else nam
 TOLERANCES = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
 """Norm of the difference over the norm of the expected array."""
 
+NUM_DRAWN = 256
+"""Rows of a large matrix that are drawn for a timing, and repeated."""
+
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> np.ndarray:
     return (rng.standard_normal(shape) * scale).astype(NUMPY_DTYPES[dtype])
+
+
+def repeated(part: np.ndarray, *shape: int) -> np.ndarray:
+    """Repeat `part` to an array of `shape`, for a timing: drawing gigabytes takes seconds."""
+    return np.resize(part, shape)
 
 
 def assert_close(actual: np.ndarray, expected: np.ndarray, dtype: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from model.ops.cpu.ops import NumpyOps
 from model.ops.interface import AttentionBatch
-from tests.support.kernel_checks import NUMPY_DTYPES, normal, report_flops, seconds_of
+from tests.support.kernel_checks import NUM_DRAWN, NUMPY_DTYPES, normal, repeated, report_flops, seconds_of
 from tests.support.paged_cache import LAYER, Heads, PagedCache, captured, large_cache, paged_cache, poisoned
 
 FRESH = [(n, n) for n in (1, 15, 16, 17, 63, 64, 65)]
@@ -79,7 +79,8 @@ def report_speed(ops, rng, num_sequences: int, length: int, what: str) -> None:
     tables = rng.permutation(num_sequences * blocks_each).astype(np.int32).reshape(num_sequences, -1)
     start = ops.upload(np.arange(num_sequences + 1, dtype=np.int32) * length)
     shape = (num_sequences * length, heads.num_heads, heads.head_dim)
-    q, out = ops.upload(normal(rng, shape, "bfloat16")), ops.empty(shape, ops.dtype)
+    q = ops.upload(repeated(normal(rng, (NUM_DRAWN, *shape[1:]), "bfloat16"), *shape))
+    out = ops.empty(shape, ops.dtype)
     arrays = ops.upload(tables), ops.upload(np.full(num_sequences, length, np.int32))
     batches = [
         AttentionBatch(kv, layer, *arrays, 0.088, query_start=start, max_query_len=length, kv_scales=scales)

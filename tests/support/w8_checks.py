@@ -8,6 +8,7 @@ import numpy as np
 
 from model.ops.fp8 import E4M3
 from model.ops.weight import Weight, WeightFormat
+from tests.support.kernel_checks import NUM_DRAWN, repeated
 
 KINDS = (WeightFormat.FP8, WeightFormat.FP8_BLOCK, WeightFormat.INT8)
 BLOCK = 128
@@ -22,6 +23,13 @@ def random_w8(rng: np.random.Generator, n: int, k: int, kind: WeightFormat) -> W
     shape = (-(-n // BLOCK), -(-k // BLOCK)) if kind is WeightFormat.FP8_BLOCK else (n,)
     sizes = np.exp(0.7 * rng.standard_normal(shape, np.float32)) / (size * k**0.5)
     return Weight(data, kind, sizes.astype(np.float32))
+
+
+def repeated_w8(rng: np.random.Generator, n: int, k: int, kind: WeightFormat) -> Weight:
+    """Return `random_w8`, NUM_DRAWN rows repeated, for a timing."""
+    part = random_w8(rng, min(n, NUM_DRAWN), k, kind)
+    num_scales = -(-n // BLOCK) if kind is WeightFormat.FP8_BLOCK else n
+    return Weight(repeated(part.data, n, k), kind, repeated(part.scale, num_scales, *part.scale.shape[1:]))
 
 
 def upload_w8(ops, weight: Weight) -> Weight:
