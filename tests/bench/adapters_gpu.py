@@ -69,6 +69,13 @@ class Run:
         request = EngineRequest(request_id=str(self._num_requests), prompt=tokens, sampling=params, adapter=source)
         self.engine.add_request(request)
 
+    def load(self, sources: list[AdapterSource]) -> None:
+        """Bring adapters to slots: sequences that wait for them would start later than others."""
+        for source in sources:
+            self.add(16, 2, source)
+        while self.engine.has_work:
+            self.step()
+
     def start(self, sources: list[AdapterSource]) -> None:
         """Start `--sequences`, and step until all decode."""
         count = self._flags.sequences
@@ -88,6 +95,10 @@ class Run:
     def step(self) -> None:
         self.engine.step()
         self.engine.drain_outputs()
+
+    def mean_tokens(self) -> float:
+        """Return the tokens that a sequence has."""
+        return self.engine.stats().num_slots_filled / self._flags.sequences
 
     def step_ms(self, num_steps: int) -> float:
         for _ in range(UNTIMED_STEPS):
@@ -182,12 +193,15 @@ def compare_steps(with_lora: Run, without: Run, sources: list[AdapterSource], nu
     with_lora.start([])
     report("both engines decode")
     turns = [(without.step_ms(num_steps), with_lora.step_ms(num_steps)) for _ in range(TURNS)]
+    num_base_tokens = with_lora.mean_tokens()
     with_lora.stop()
     without.stop()
     report(f"base steps: {turns}")
-    with_lora.start(sources)
+    with_lora.load(sources)
     report("all adapters are in slots")
+    with_lora.start(sources)
     of_adapters = [with_lora.step_ms(num_steps) for _ in range(TURNS)]
+    report(f"tokens of a sequence at the end: {num_base_tokens:.0f} and {with_lora.mean_tokens():.0f} with adapters")
     with_lora.stop()
     times = {"without --enable-lora": [one for one, _ in turns], "base requests": [one for _, one in turns]}
     times["adapters"] = of_adapters
@@ -234,7 +248,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=100, help="steps of each of three turns")
-    parser.add_argument("--load-steps", type=int, default=600)
+    parser.add_argument("--load-steps", type=int, default=600, help="0: no loads")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     flags = parser.parse_args()
     if flags.demo:
@@ -255,7 +269,8 @@ def main() -> None:
         known, new = sources[: flags.adapters], sources[flags.adapters :]
         run = Run(with_lora, flags)
         compare_steps(run, Run(without, flags), known, flags.steps)
-        compare_loads(run, known[: flags.adapters // 2], new, flags.load_steps)
+        if flags.load_steps:
+            compare_loads(run, known[: flags.adapters // 2], new, flags.load_steps)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
