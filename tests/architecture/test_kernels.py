@@ -76,7 +76,7 @@ def test_every_kernel_has_an_op_a_reference_and_a_test():
 
 
 @pytest.mark.parametrize("path", sorted(CUDA.rglob("*.cu*")), ids=lambda path: path.name)
-def test_a_source_says_what_it_is_in_at_most_700_lines(path):
+def test_a_source_describes_itself_and_has_at_most_700_lines(path):
     lines = path.read_text().splitlines()
     assert lines[0].startswith("// ")
     assert len(lines) <= MAX_FILE_LINES

@@ -22,6 +22,6 @@ def test_the_list_names_exactly_the_modules_without_a_unit_test():
     assert sorted(module for module in modules if not own_test(module).exists()) == sorted(WITHOUT_OWN_TEST)
 
 
-def test_every_unit_test_lies_beside_a_package():
+def test_every_unit_test_mirrors_a_package():
     folders = {path.parent.relative_to(UNIT) for path in UNIT.rglob("test_*.py")}
     assert [str(folder) for folder in sorted(folders) if not (ROOT / folder).is_dir()] == []

@@ -102,7 +102,7 @@ def test_a_mixed_batch_equals_each_alone(open_ops, written, dtype, quantization)
             assert differs == (slot != NO_SLOT)
 
 
-def test_logits_are_those_of_numpy(engines, on_numpy, written):
+def test_logits_match_numpy(engines, on_numpy, written):
     slots_of = [0, NO_SLOT, 3, 1, 4, 2]
     logits = [
         forward(AdaptedSequences(made.model, slots_with(made.model, written, len(RANKS)), slots_of), list(range(6)))

@@ -59,7 +59,7 @@ def slots_with(model, folder) -> AdapterSlots:
 
 
 @pytest.mark.parametrize("quantization", ["auto", "fp8"])
-def test_captured_steps_are_those_of_numpy(open_ops, tmp_path, quantization):
+def test_captured_steps_match_numpy(open_ops, tmp_path, quantization):
     """Decodes and chunks of mixed adapters; steps without adapters run the kernels that they run without slots."""
     ops, reference = open_ops("bfloat16"), NumpyOps(NUMPY_DTYPES["bfloat16"])
     model, on_numpy = (expert_model(tmp_path, each, quantization) for each in (ops, reference))

@@ -85,7 +85,7 @@ def test_rows_of_a_router(open_ops, rng, dtype, num_rows):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_row_has_the_same_bits_beside_any_rows(open_ops, rng, dtype):
+def test_a_row_has_the_same_bits_in_any_batch(open_ops, rng, dtype):
     """In blocks of one pair and of several, in whole and in shared columns."""
     ops, ends, num_rows = open_ops(dtype), (512, 1024), 700
     matrix = matrix_of(rng, dtype, ends, 2048)

@@ -38,7 +38,7 @@ def row_errors(logits, expected) -> np.ndarray:
 
 
 @pytest.mark.parametrize("quantization", ["auto", "fp8"])
-def test_captured_steps_are_those_by_themselves(open_ops, tmp_path, quantization):
+def test_captured_steps_match_eager_ones(open_ops, tmp_path, quantization):
     """Decodes of sizes with and without padding, and with chunks; few rows may take another expert."""
     ops = open_ops("bfloat16")
     model = expert_model(tmp_path, ops, quantization)
@@ -60,7 +60,7 @@ def test_captured_steps_are_those_by_themselves(open_ops, tmp_path, quantization
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 64, 190])
 @pytest.mark.parametrize("quantization", ["auto", "fp8"])
-def test_logits_are_those_of_the_reference(open_ops, tmp_path, num_tokens, quantization):
+def test_logits_match_the_reference(open_ops, tmp_path, num_tokens, quantization):
     logits = []
     for ops in (open_ops("bfloat16"), NumpyOps(NUMPY_DTYPES["bfloat16"])):
         model = expert_model(tmp_path, ops, quantization)

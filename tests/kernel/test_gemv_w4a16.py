@@ -53,7 +53,7 @@ def test_product(open_ops, launch, rng, dtype, kind, shape):
         np.testing.assert_array_equal(ops.download(again).view(np.uint16), rounded.view(np.uint16))
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it(open_ops, launch, rng):
+def test_a_row_does_not_depend_on_other_rows(open_ops, launch, rng):
     m, n, k = 4, 1008, 4096
     ops = open_ops("bfloat16")
     x, weight = normal(rng, (m, k), "bfloat16"), ops.prepare_weight(upload_int4(ops, random_int4(rng, (n, k), 128)))

@@ -80,7 +80,7 @@ def test_kinds_of_weights(open_ops, launch, rng, dtype, kind, shape):
 
 
 @pytest.mark.parametrize("kind", ["16 bits", "e4m3"])
-def test_a_row_does_not_depend_on_the_rows_beside_it(open_ops, launch, rng, kind):
+def test_a_row_does_not_depend_on_other_rows(open_ops, launch, rng, kind):
     m, n, k = 8, 1000, 4096
     ops = open_ops("bfloat16")
     x, weight, _ = inputs(rng, m, n, k, "bfloat16", kind, with_bias=False)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("name", ["llama3_gqa_bf16", "qwen2_bf16"])
-def test_logits_are_those_of_the_reference(open_ops, dtype, name):
+def test_logits_match_the_reference(open_ops, dtype, name):
     model, reference = fp8_model(open_ops(dtype), name), fp8_model(NumpyOps(NUMPY_DTYPES[dtype]), name)
     for layer, expected in zip(model.weights.layers, reference.weights.layers, strict=True):
         np.testing.assert_array_equal(model.ops.download(layer.down.data), expected.down.data)

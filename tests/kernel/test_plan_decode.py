@@ -170,7 +170,7 @@ def test_speed(open_ops, rng):
     """It runs once per step and may take a few microseconds."""
     ops = open_ops("bfloat16")
     kv = ops.empty((1, 1, 2, KV_HEADS, BLOCK_SIZE, 128), ops.dtype)
-    for name, families in (("nobody alike", [(1, 0)] * 512), ("all alike", [(512, 60)]), ("pairs", [(2, 60)] * 256)):
+    for name, families in (("none alike", [(1, 0)] * 512), ("all alike", [(512, 60)]), ("pairs", [(2, 60)] * 256)):
         lengths, tables = beginnings(rng, families)
         arrays = ops.upload(tables), ops.upload(np.array(lengths, np.int32))
         make = partial(ops.plan_decode_attention, HEADS, AttentionBatch(kv, 0, *arrays))

@@ -20,7 +20,7 @@ def launch(open_hopper_ops, monkeypatch):
 
 @pytest.mark.parametrize("width", [8192, 14336, 40000, 65536])
 @pytest.mark.parametrize("rows", [1, 3, 8])
-def test_the_bits_are_those_of_the_two_kernels_apart(launch, rng, rows, width):
+def test_the_bits_match_the_two_separate_kernels(launch, rng, rows, width):
     ops, names = launch
     gate_up = normal(rng, (rows, 2 * width), "bfloat16", scale=4.0)
     gate_up[0, :width] *= 1000

@@ -70,7 +70,7 @@ def test_rows_past_the_last_are_neither_read_nor_written(open_hopper_ops, launch
 
 
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 1104), (20000, 528)])
-def test_a_row_does_not_depend_on_the_rows_beside_it(open_hopper_ops, launch, rng, n, k):
+def test_a_row_does_not_depend_on_other_rows(open_hopper_ops, launch, rng, n, k):
     ops = open_hopper_ops("bfloat16")
     x, weight = random_rows(rng, 256, k), upload(ops, random_rows(rng, n, k))
     found = []

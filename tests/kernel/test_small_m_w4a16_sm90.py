@@ -75,7 +75,7 @@ def test_rows_past_the_last_are_neither_read_nor_written(open_hopper_ops, launch
 
 
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 1152), (20000, 640)])
-def test_a_row_does_not_depend_on_the_rows_beside_it(open_hopper_ops, launch, rng, n, k):
+def test_a_row_does_not_depend_on_other_rows(open_hopper_ops, launch, rng, n, k):
     ops = open_hopper_ops("bfloat16")
     x = normal(rng, (600, k), "bfloat16")
     weight = ops.prepare_weight(upload_int4(ops, random_int4(rng, (n, k), 128)))

@@ -59,7 +59,7 @@ def test_product(open_hopper_ops, launch, rng, dtype, kind, shape):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_does_not_depend_on_the_rows_beside_it(open_hopper_ops, launch, rng, kind):
+def test_a_row_does_not_depend_on_other_rows(open_hopper_ops, launch, rng, kind):
     n, k, ops = 6144, 1104, open_hopper_ops("bfloat16")
     x, weight = normal(rng, (192, k), "bfloat16"), upload_w8(ops, random_w8(rng, n, k, kind))
     found = []

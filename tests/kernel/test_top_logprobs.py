@@ -30,7 +30,7 @@ def test_best_tokens_and_the_chosen_one(open_ops, rng, vocab, num_logprobs, spre
     np.testing.assert_allclose(top, expected.top_logprobs, rtol=1e-5, atol=1e-5)
 
 
-def test_of_adjusted_logits_where_they_are_asked_for(open_ops, rng):
+def test_of_adjusted_logits_if_requested(open_ops, rng):
     ops, rows, vocab = open_ops("float32"), 6, 4096
     logits = (np.round(rng.standard_normal((rows, vocab)) * 64) / 64).astype(np.float32)
     shape = {"bias": random_bias(rng, rows, vocab), "penalties": random_penalties(rng, rows, vocab)}

@@ -72,10 +72,10 @@ def test_the_gateways_image_serves_what_it_holds(tmp_path):
     first, second = stages("gateway")
     build(first, tmp_path)
     quire = tmp_path / "opt" / "quire" / "bin" / "quire"
-    said = subprocess.run(
+    printed = subprocess.run(
         [quire, "check", "--device", "cpu"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
     )
-    assert "blocks" in said.stdout  # the demo model, the kernels' folder and every import are in the image
+    assert "blocks" in printed.stdout  # the demo model, the kernels' folder and every import are in the image
     assert Step("ENTRYPOINT", '["quire", "gateway"]') in second
     python = quire.with_name("python")
     assert subprocess.run([python, "-c", "import cupy"], capture_output=True, timeout=60).returncode != 0

@@ -99,7 +99,7 @@ def drawn_requests() -> list[dict[str, Any]]:
 BODIES = drawn_requests()
 
 
-def test_every_two_options_are_asked_for_together():
+def test_every_pair_of_options_is_requested_together():
     missing = [two for two in combinations(OPTIONS, 2) if not any(set(two) <= body.keys() for body in BODIES)]
     assert {frozenset(two) for two in missing} == {two for two in NEVER_TOGETHER if len(two) == 2}
 

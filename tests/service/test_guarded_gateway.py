@@ -249,7 +249,7 @@ UNREAD = [*STREAMS, *WHOLE, b"/v1/models", b"/nowhere", b"/livez\r\nExpect: x"]
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux lists its connections")
-async def test_nothing_is_held_for_those_who_never_read(served):
+async def test_nothing_is_held_for_clients_that_never_read(served):
     """A client that reads nothing loses its connection after the write timeout: for an answer longer or shorter than
     all buffers, for many in a row, and if the server has closed it already."""
     auth = f"Authorization: Bearer {KEY}\r\n"

@@ -61,7 +61,7 @@ async def test_a_browser_draws_the_fleet(tmp_path, width):
     assert re.search(rf'<canvas role="img" aria-label="{label}"[^>]*height: [1-9]', page), "the host was not drawn"
 
 
-async def test_a_gateway_that_is_gone_is_said_to_be(tmp_path):
+async def test_a_gateway_that_is_gone_is_shown_as_gone(tmp_path):
     """Not in the browser's own words for it, of which each has others."""
 
     async def cut(http: web.Request) -> web.Response:

@@ -13,7 +13,7 @@ import pytest
 from tests.support.served import Served
 
 KEY = "sk-secret-that-was-given-as-a-flag"
-PROMPT = "a prompt that is nobody else's business"
+PROMPT = "a prompt that is a user's own business"
 NOBODY = 65534
 FIND = """
 import os, sys
@@ -71,7 +71,7 @@ def test_prompts_lie_in_files_that_only_their_owner_reads(served, data_dir):
     assert served.output.count("others could read files of --data-dir") == 1
 
 
-def test_no_key_stands_in_the_process_list(served):
+def test_no_key_is_in_the_process_list(served):
     processes = {served.process.pid, *served.descendants()}
     assert len(processes) >= 4
     for pid in processes:

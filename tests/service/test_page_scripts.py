@@ -57,7 +57,7 @@ answer = given.operations.map(([isTake, value]) => {
 
 @pytest.mark.parametrize(("kind", "name"), [("BestFit", "best-fit"), ("Buddy", "buddy")])
 @pytest.mark.parametrize("size", [64, 100])
-def test_allocators_are_those_of_the_bench(scripts, kind, name, size):
+def test_allocators_match_the_bench(scripts, kind, name, size):
     chance, allocator = random.Random(size), ALLOCATORS[name](size)
     operations, regions, expected, held = [], [], [], []
     for _ in range(300):

@@ -9,7 +9,7 @@ import pytest
 from service.cli.main import main
 
 
-def test_every_event_is_carried_and_its_cost_told(tmp_path, capsys):
+def test_every_event_is_carried_and_its_cost_reported(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "queue.json", tmp_path / "queue.png"
     flags = ("--jobs=9", "--tokens=5", "--workers=2", "--doors=2", "--batch=4", f"--out={out}", f"--plot={plot}")

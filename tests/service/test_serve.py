@@ -81,7 +81,7 @@ def test_what_was_asked_before_counts_as_cached(client):
     assert again.prompt_tokens_details.cached_tokens < again.prompt_tokens
 
 
-def test_a_response_is_what_a_chat_says_and_goes_on_from_there(client):
+def test_a_response_matches_a_chat_and_can_be_continued(client):
     chat = client.chat.completions.create(model="demo", messages=STORY, temperature=0, max_tokens=40)
     first = client.responses.create(model="demo", input=STORY, temperature=0, max_output_tokens=40)
     assert first.output_text == chat.choices[0].message.content
@@ -123,12 +123,12 @@ def test_embeddings_are_of_the_prompt_alone(served, client):
 
 
 def test_the_same_seed_gives_the_same_text(client):
-    def tell(seed):
+    def story(seed):
         answer = client.chat.completions.create(model="demo", messages=STORY, temperature=1.0, seed=seed, max_tokens=60)
         return answer.choices[0].message.content
 
-    assert tell(11) == tell(11)
-    assert len({tell(seed) for seed in range(4)}) > 1
+    assert story(11) == story(11)
+    assert len({story(seed) for seed in range(4)}) > 1
 
 
 def test_logprobs_are_of_the_tokens(client):

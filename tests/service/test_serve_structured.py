@@ -93,8 +93,8 @@ def test_echo_scores_what_was_generated_as_it_was(client):
     assert prompt.choices[0].logprobs.token_logprobs[0] is None
     common = {"model": "demo", "temperature": 0, "logprobs": 2}
     ids = [11, 300, 45, 7]
-    said = client.completions.create(**common, prompt=ids, max_tokens=30, extra_body={"ignore_eos": True})
-    logprobs = said.choices[0].logprobs
+    completion = client.completions.create(**common, prompt=ids, max_tokens=30, extra_body={"ignore_eos": True})
+    logprobs = completion.choices[0].logprobs
     body = {"return_tokens_as_token_ids": True, "ignore_eos": True}
     named = client.completions.create(**common, prompt=ids, max_tokens=30, extra_body=body).choices[0].logprobs.tokens
     received = [int(name.removeprefix("token_id:")) for name in named]

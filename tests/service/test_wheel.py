@@ -68,7 +68,7 @@ def test_the_sdist_has_what_the_wheel_is_built_from(built):
     assert {"service/cli/entry.py", "model/config.py", "cuda/common/types.cuh", "model/demo/config.json"} <= names
 
 
-def test_it_runs_beside_foreign_packages_of_the_old_names(built, tmp_path):
+def test_it_runs_with_foreign_packages_of_the_old_names(built, tmp_path):
     """`quire check` in a folder with another `service` and `model`, whose import is an error."""
     site, foreign = tmp_path / "site", tmp_path / "foreign"
     (wheel,) = built.glob("*.whl")

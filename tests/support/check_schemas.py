@@ -36,18 +36,18 @@ def main(count: int, device: str) -> int:
         grammar = json_grammar(schema, whitespace=WHITESPACE if seed % 2 else COMPACT)
         options = SamplingParams(max_tokens=MAX_TOKENS, temperature=TEMPERATURES[seed % 3], seed=seed, grammar=grammar)
         engine.add_request(EngineRequest(request_id=name, prompt=prompt, sampling=options))
-    start_s, said, ends = time.perf_counter(), {name: [] for name in schemas}, {}
+    start_s, generated, ends = time.perf_counter(), {name: [] for name in schemas}, {}
     while engine.has_work:
         engine.step()
         for output in engine.drain_request_outputs():
             for part in output.parts:
-                said[output.request_id] += part.token_ids
+                generated[output.request_id] += part.token_ids
             if output.end is not None:
                 ends[output.request_id] = output.end
-    bad = [name for name in schemas if not _is_good(tokenizer.decode(said[name]), ends[name], schemas[name])]
+    bad = [name for name in schemas if not _is_good(tokenizer.decode(generated[name]), ends[name], schemas[name])]
     for name in bad[:10]:
-        print(f"{name}: {ends[name]} {tokenizer.decode(said[name])[:200]!r} for {json.dumps(schemas[name])[:300]}")
-    num_tokens, took_s = sum(map(len, said.values())), time.perf_counter() - start_s
+        print(f"{name}: {ends[name]} {tokenizer.decode(generated[name])[:200]!r} for {json.dumps(schemas[name])[:300]}")
+    num_tokens, took_s = sum(map(len, generated.values())), time.perf_counter() - start_s
     print(f"{count - len(bad)} of {count} valid, {num_tokens} tokens in {took_s:.0f} s")
     return 1 if bad else 0
 

@@ -138,10 +138,10 @@ class Goldens:
     def of(self, job: Job) -> Answer:
         key = (job.prompt, job.sampling, job.adapter)
         if key not in self._known:
-            self._known[key] = self._tell(job)
+            self._known[key] = self._answer(job)
         return self._known[key]
 
-    def _tell(self, job: Job) -> Answer:
+    def _answer(self, job: Job) -> Answer:
         num_slots = int(job.adapter is not None)
         engine = self._engines.make(num_blocks=400, budget=256, max_num_seqs=16, num_adapter_slots=num_slots)
         prompt, adapter = tuple(unpack_ids(job.prompt)), source_in(job.adapter)

@@ -58,7 +58,7 @@ class Part:
         give_up_s = time.monotonic() + within_s
         while self.received[line] < num_times:
             assert self.process.poll() is None, self.output
-            assert time.monotonic() < give_up_s, f"{line} was not said {num_times} times:\n{self.output}"
+            assert time.monotonic() < give_up_s, f"{line} was not printed {num_times} times:\n{self.output}"
             time.sleep(0.02)
 
     def found(self, pattern: str) -> str:

@@ -175,7 +175,7 @@ class Operations:
                 break
             self.step()
         assert not self._engine.has_work, "a request starves"
-        assert not self._asked, "a request was never told its end"
+        assert not self._asked, "a request never received its end"
         self.check()
         stats = self._engine.stats()
         assert stats.num_blocks_used == 0, "blocks are leaked"

@@ -31,7 +31,7 @@ def edge_logits(rng, vocab):
 
 @pytest.mark.parametrize("vocab", [1600, 32000, 128256, 1003])
 @pytest.mark.parametrize("kind", ["plain", "penalised", "thresholds", "masked", "logprobs"])
-def test_tokens_are_those_of_one_rank(open_group, rng, vocab, kind):
+def test_tokens_match_one_rank(open_group, rng, vocab, kind):
     ops, logits = open_group("float32"), edge_logits(rng, vocab)
     off = {"top_k": np.full(ROWS, 2**31 - 1, np.int32), "top_p": np.ones(ROWS, np.float32), "has_thresholds": False}
     off["min_p"] = np.zeros(ROWS, np.float32)

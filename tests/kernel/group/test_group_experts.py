@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 190])
 @pytest.mark.parametrize("quantization", ["auto", "fp8"])
-def test_logits_are_those_of_the_reference(open_group, tmp_path, num_tokens, quantization):
+def test_logits_match_the_reference(open_group, tmp_path, num_tokens, quantization):
     logits = []
     for ops in (open_group("bfloat16"), NumpyOps(NUMPY_DTYPES["bfloat16"])):
         model = expert_model(tmp_path, ops, quantization)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("path", [SumPath.PULL, SumPath.PUSH])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("rows", "width"), [(1, 4096), (16, 1024), (5, 8192)])
-def test_quantised_norms_are_those_of_one_rank(open_group, rng, dtype, rows, width, path):
+def test_quantised_norms_match_one_rank(open_group, rng, dtype, rows, width, path):
     ops = open_group(dtype)
     hosts, residual = [normal(rng, (rows, width), dtype) for _ in ops.ranks], normal(rng, (rows, width), dtype)
     weight = normal(rng, (width,), dtype)

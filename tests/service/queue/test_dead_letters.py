@@ -23,7 +23,7 @@ async def bury(queue, job_id: str, cause: str = "CUDA error 700") -> None:
     assert (await outcome(queue.follow(job_id))).reason is EndReason.POISONED
 
 
-async def test_letters_stand_there_with_their_jobs_and_causes(open_queue):
+async def test_dead_letters_keep_their_jobs_and_causes(open_queue):
     queue = await open_queue()
     dead = RedisDeadLetters(queue._link)
     assert list(await dead.letters()) == []
@@ -79,7 +79,7 @@ def test_the_verb_lists_shows_and_requeues(buried, redis_url, capsys, monkeypatc
 
 
 @pytest.mark.parametrize(("words", "wrong"), [(["list"], "--redis-url"), (["show", "--redis-url=redis://h"], "id of")])
-def test_what_the_verb_wants_is_said(words, wrong, capsys, monkeypatch):
+def test_missing_arguments_are_named(words, wrong, capsys, monkeypatch):
     monkeypatch.delenv("QUIRE_REDIS_URL", raising=False)
     assert main(["dead", *words]) == 2
     assert wrong in capsys.readouterr().err

@@ -101,7 +101,7 @@ def test_the_next_instance_waits_for_the_last_server_to_leave(data_dir):
     EmbeddedRedis.start(data_dir).stop()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals a child at its parent's end")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_it_dies_with_its_parent(data_dir, number):
     with subprocess.Popen([sys.executable, "-c", PARENT, str(data_dir)], stdout=subprocess.PIPE) as parent:
@@ -138,7 +138,7 @@ def test_a_log_cut_off_in_the_middle_is_read_as_far_as_it_goes(data_dir):
     again.stop()
 
 
-def test_a_failed_start_tells_the_servers_own_words(data_dir):
+def test_a_failed_start_reports_the_servers_own_words(data_dir):
     server = EmbeddedRedis.start(data_dir)
     server.stop()
     (manifest,) = (data_dir / "appendonlydir").glob("*.manifest")
@@ -219,7 +219,7 @@ INSTALLED = shutil.which("redis-server") or shutil.which("valkey-server")
 
 
 @pytest.mark.skipif(INSTALLED is None, reason="no redis-server of the system is installed")
-def test_an_installed_server_reads_the_folder_or_says_who_wrote_it(data_dir, monkeypatch):
+def test_an_installed_server_reads_the_folder_or_names_its_writer(data_dir, monkeypatch):
     """And what it wrote itself, the bundled one reads, or says who wrote it."""
     bundled = embedded_redis.find_program()
     for first, second in ((bundled, INSTALLED), (INSTALLED, bundled)):

@@ -119,7 +119,7 @@ async def test_claims_stop_where_the_room_ends(queue):
     assert await claimed(3) == ["L2", "L3", "N0"]
 
 
-async def test_some_room_is_kept_from_those_who_have_enough(queue):
+async def test_a_tenant_with_enough_leaves_the_reserved_room(queue):
     await submit(queue, *(job_of(f"A{number}", "a") for number in range(4)))
     budget = ClaimBudget(num_reserved=2, num_slots=8, slots_by_tenant={"a": 5, "x": 1}, num_tenants=8)
     assert [claim.job.job_id for claim in await queue.fetch(4, 0.0, budget)] == ["A0", "A1"]
@@ -184,7 +184,7 @@ async def test_who_asks_for_little_may_have_it_whole(queue):
     assert await claimed_from(queue, lent(8, {"a": 4, "b": 3, "c": 1})) == []
 
 
-async def test_nothing_is_lent_where_tenants_are_as_many_as_places(queue):
+async def test_nothing_is_lent_with_a_tenant_for_each_place(queue):
     await submit(queue, *(job_of(f"{name}0", name) for name in "efgh"))
     assert await claimed_from(queue, lent(4, dict.fromkeys("abcd", 1))) == []
     assert len(await claimed_from(queue, lent(4, {"a": 2, "b": 1, "c": 1}))) == 1
@@ -256,7 +256,7 @@ async def test_what_waits_is_counted(queue):
     await submit(queue, job_of("A0", "a", 10), job_of("A1", "a", 20, is_batch=True), job_of("B0", "b", 40))
     backlog = await queue.backlog("a")
     assert (backlog.num_jobs, backlog.num_tokens, backlog.num_own_tokens) == (3, 70, 30)
-    assert (await queue.backlog("nobody")).num_own_tokens == 0
+    assert (await queue.backlog("unknown")).num_own_tokens == 0
     await queue.cancel(Cancel(job_id="A1", reason=EndReason.CANCELLED))
     assert (await queue.backlog("a")).num_tokens == 50
     await served(queue)

@@ -94,7 +94,7 @@ async def test_who_has_lost_a_job_can_write_nothing_of_it(join):
     assert await outcome(gateway.follow("JOB3")) == Ended([1, 2], EndReason.STOP)
 
 
-async def test_the_heartbeat_says_what_was_lost(join):
+async def test_the_heartbeat_returns_lost_jobs(join):
     gateway, zombie, successor = await join(), await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
     await gateway.submit(make_job())
     await zombie.fetch(1, 1.0)
@@ -175,14 +175,14 @@ async def test_engines_that_die_without_it_speak_for_a_suspect(join):
     await gateway.submit(make_job())
     for _ in range(2):
         await worker.fetch(1, 1.0)
-        await worker.hand_back(["JOB1"], "somebody was to blame")
+        await worker.hand_back(["JOB1"], "a job was to blame")
     await gateway.submit(make_job("JOB2"))
     await other.fetch(1, 1.0)
     await other.hand_back(["JOB2"], "JOB1 was not there")
     for _ in range(2):
         claim = await worker.fetch_suspect()
         assert (claim.job.job_id, claim.alone_for_events) == ("JOB1", PROGRESS_EVENTS)
-        await worker.hand_back(["JOB1"], "nobody else was there")
+        await worker.hand_back(["JOB1"], "no other worker was there")
     assert await worker.fetch_suspect() is None
     assert [claim.job.job_id for claim in await worker.fetch(4, 1.0)] == ["JOB2"]
     assert await outcome(gateway.follow("JOB1")) == Ended([1], EndReason.POISONED)
@@ -197,10 +197,10 @@ async def test_an_engine_that_died_shortly_before_speaks_for_a_suspect(join):
     await gateway.submit(make_job())
     for _ in range(2):
         await worker.fetch(1, 1.0)
-        await worker.hand_back(["JOB1"], "somebody was to blame")
+        await worker.hand_back(["JOB1"], "a job was to blame")
     for _ in range(2):
         assert (await worker.fetch_suspect()).job.job_id == "JOB1"
-        await worker.hand_back(["JOB1"], "nobody else was there")
+        await worker.hand_back(["JOB1"], "no other worker was there")
     assert await worker.fetch_suspect() is None
     assert await worker.fetch(1, 0.1) == []
     assert await outcome(gateway.follow("JOB1")) == Ended([1], EndReason.POISONED)
@@ -211,7 +211,7 @@ async def test_a_dead_worker_that_had_it_not_speaks_for_a_job_too(join):
     await gateway.submit(make_job())
     for _ in range(2):
         await worker.fetch(1, 1.0)
-        await worker.hand_back(["JOB1"], "somebody was to blame")
+        await worker.hand_back(["JOB1"], "a job was to blame")
     idle, witness = await join(lease_s=LEASE_S), await join(lease_s=LEASE_S)
     await idle.renew()
     for _ in range(12):  # past two leases: one to be in contact, one to run out
@@ -219,7 +219,7 @@ async def test_a_dead_worker_that_had_it_not_speaks_for_a_job_too(join):
         await witness.take_over()
         await asyncio.sleep(LEASE_S / 4)
     assert (await worker.fetch_suspect()).is_suspect
-    await worker.hand_back(["JOB1"], "nobody else was there")
+    await worker.hand_back(["JOB1"], "no other worker was there")
     assert (await worker.fetch_suspect()).is_suspect
 
 
@@ -247,7 +247,7 @@ async def test_a_job_that_gets_on_between_deaths_is_suspected_later(join):
         claim = claims[0] if claims else await worker.fetch_suspect()
         assert (claim.is_suspect, len(claim.history)) == (life >= 4, 8 * life)
         await worker.publish(make_events("JOB1", range(8 * life + 1, 8 * life + 9)))
-        await worker.hand_back(["JOB1"], "somebody was to blame")
+        await worker.hand_back(["JOB1"], "a job was to blame")
     assert list(await worker.fetch(1, 0.05)) == []
     assert await outcome(gateway.follow("JOB1")) == Ended(list(range(1, 50)), EndReason.POISONED)
 

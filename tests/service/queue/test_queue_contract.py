@@ -33,7 +33,7 @@ async def test_a_job_reaches_a_worker_as_it_was_submitted(queue):
     assert (await queue.queue_state()).num_waiting == 0
 
 
-async def test_jobs_come_in_order_and_at_most_as_many_as_asked(queue):
+async def test_jobs_come_in_order_and_within_the_limit(queue):
     for number in range(5):
         await queue.submit(make_job(f"J{number}"))
     first = await queue.fetch(2, 1.0)
@@ -262,7 +262,7 @@ async def test_a_record_comes_with_the_job_that_is_accepted(queue):
     assert (await queue.requests.get_request("C")).request_id == "C"
 
 
-async def test_an_idempotency_key_stands_for_the_first_request(queue):
+async def test_an_idempotency_key_names_the_first_request(queue):
     assert await queue.requests.put_request(make_record("A"), "key") == "A"
     assert await queue.requests.put_request(make_record("B"), "key") == "A"
     assert await queue.requests.get_request("B") is None

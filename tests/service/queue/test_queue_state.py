@@ -16,7 +16,7 @@ CLOCKS_PART_S = 0.05
 """Largest difference of clocks within a test: Redis time is advanced by our own clock."""
 
 
-def tells(lane: Lane, num_jobs: int, span: tuple[float, float]) -> bool:
+def matches(lane: Lane, num_jobs: int, span: tuple[float, float]) -> bool:
     """Return whether this many wait, the first since a moment of the span."""
     begin_s, end_s = span
     return lane.num_jobs == num_jobs and begin_s - CLOCKS_PART_S <= lane.oldest_at_s <= end_s + CLOCKS_PART_S
@@ -34,11 +34,11 @@ async def test_new_jobs_wait_in_their_lane_from_their_acceptance_on(join):
     await gateway.submit(make_job("batch", is_batch=True))
     later = (began_s, await gateway.now_s())
     state = await gateway.queue_state()
-    assert tells(state.lanes["normal"], 2, first)
-    assert tells(state.lanes["batch"], 1, later)
+    assert matches(state.lanes["normal"], 2, first)
+    assert matches(state.lanes["batch"], 1, later)
     assert state.num_waiting == 3
     await gateway.cancel(Cancel(job_id="first", reason=EndReason.CANCELLED))
-    assert tells((await gateway.queue_state()).lanes["normal"], 1, later)
+    assert matches((await gateway.queue_state()).lanes["normal"], 1, later)
     assert len(await worker.fetch(4, 1.0)) == 2
     assert (await gateway.queue_state()).lanes == dict.fromkeys(QUEUE_LANES, NOBODY)
 
@@ -51,13 +51,13 @@ async def test_jobs_that_come_back_wait_from_then_on(join):
     began_s = await gateway.now_s()
     await worker.hand_back(["A"])
     state = await gateway.queue_state()
-    assert tells(state.lanes["returned"], 1, (began_s, await gateway.now_s()))
+    assert matches(state.lanes["returned"], 1, (began_s, await gateway.now_s()))
     assert state.lanes["normal"] == NOBODY
     for cause in ("first", "second"):
         await worker.fetch(1, 1.0)
         await worker.hand_back(["A"], cause)
     state = await gateway.queue_state()
-    assert tells(state.lanes["suspect"], 1, (began_s, await gateway.now_s()))
+    assert matches(state.lanes["suspect"], 1, (began_s, await gateway.now_s()))
     assert state.lanes["returned"] == NOBODY
     assert state.num_waiting == 1
 

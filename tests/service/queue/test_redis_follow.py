@@ -93,7 +93,7 @@ async def test_a_dropped_follower_leaves_nothing_behind(open_queue, monkeypatch)
             await asyncio.sleep(0.01)
 
 
-async def test_a_hole_in_the_log_is_said_not_skipped(open_queue, redis):
+async def test_a_hole_in_the_log_is_reported(open_queue, redis):
     queue = await open_queue()
     events = queue.follow("JOB1")
     await queue.submit(make_job())

@@ -68,7 +68,7 @@ async def _refused(work: Awaitable[None]) -> float:
     return time.monotonic() - before_s
 
 
-async def test_a_redis_that_says_nothing_is_unavailable(mute):
+async def test_a_silent_redis_is_unavailable(mute):
     link = RedisLink(f"redis://127.0.0.1:{mute}", 0.2)
     try:
         assert await _refused(ping(link)) >= 0.2
@@ -78,7 +78,7 @@ async def test_a_redis_that_says_nothing_is_unavailable(mute):
 
 
 @pytest.mark.parametrize("form", ["redis+cluster://{}", "redis+sentinel://{}/quire"])
-async def test_those_who_say_nothing_are_asked_last(mute, form):
+async def test_silent_addresses_are_tried_last(mute, form):
     """More of them than fit into a command's time: the next one begins after them."""
     asked = 0
 

@@ -104,7 +104,7 @@ async def test_a_flush_takes_nothing_from_running_jobs(open_queue, redis):
     assert await outcome(gateway.follow("JOB1")) == Ended([1, 2, 3, 4], EndReason.LENGTH)
 
 
-async def test_a_log_is_filled_up_before_anybody_adds_to_it(open_queue, redis):
+async def test_a_log_is_filled_up_before_events_are_added(open_queue, redis):
     gateway, worker = await open_queue(), await open_queue()
     await gateway.submit(make_job())
     await worker.fetch(1, 1.0)
@@ -303,9 +303,9 @@ async def test_a_wrong_password_is_distinguished_from_an_absent_redis(redis, red
         await queue.close()
     finally:
         redis.execute_command("ACL", "DELUSER", "alice")
-    for nobody in ("redis://127.0.0.1:1/2", "rediss://:secret@127.0.0.1:1", "unix:///nowhere?db=1"):
+    for url in ("redis://127.0.0.1:1/2", "rediss://:secret@127.0.0.1:1", "unix:///nowhere?db=1"):
         with pytest.raises(QueueUnavailable, match="does not answer"):
-            await open_pair(nobody)
+            await open_pair(url)
 
 
 async def test_a_key_of_another_type_is_unavailable_not_a_crash(open_queue, redis):

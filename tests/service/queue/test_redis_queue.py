@@ -71,7 +71,7 @@ async def test_every_key_has_the_life_it_should(open_queue, redis):
     assert redis.exists(*gone) == 0
 
 
-async def test_the_log_is_numbered_like_the_events_and_says_how_it_ended(open_queue, redis):
+async def test_the_log_is_numbered_like_the_events_and_records_its_end(open_queue, redis):
     queue = await open_queue()
     await queue.submit(make_job())
     await queue.fetch(1, 1.0)
@@ -153,11 +153,11 @@ async def test_an_answer_that_was_lost_is_given_again(open_queue):
     assert list(await queue.fetch(1, 0.05)) == []
 
 
-async def test_a_job_that_cannot_be_read_is_ended_and_said(open_queue, redis, caplog):
+async def test_a_job_that_cannot_be_read_is_ended_and_logged(open_queue, redis, caplog):
     queue = await open_queue()
     await queue.submit(make_job("JOB1"))
     redis.hset(keys.JOBS, "JOB1", b"\xc1")
-    redis.xadd(keys.WAITING, {"m": b"nobody"})
+    redis.xadd(keys.WAITING, {"m": b"unknown"})
     redis.xadd(keys.WAITING, {"other": b"x"})
     await queue.submit(make_job("JOB2"))
     assert [claim.job.job_id for claim in await queue.fetch(4, 1.0)] == ["JOB2"]

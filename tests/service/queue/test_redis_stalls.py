@@ -97,7 +97,7 @@ async def test_one_connection_that_fell_silent_speaks_for_all(start):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "error",
     [
         "NOREPLICAS Not enough good replicas to write.",
         "MASTERDOWN Link with MASTER is down",
@@ -106,7 +106,7 @@ async def test_one_connection_that_fell_silent_speaks_for_all(start):
         "ERR Error running script (call to f_1): @user_script:1: -READONLY You can't write against a read only slave.",
     ],
 )
-async def test_who_may_be_no_primary_any_more_is_left(redis_url, said, monkeypatch):
+async def test_who_may_be_no_primary_any_more_is_left(redis_url, error, monkeypatch):
     link = RedisLink(redis_url, 2.0)
     script, clocks = link.script, iter([b"1000", b"2000"])
 
@@ -119,7 +119,7 @@ async def test_who_may_be_no_primary_any_more_is_left(redis_url, said, monkeypat
     before = await _name(link)
     with pytest.raises(QueueUnavailable):
         async with link.commands() as redis:
-            await redis.eval("return redis.error_reply(ARGV[1])", 0, said)
+            await redis.eval("return redis.error_reply(ARGV[1])", 0, error)
     assert await _name(link) != before
     assert await link.now_s() >= 2000  # the other's clock may be another
     with pytest.raises(QueueUnavailable):

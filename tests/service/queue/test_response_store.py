@@ -38,7 +38,7 @@ async def test_what_was_dropped_stays_away(queue):
     await queue.responses.drop_response(RECORD)
 
 
-async def test_a_record_is_kept_as_long_as_is_said(queue):
+async def test_a_record_is_kept_for_the_given_time(queue):
     await queue.responses.put_response(RECORD, 0.05)
     async with asyncio.timeout(10):
         while await queue.responses.get_response("resp_1") is not None:

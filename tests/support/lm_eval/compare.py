@@ -42,13 +42,13 @@ class Reference:
     def sentence(self, start: str) -> str:
         """Return the greedy continuation, up to its full stop."""
         ids = self._ids(start)
-        said = self._model.generate(
+        token_ids = self._model.generate(
             torch.tensor([ids]),
             max_new_tokens=MAX_NEW_TOKENS,
             do_sample=False,
             pad_token_id=self._tokenizer.eos_token_id,
         )[0]
-        text = self._tokenizer.decode(said, skip_special_tokens=True)
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text[len(self._tokenizer.decode(ids)) :].split(".")[0]
 
     def _ids(self, text: str) -> list[int]:

@@ -87,7 +87,7 @@ def uncaptured(model: Llama, kv: np.ndarray, inputs: ForwardInputs, adapters: Ba
     ],
     ids=str,
 )
-def test_logits_are_those_of_each_sequence_by_itself(model, kv, graphs, chunks):
+def test_logits_match_each_sequence_alone(model, kv, graphs, chunks):
     inputs, before = step(model, chunks), kv.copy()
     logits = graphs.forward(inputs)
     np.testing.assert_allclose(logits, by_itself(model, before, inputs), atol=2e-4)
@@ -191,7 +191,7 @@ def test_what_fits_no_size_is_left_to_the_caller(model, graphs):
     assert graphs._size_of(replace(many_drafts, logit_rows=np.arange(MAX_ROWS + MAX_CHUNKS + 1))) is None
 
 
-def test_every_size_beside_chunks_has_a_time_which_sizes_of_as_many_rows_share(model, kv):
+def test_every_decode_size_with_chunks_has_a_time_shared_by_sizes_of_equal_rows(model, kv):
     graphs = StepGraphs(model, np.arange(80, dtype=np.int32), 80, MAX_BLOCKS)
     graphs.capture(kv)
     beside = {0: CHUNK_ROWS_ALONE, 16: CHUNK_ROWS_WITH_FEW, 64: CHUNK_ROWS, 80: CHUNK_ROWS}

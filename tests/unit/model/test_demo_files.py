@@ -96,7 +96,7 @@ def test_the_config_describes_the_weights(config: ModelConfig):
     assert config.max_position >= 2048
 
 
-def test_the_card_tells_the_parameters(model: Llama):
+def test_the_model_card_lists_the_parameters(model: Llama):
     num_parameters = sum(np.prod(shape) for shape in expected_shapes(model.config).values())
     assert f"{num_parameters:,}" in (DEMO / "README.md").read_text(encoding="utf-8")
 
@@ -158,8 +158,8 @@ def test_the_corpus_depends_on_its_seed_alone():
 
 
 def test_the_corpus_leaves_no_mark_of_its_grammar():
-    said = json.dumps([document.get("text") or document["messages"] for document in corpus(9, 400)])
-    assert not any(mark in said for mark in ("<|", "{^", "<^", "[a|", "*2 "))
+    texts = json.dumps([document.get("text") or document["messages"] for document in corpus(9, 400)])
+    assert not any(mark in texts for mark in ("<|", "{^", "<^", "[a|", "*2 "))
 
 
 def test_the_model_predicts_documents_it_has_not_seen(model: Llama, tokenizer: Tokenizer):
@@ -188,7 +188,7 @@ def test_it_answers_and_ends(model: Llama, tokenizer: Tokenizer, template: ChatT
     assert tokenizer.decode(ids[:-1]) == answer
 
 
-def test_it_tells_of_what_it_is_asked_for(model: Llama, tokenizer: Tokenizer, template: ChatTemplate):
+def test_a_story_is_about_the_requested_subject(model: Llama, tokenizer: Tokenizer, template: ChatTemplate):
     prompt = template.encode([{"role": "user", "content": "Tell me a story about a fox and a lantern."}])
     ids = greedy(model, prompt, 400)
     assert ids[-1] == END_ID

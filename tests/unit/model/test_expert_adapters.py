@@ -123,7 +123,7 @@ def test_slots_without_experts_leave_the_fused_path(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding rows of attention are undefined
-def test_captured_steps_are_those_by_themselves(tmp_path):
+def test_captured_steps_match_eager_ones(tmp_path):
     """Decodes and chunks of mixed adapters, and the same without, on padded rows."""
     golden = Golden.load("qwen3_moe_dense_layer_bf16")
     config, model = ModelConfig.read(golden.folder), golden.model(NumpyOps())
@@ -144,7 +144,7 @@ def test_captured_steps_are_those_by_themselves(tmp_path):
         assert (np.abs(logits - base).max(axis=1) > 1e-2).tolist() == [slot != NO_SLOT for slot in slots_of]
 
 
-def test_an_engine_says_what_the_merged_model_says(tmp_path):
+def test_an_engine_generates_what_the_merged_model_does(tmp_path):
     """Requests of an adapter with experts and of the base model; memory is planned for the slots."""
     golden = Golden.load("qwen3_moe_bf16")
     config = ModelConfig.read(golden.folder)

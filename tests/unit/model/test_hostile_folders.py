@@ -214,7 +214,7 @@ def deep_template(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [broken_tokenizer, pipe, deep_template])
-def test_serve_says_so_in_one_line_and_ends(folder, tmp_path_factory, spoil):
+def test_serve_reports_it_in_one_line_and_ends(folder, tmp_path_factory, spoil):
     spoil(folder)
     data = tmp_path_factory.mktemp("data")
     command = [sys.executable, "-m", "service.cli.entry", "serve", "--port=0", "--device=cpu", f"--data-dir={data}"]

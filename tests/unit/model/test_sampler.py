@@ -95,7 +95,7 @@ def test_min_tokens_forbids_no_stop_where_a_mask_allows_nothing_else():
     assert how.mask.words.tolist() == mask.words.tolist()
 
 
-def test_as_many_alternatives_as_the_greediest_row_wants():
+def test_every_row_gets_the_most_alternatives_requested():
     how = arrays(row(logprobs=3), row(), row(logprobs=0))
     assert (how.with_logprobs, how.num_logprobs) == (True, 3)
     assert arrays(row(logprobs=0)).num_logprobs == 0

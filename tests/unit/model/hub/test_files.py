@@ -26,7 +26,7 @@ def test_code_pickles_and_other_files_are_left_out():
         ({f"m-0000{n}-of-00002.gguf" for n in (1, 2)}, {}, ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]),
     ],
 )
-def test_weights_are_those_that_the_loader_reads(names, index, chosen):
+def test_only_weights_that_the_loader_reads_are_chosen(names, index, chosen):
     assert weight_files(names, lambda: {"weight_map": index}) == chosen
 
 

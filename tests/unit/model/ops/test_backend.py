@@ -1,4 +1,4 @@
-"""The gate: which backend a wish opens, and what is said where it cannot be had."""
+"""The gate: which backend a setting opens, and the error if it is not available."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_gpu_computes_in_the_dtype_that_is_stored(gpu_backend, device: str):
 @pytest.mark.parametrize(
     ("backend", "problem"), [(None, "GPU packages cannot be imported"), (DeadCudaOps, "no usable GPU: cudaErrorNoDev")]
 )
-def test_auto_falls_back_and_says_why_while_cuda_refuses(gpu_backend, caplog, backend: type | None, problem: str):
+def test_auto_falls_back_and_logs_why_cuda_refused(gpu_backend, caplog, backend: type | None, problem: str):
     gpu_backend(backend)
     with caplog.at_level("INFO", "quire.model"):
         assert open_ops("auto", "auto", "bfloat16").name == "numpy"

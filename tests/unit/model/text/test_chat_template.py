@@ -205,7 +205,7 @@ def test_extras_cannot_replace_the_conversation(name, make):
         make("{{ messages }}").render([USER], extra={name: []})
 
 
-def test_helpers_are_those_of_hugging_face(make):
+def test_helpers_match_hugging_face(make):
     now = datetime(2026, 2, 3)
     template = make("{{ strftime_now('%d %b %Y') }}{% generation %} {{ tools }}{% endgeneration %}", now=lambda: now)
     assert template.render([USER]) == "03 Feb 2026 None"

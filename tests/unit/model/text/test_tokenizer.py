@@ -76,7 +76,7 @@ def test_template_text_is_encoded_as_the_library_does(name, readers, originals):
     check()
 
 
-def test_stand_ins_are_put_back_after_special_tokens_are_read(readers):
+def test_placeholders_are_replaced_after_special_tokens_are_read(readers):
     reader = readers["qwen_style"]
     ids = reader.encode_template("<|im_start|>\ufdd0|im_end|>", {"\ufdd0": "<"})
     assert ids[0] == reader.encode_template("<|im_start|>")[0]

@@ -76,7 +76,7 @@ def test_users_of_one_prefix(tmp_path):
     assert record["ttft_ratio"] == pytest.approx(record["first_ttft_ms"] / record["later_ttft_ms"])
 
 
-def test_decode_beside_copies(tmp_path):
+def test_decode_during_copies(tmp_path):
     record = bench(tmp_path, "--batch", 2, "--copies", "--context", 40, "--steps", 4, "--swap-space", 0.01)
     assert record["step_beside_ms"] > 0
     assert record["slowdown"] == pytest.approx(record["step_beside_ms"] / record["step_alone_ms"] - 1)
@@ -84,7 +84,7 @@ def test_decode_beside_copies(tmp_path):
     assert [(row["num_out"], row["num_in"]) for row in record["paced"]] == [(None, 0), (0, None), (None, None)]
 
 
-def test_decode_beside_so_many_blocks_with_every_step(tmp_path, capsys):
+def test_decode_during_copies_of_blocks_in_every_step(tmp_path, capsys):
     flags = ("--batch", 2, "--copies", "--copy-blocks", "3x2,1x4", "--context", 40, "--steps", 16, "--swap-space", 0.01)
     record = bench(tmp_path, *flags)
     more, fewer = record["paced"][3:]
@@ -111,7 +111,7 @@ def test_every_preemption_mode_runs_in_the_same_small_pool(tmp_path):
     assert all(sorted(row["rounds"])[1] == row["output_tokens_per_s"] for row in record["modes"])
 
 
-def test_a_slower_bus_carries_each_block_so_many_times(tmp_path, monkeypatch):
+def test_a_slower_bus_copies_each_block_repeatedly(tmp_path, monkeypatch):
     monkeypatch.setattr(preemption_modes, "ROUNDS", 1)
     flags = ("--preemption", 4, "--pool-share", 0.9, "--swap-space", 0.01, "--max-model-len", 64, "--slower-bus", 50)
     record = bench(tmp_path, *flags)

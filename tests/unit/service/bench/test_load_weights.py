@@ -27,7 +27,7 @@ def test_what_is_written_is_a_model_that_loads(tmp_path):
     assert figures.uncached_read_s is None
 
 
-def test_no_room_is_said_before_anything_is_written(tmp_path, monkeypatch):
+def test_no_room_is_reported_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1_000_000))
     with pytest.raises(StartupError, match=r"--folder: the weights take 0\.0 GB, .* has 0\.0 left"):
         write_weights(tmp_path, ModelConfig.read(DEMO), np.dtype(np.float32))

@@ -65,7 +65,7 @@ def test_a_figure_that_cannot_be_drawn_is_an_error(tmp_path, capfd):
     assert "Error" in capfd.readouterr().err
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch, tmp_path):
+def test_without_matplotlib_it_names_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(StartupError, match=r"pip install 'quire\[plot\]'"):
         check_report_flags(flags(tmp_path / "figure.png"))

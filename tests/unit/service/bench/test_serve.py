@@ -161,7 +161,7 @@ async def test_errors_are_counted_by_name_and_the_run_is_bounded(trace, tmp_path
                 return web.Response(text='data: {"choices": [{"text": "a"}]}\n\n')
             case _:
                 await asyncio.sleep(60)
-                raise AssertionError("nobody waits so long")
+                raise AssertionError("the wait was too long")
 
     async with answering(failing) as url:
         asked = ("--model", "m", "--rate", 50, "--clients", 1, "--max-seconds", 0.7)

@@ -28,7 +28,7 @@ def test_pairs_are_of_twice_the_batch_or_twice_the_context():
     assert dict.fromkeys(pairs) == dict.fromkeys([(16, 1100, 16, 2200), (16, 1100, 32, 1100)])
 
 
-def test_each_term_stands_beside_its_bytes_and_flops(capsys):
+def test_each_term_is_printed_with_its_bytes_and_flops(capsys):
     rows = {row.term: row for row in growth_of([table(64, 1000, 100), table(64, 2000, 190)], CONFIG, 2)}
     assert rows["attention"].time_ratio == pytest.approx(1.9)
     assert rows["attention"].bytes_ratio == pytest.approx(2.0, rel=0.01)

@@ -83,7 +83,7 @@ def experts_step(num_layers: int) -> list[KernelEvent]:
     return [event(name, 6 * i, 6 * i + 5) for i, name in enumerate(names)]
 
 
-def test_products_of_experts_are_told_from_those_of_layers():
+def test_products_of_experts_are_not_products_of_layers():
     config = PRESETS["qwen3-30b-a3b"]
     names = op_names(experts_step(config.num_layers), products_of(config))
     assert names[3:14] == [

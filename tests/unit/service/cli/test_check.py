@@ -18,7 +18,7 @@ from service.errors import StartupError
 from tests.support.expert_models import write_config
 
 
-def test_experts_and_those_of_a_token_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_experts_and_experts_per_token_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """2 layers of 16 experts of 3 matrices [128, 256] in 4 bytes."""
     settings = replace(Settings(), model=write_config(tmp_path), device="cpu", load_format="dummy", dtype="float32")
     assert run_check(settings, argparse.Namespace(length=None)) == 0

@@ -12,7 +12,7 @@ def test_names_and_values(capsys):
     assert capsys.readouterr().out == "a       1\nlonger  2\n"
 
 
-def test_numbers_stand_to_the_right(capsys):
+def test_numbers_are_right_aligned(capsys):
     print_grid(("what", "us"), [("copy", "9"), ("norm", "1,234"), ("none", "-")])
     assert capsys.readouterr().out == "what     us\ncopy      9\nnorm  1,234\nnone      -\n"
 

@@ -10,7 +10,7 @@ from service.config.settings import VERBS
 from tests.support.source_tree import ROOT
 
 
-def test_the_verbs_with_settings_are_those_of_the_settings():
+def test_the_verbs_with_settings_match_the_settings():
     assert tuple(WITH_SETTINGS) == VERBS
 
 

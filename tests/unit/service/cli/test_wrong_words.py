@@ -65,14 +65,14 @@ def test_one_line_names_the_wrong_word(words, line, capsys, monkeypatch):
 )
 def test_a_redis_that_does_not_answer(words, url, reason, capsys):
     assert main([*words, "--redis-url", url]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"quire {words[0]}: --redis-url: Redis does not answer: {reason}")
+    printed = capsys.readouterr().err.splitlines()[-1]
+    assert printed.startswith(f"quire {words[0]}: --redis-url: Redis does not answer: {reason}")
 
 
 def test_no_verb_gets_the_help(capsys):
     assert main([]) == 2
-    said = capsys.readouterr().err
-    assert [verb for verb in ("serve", "gateway", "worker", "chat", "key") if f"\n    {verb} " not in said] == []
+    printed = capsys.readouterr().err
+    assert [verb for verb in ("serve", "gateway", "worker", "chat", "key") if f"\n    {verb} " not in printed] == []
 
 
 def test_an_unknown_verb(capsys):
@@ -95,8 +95,8 @@ def test_what_the_parser_finds_is_one_line_too(words, line, capsys):
     with pytest.raises(SystemExit) as left:
         main(words)
     assert left.value.code == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith(line)
+    (printed,) = capsys.readouterr().err.splitlines()
+    assert printed.startswith(line)
 
 
 def test_ctrl_c_is_no_news(monkeypatch, capsys):

@@ -66,7 +66,7 @@ def _default_text(field: dataclasses.Field) -> str:
     return str(field.metadata["low"] if field.default is None else field.default)
 
 
-def test_a_setting_of_another_verb_is_no_flag_here_but_may_stand_in_the_environment(capsys):
+def test_a_setting_of_another_verb_is_no_flag_here_but_may_be_in_the_environment(capsys):
     with pytest.raises(SystemExit):
         read("check", "--port", "9000")
     assert "--port" in capsys.readouterr().err
@@ -206,7 +206,7 @@ def test_a_part_does_not_read_the_file_its_parent_has_read(tmp_path):
     assert read("gateway", *to_flags(settings, "gateway"), **environ).producers == ()
 
 
-def test_a_part_takes_the_secrets_of_its_parent_before_those_it_inherits():
+def test_a_child_takes_its_parents_secrets_before_the_environments():
     settings = read("serve", "--api-key=new", QUIRE_API_KEY="old")
     assert settings.api_key == ("new",)
     environ = {"QUIRE_API_KEY": "old", **to_secret_environ(settings)}
@@ -240,7 +240,7 @@ def test_an_empty_list_of_keys_does_not_open_the_service(tmp_path):
         read("serve", "--config", write(tmp_path, "api_key = []"))
 
 
-def test_secrets_stand_on_no_command_line():
+def test_secrets_are_on_no_command_line():
     settings = read("serve", QUIRE_API_KEY="hush1,hush2", QUIRE_REDIS_URL="redis://:hush3@queue:6379")
     assert "hush" not in " ".join(to_flags(settings, "serve"))
     assert to_secret_environ(settings) == {

@@ -116,7 +116,7 @@ def test_each_request_of_a_mixed_batch_gets_its_own_tokens(engines, requests, al
         assert engine.stats().num_preemptions > 0
 
 
-def test_a_merged_model_says_the_same(engines, sources, tmp_path):
+def test_a_merged_model_generates_the_same(engines, sources, tmp_path):
     whole = DemoEngines(NumpyOps(FLOAT32))
     written = write_adapter(tmp_path / "adapter", whole.model.config, rank=16, strength=2.0)
     source = source_of(written, whole.model.config, FLOAT32)
@@ -152,7 +152,7 @@ def test_prefixes_are_found_by_adapter(engines, sources):
     assert hits == [0, 0, 0, 32]
 
 
-def test_ranks_say_what_one_rank_says(requests, alone):
+def test_ranks_generate_what_one_rank_does(requests, alone):
     """Drafts and preemption on two ranks; some requests resume from one rank's output."""
     engines = DemoEngines(group_of(2), num_layers=TWO_LAYERS)
     how = {"num_blocks": 40, "num_host_blocks": 20, "drafter": NgramDrafter(1, 4), "prefix_caching": True}

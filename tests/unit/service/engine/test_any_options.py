@@ -186,7 +186,7 @@ def test_with_adapters(steady, ahead, adapters, seed):
     check_together_in_need_as_alone((steady, ahead)[seed % 2], steady, seed, 2e-4, adapters)
 
 
-def test_every_two_options_are_asked_for_together():
+def test_every_pair_of_options_is_requested_together():
     asked = [request.sampling for seed in SEEDS for request in drawn_requests(seed)]
     neutral = SamplingParams(max_tokens=1)
     for two in combinations([*OPTIONS, "beam", "n"], 2):

@@ -246,7 +246,7 @@ STOPS = tuple(range(0, 60, 3))  # beams end often
 @pytest.mark.parametrize("width", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 @pytest.mark.parametrize("length_penalty", [1.0, 0.0, -1.0, 2.5])
-def test_beams_are_those_of_the_reference(make_engine, width, early_stopping, length_penalty):
+def test_beams_match_the_reference(make_engine, width, early_stopping, length_penalty):
     engine, _ = make_engine()
     beam = BeamSearch(width=width, early_stopping=early_stopping, length_penalty=length_penalty)
     params = {"beam": beam, "n": width, "max_tokens": 9, "stop_token_ids": STOPS}
@@ -302,7 +302,7 @@ def test_preempted_beams_find_the_same_answers(make_engine):
 
 
 @pytest.mark.parametrize("params", [{"n": 3, "best_of": 3}, {"n": 1, "best_of": 3}, {"n": 2, "logprobs": 2}], ids=str)
-def test_taken_up_after_any_step_it_tells_the_rest(make_engine, params):
+def test_resumed_after_any_step_it_sends_the_rest(make_engine, params):
     prompt, params = range(10), {"max_tokens": 14, **params}
     engine, _ = make_engine()
     engine.add_request(request("a", prompt, **params))
@@ -337,7 +337,7 @@ def test_branches_taken_up_at_different_lengths(make_engine, given):
     assert sum(plan.num_tokens for plan in executor.plans) <= len(prompt) + 3 * 12 + 2
 
 
-def test_a_past_with_its_end_untold_is_ended_without_a_step(make_engine):
+def test_a_history_with_an_unsent_end_ends_without_a_step(make_engine):
     prompt, params = range(6), {"n": 2, "best_of": 2, "max_tokens": 5}
     engine, executor = make_engine()
     wanted = {branch: alone(prompt, branch, 5) for branch in range(2)}
@@ -349,7 +349,7 @@ def test_a_past_with_its_end_untold_is_ended_without_a_step(make_engine):
     assert received.num_output_tokens == sum(len(tokens) for tokens, _ in wanted.values())
 
 
-def test_beams_start_over_and_tell_what_is_left(make_engine, monkeypatch):
+def test_beams_start_over_and_send_what_is_left(make_engine, monkeypatch):
     """An engine that died after emitting parts of its answers."""
     monkeypatch.setattr(beam_search, "MAX_PIECE_TOKENS", 3)
     params = {"beam": BeamSearch(width=2), "n": 2, "max_tokens": 7, "logprobs": 1}

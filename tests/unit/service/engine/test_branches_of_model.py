@@ -70,7 +70,7 @@ def beams_of(plain, prompt, params):
 @pytest.mark.parametrize("width", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 @pytest.mark.parametrize("length_penalty", [1.0, -2.0])
-def test_beams_are_those_of_the_reference(engine_of, plain, width, early_stopping, length_penalty):
+def test_beams_match_the_reference(engine_of, plain, width, early_stopping, length_penalty):
     beam = BeamSearch(width=width, early_stopping=early_stopping, length_penalty=length_penalty)
     params = {"beam": beam, "n": width, "max_tokens": 7, "stop_token_ids": (13, 260, 262, 300)}
     received = run(engine_of(max_num_seqs=16, num_blocks=120), **params)
@@ -174,7 +174,7 @@ GOLDENS = json.loads((Path(__file__).parent / "goldens" / "beams.json").read_tex
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 @pytest.mark.parametrize("width", [2, 4, 8, 16])
-def test_beams_are_those_of_transformers(plain_engine, width, early_stopping):
+def test_beams_match_transformers(plain_engine, width, early_stopping):
     """See tests/support/make_beam_goldens.py. Its end of sequence is any of some tokens, as our stop ids are."""
     goldens = [one for one in GOLDENS if (one["width"], one["early_stopping"]) == (width, early_stopping)]
     assert len(goldens) == 6
@@ -195,7 +195,7 @@ ADJUSTED = json.loads((Path(__file__).parent / "goldens" / "adjusted_beams.json"
 
 
 @pytest.mark.parametrize("adjustment", sorted({json.dumps(one["adjustment"]) for one in ADJUSTED}))
-def test_adjusted_beams_are_those_of_transformers(plain_engine, adjustment):
+def test_adjusted_beams_match_transformers(plain_engine, adjustment):
     """min_tokens, logit_bias and repetition_penalty apply to log-probabilities, after the softmax."""
     adjustment = json.loads(adjustment)
     goldens = [one for one in ADJUSTED if one["adjustment"] == adjustment]

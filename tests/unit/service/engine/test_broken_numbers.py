@@ -77,7 +77,7 @@ def test_nothing_of_it_is_kept_for_who_comes_later(engines, num_tokens):
     assert engine.stats().num_blocks_cached == 0
 
 
-def test_what_stands_before_it_is_as_likely_as_ever(engines):
+def test_tokens_before_it_keep_their_probabilities(engines):
     engine = engines.make()
     engine.add_request(request_of("bad", (*BEGINNING, BROKEN, *TAIL), prompt_logprobs=0))
     engine.add_request(request_of("good", (*BEGINNING, 7, *TAIL), prompt_logprobs=0))

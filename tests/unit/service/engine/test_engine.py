@@ -89,7 +89,7 @@ def test_many_requests_get_what_each_would_get_alone(make_engine):
     assert engine.stats().num_blocks_used == 0
 
 
-def test_a_long_prompt_is_computed_in_chunks_beside_decodes(make_engine):
+def test_a_long_prompt_is_computed_in_chunks_during_decodes(make_engine):
     engine, executor = make_engine(budget=8)
     engine.add_request(request("short", [1], max_tokens=20, ignore_eos=True))
     engine.step()

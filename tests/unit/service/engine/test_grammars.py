@@ -203,7 +203,7 @@ FEW = (CHOICES, regex_grammar("(red|green|blue)( and (red|green|blue))?"), json_
 
 @pytest.mark.parametrize("params", [{"min_tokens": 12}, {"ignore_eos": True}], ids=str)
 @pytest.mark.parametrize("grammar", FEW)
-def test_beams_are_those_of_the_reference_however_few_tokens_a_grammar_allows(engine, plain, grammar, params):
+def test_beams_match_the_reference_however_few_tokens_a_grammar_allows(engine, plain, grammar, params):
     beam = BeamSearch(width=8, early_stopping="never")
     request = ask("b", grammar, n=8, max_tokens=13, beam=beam, **params)
     engine.add_request(request)
@@ -390,7 +390,7 @@ def test_a_process_ends_whatever_it_compiles():
     assert subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, timeout=60, check=False).returncode == 0
 
 
-def test_masks_of_many_sequences_are_those_of_each(engines):
+def test_masks_of_many_sequences_match_each_alone(engines):
     engine = engines.make(max_num_seqs=30, num_blocks=400)
     for i in range(20):
         engine.add_request(

@@ -101,17 +101,17 @@ REFUSED = [
 class Recorder(QuickIngress):
     def __init__(self, data):
         super().__init__(data)
-        self.said = []
+        self.replies = []
 
     async def reply(self, entry, reply_id, number, payload, *, is_last=False):
-        self.said.append(decode(Reply, payload))
+        self.replies.append(decode(Reply, payload))
         return await super().reply(entry, reply_id, number, payload, is_last=is_last)
 
 
 async def at_queue(gateway, endpoint, body):
-    gateway.queue.ingress.said.clear()
+    gateway.queue.ingress.replies.clear()
     await gateway.queue.produce("default", msgpack.packb({"v": 1, "id": "a", "endpoint": endpoint, "body": body}))
-    return gateway.queue.ingress.said
+    return gateway.queue.ingress.replies
 
 
 async def test_every_class_is_refused_by_name_at_both_gateways(model_folder, caplog):
@@ -121,11 +121,11 @@ async def test_every_class_is_refused_by_name_at_both_gateways(model_folder, cap
             status, answer = await gateway.post(endpoint, body)
             assert status in (400, 404), name
             assert answer["error"]["param"].startswith(param), name
-            said = await at_queue(gateway, endpoint, body)
+            replies = await at_queue(gateway, endpoint, body)
             async with asyncio.timeout(5):
-                while not said:
+                while not replies:
                     await asyncio.sleep(0.001)
-            (reply,) = said
+            (reply,) = replies
             assert reply.done
             if reply.error["code"] != "invalid_message":  # the wire's own limits may speak first
                 assert (reply.error["param"], reply.error["message"]) == (

@@ -94,14 +94,14 @@ def mangled(draw, start):
 
 
 class RecordingIngress(QuickIngress):
-    """Keeps the replies of all jobs in the order they were said."""
+    """Keeps the replies of all jobs in order."""
 
     def __init__(self, data):
         super().__init__(data)
-        self.said = []
+        self.replies = []
 
     async def reply(self, entry, reply_id, number, payload, *, is_last=False):
-        self.said.append(decode(Reply, payload))
+        self.replies.append(decode(Reply, payload))
         return await super().reply(entry, reply_id, number, payload, is_last=is_last)
 
 
@@ -156,15 +156,15 @@ class Doors:
 
     async def _queue(self, payload):
         queue = self._gateway.queue
-        for said in (queue.ingress.said, queue.data.replies, queue.data.reply_owners, queue.data.replies_done):
-            said.clear()  # else the same entry again would be no new job
+        for kept in (queue.ingress.replies, queue.data.replies, queue.data.reply_owners, queue.data.replies_done):
+            kept.clear()  # else the same entry again would be no new job
         await queue.produce("default", payload)
         async with asyncio.timeout(LAST_WORDS_S):
-            while not (queue.ingress.said and queue.ingress.said[-1].done):
+            while not (queue.ingress.replies and queue.ingress.replies[-1].done):
                 await asyncio.sleep(0.001)
-        assert [reply.number for reply in queue.ingress.said] == list(range(1, len(queue.ingress.said) + 1))
-        assert sum(reply.done for reply in queue.ingress.said) == 1
-        return queue.ingress.said[-1].error
+        assert [reply.number for reply in queue.ingress.replies] == list(range(1, len(queue.ingress.replies) + 1))
+        assert sum(reply.done for reply in queue.ingress.replies) == 1
+        return queue.ingress.replies[-1].error
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,7 @@ def test_no_model_folder(tmp_path):
         ServedModel.read(settings(tmp_path / "nowhere"))
 
 
-def test_what_a_folder_says(tmp_path):
+def test_the_model_is_read_from_a_folder(tmp_path):
     folder = write_model(tmp_path / "my-model")
     model = ServedModel.read(settings(folder, max_model_len=100))
     assert (model.name, model.max_model_len) == ("my-model", 100)

@@ -174,7 +174,7 @@ async def test_more_batches_than_may_be_open_are_refused(model_folder, monkeypat
             await submit(other, jsonl(line(1)))
 
 
-async def test_a_batch_that_waits_says_that_it_is_cancelled(model_folder):
+async def test_a_waiting_batch_reports_that_it_is_cancelled(model_folder):
     async with open_gateway(model_folder, queue_without_runner()) as gateway, client_of(gateway) as client:
         batch = await submit(client, jsonl(line(1)))
         assert (await client.batches.retrieve(batch.id)).status == "validating"

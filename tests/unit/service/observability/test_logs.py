@@ -40,8 +40,8 @@ def test_a_line_has_time_level_name_and_fields():
 )
 def test_control_characters_never_reach_the_terminal(evil):
     with logs("info") as lines:
-        logging.getLogger("quire").warning("said %s", evil)
-        logging.getLogger("quire").warning("said %s", fields(text=evil))
+        logging.getLogger("quire").warning("text %s", evil)
+        logging.getLogger("quire").warning("text %s", fields(text=evil))
     assert len(lines) == 2
     assert all(line.isprintable() for line in lines)
 

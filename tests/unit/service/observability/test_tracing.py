@@ -134,7 +134,7 @@ async def test_a_client_that_does_not_sample_has_no_spans(folder):
 async def test_refusals_say_why(folder):
     spans = Spans()
     async with service(folder, spans.tracing) as (_, _, http):
-        assert (await complete(http, model="nobody"))[0] == 404
+        assert (await complete(http, model="unknown"))[0] == 404
         assert (await complete(http, prompt=[]))[0] == 400
     made = spans.kept.get_finished_spans()
     assert [span.name for span in made] == ["admission", "POST /v1/completions", "POST /v1/completions"]
@@ -222,11 +222,11 @@ ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
 @pytest.mark.parametrize(
     "environ", [{}, {**ENDPOINT, "OTEL_SDK_DISABLED": "true"}, {**ENDPOINT, "OTEL_TRACES_EXPORTER": "none"}]
 )
-def test_nobody_asks_for_spans(environ):
+def test_spans_are_off_by_default(environ):
     assert open_tracing("gateway", environ) is NO_TRACING
 
 
-def test_an_endpoint_without_the_extra_is_told_of(monkeypatch, caplog):
+def test_an_endpoint_without_the_extra_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(tracing, "find_spec", lambda name: None)
     assert open_tracing("gateway", ENDPOINT) is NO_TRACING
     assert "quire[otel]" in caplog.text
@@ -246,7 +246,7 @@ def test_wrong_variables_are_refused(name, value, reason, monkeypatch):
         open_tracing("gateway", {**ENDPOINT, name: value})
 
 
-def test_no_exporter_is_loaded_unless_asked_for():
+def test_no_exporter_is_loaded_by_default():
     """The Redis client looks for the SDK by itself."""
     program = (
         "import sys; from service.cli.parser import make_parser; make_parser()\n"
@@ -299,9 +299,9 @@ def _receive_in_thread(server):
 
 
 def test_log_lines_say_what_the_task_is_about():
-    record = logging.LogRecord("quire.x", logging.INFO, "", 0, "said line=2", None, None)
+    record = logging.LogRecord("quire.x", logging.INFO, "", 0, "printed line=2", None, None)
     with log_context(trace="abc", line=9, nothing=None):
         add_log_context(request="R")
-        assert _OneLine().format(record).endswith("quire.x said line=2 trace=abc request=R")
+        assert _OneLine().format(record).endswith("quire.x printed line=2 trace=abc request=R")
     add_log_context(request="S")
-    assert _OneLine().format(record).endswith("quire.x said line=2")
+    assert _OneLine().format(record).endswith("quire.x printed line=2")

@@ -38,7 +38,7 @@ def repeated(event: bytes, field: str, value: object) -> bytes:
 
 
 @pytest.mark.parametrize("field", ["number", "job_id", "v", "surprise"])
-def test_a_repeated_field_is_refused_wherever_it_stands(field):
+def test_a_repeated_field_is_refused_anywhere(field):
     event = Event(job_id="A", number=1)
     wrong = repeated(encode(event), field, {"job_id": "A"}.get(field, 1))
     with pytest.raises(WireError):

@@ -73,7 +73,7 @@ def test_what_each_tenant_holds_is_reported_in_branches():
     assert budget.num_reclaimable_tokens == 1000 - 106
 
 
-def test_who_holds_what_another_might_want_may_have_to_give_some_up():
+def test_a_tenant_that_holds_every_place_may_have_to_give_some_up():
     slots = SlotCapacity(4, PLENTY)
     for number in range(3):
         slots.add_job(job(number, "flooder"), 0, 0.0)

@@ -18,7 +18,7 @@ def output(*token_ids: int, end: EndReason | None = None) -> RequestOutput:
     )
 
 
-def test_the_first_event_and_the_last_tell_what_the_job_has_cost_so_far():
+def test_the_first_and_last_event_carry_the_jobs_cost_so_far():
     usages = [
         event_of("j", number, [output(5, 6, end=end)]).usage
         for number, end in ((1, None), (2, None), (3, EndReason.LENGTH))
@@ -38,14 +38,14 @@ def test_usage_counts_drafts_only_if_there_were_any():
     assert b"prediction" not in encode(event_of("j", 2, [plain]))
 
 
-def test_news_of_a_job_that_goes_on_elsewhere_keep_what_only_a_first_event_tells():
+def test_a_first_event_without_its_end_keeps_its_usage():
     first, later = (event_of("j", number, [output(5, end=EndReason.SHUTDOWN)]) for number in (1, 2))
     assert without_end(first).usage == first.usage
     assert without_end(later).usage is None
     assert (without_end(first).end, without_end(later).end) == (None, None)
 
 
-def test_the_prompt_and_as_many_branches_as_there_may_be_stand_in_one_event():
+def test_the_prompt_and_the_most_branches_fit_in_one_event():
     max_n = next(field for field in fields(Settings) if field.name == "max_n").metadata["high"]
     received = (TokenLogprob(-1.0, (1, 2), (-1.0, -2.0)),)
     parts = [BranchOutput(branch, (5,), received, EndReason.LENGTH) for branch in range(max_n)]

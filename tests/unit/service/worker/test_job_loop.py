@@ -106,7 +106,7 @@ class RecordingQueue(MemoryWorkerQueue):
         return await super().publish(events)
 
 
-async def test_first_events_go_before_those_of_jobs_that_run():
+async def test_first_events_precede_events_of_running_jobs():
     queue = RecordingQueue()
     async with WorkerHarness(pair_of(queue), step_s=0.002) as worker:
         _, first = await worker.submit([1], max_tokens=100)

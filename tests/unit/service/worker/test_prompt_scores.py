@@ -16,13 +16,13 @@ def scored(first: int, count: int) -> RequestOutput:
     return RequestOutput("j/1", (part,), None, (), 10, 0, 0)
 
 
-def said(token: int, end: EndReason | None = None) -> RequestOutput:
+def generated(token: int, end: EndReason | None = None) -> RequestOutput:
     part = BranchOutput(0, (token,), (WIDEST,), end)
     return RequestOutput("j/1", (part,), end, (0,) if end else (), 10, 1, 0)
 
 
 def test_a_long_prompt_takes_several_events_that_fit():
-    outputs = [*(scored(first, 256) for first in range(0, 256 * 40, 256)), said(7), said(8, EndReason.STOP)]
+    outputs = [*(scored(first, 256) for first in range(0, 256 * 40, 256)), generated(7), generated(8, EndReason.STOP)]
     events = [event_of("j", number, some) for number, some in enumerate(split_by_event(outputs), 1)]
     assert len(events) == 3
     assert all(len(encode(event)) <= LIMITS[Event].max_bytes for event in events)
@@ -41,6 +41,6 @@ def test_a_long_prompt_takes_several_events_that_fit():
 
 
 def test_what_fits_is_one_event():
-    assert len(split_by_event([scored(0, MAX_EVENT_TOKENS - 1), said(7)])) == 1
+    assert len(split_by_event([scored(0, MAX_EVENT_TOKENS - 1), generated(7)])) == 1
     assert len(split_by_event([scored(0, MAX_EVENT_TOKENS + 5)])) == 1
-    assert num_scored_tokens([event_of("j", 1, [said(7)])]) == 0
+    assert num_scored_tokens([event_of("j", 1, [generated(7)])]) == 0

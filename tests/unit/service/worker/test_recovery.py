@@ -187,7 +187,7 @@ async def test_suspects_are_tried_one_by_one_and_the_innocent_go_on_together(dat
         jobs = [await worker.submit([n], max_tokens=100) for n in range(3)]
         for _ in range(SUSPECT_AFTER_DEATHS):
             await gateway.fetch(4, 0.0)
-            await gateway.hand_back([job_id for job_id, _ in jobs], "somebody was to blame")
+            await gateway.hand_back([job_id for job_id, _ in jobs], "a job was to blame")
         tried, fetch_suspect = [], worker.queue.fetch_suspect
 
         async def fetch_and_note():

@@ -27,7 +27,7 @@ def test_the_text_model_s_own_fields_win(outer: bool | None, inner: bool | None,
     assert ModelConfig.from_dict(raw).tied_embeddings is tied
 
 
-def test_the_text_config_stands_alone():
+def test_the_text_config_alone_gives_the_same_config():
     raw = wrapped_config("ministral3", {"dtype": "float16"}, rope_parameters={**YARN, "llama_4_scaling_beta": 0.1})
     alone, whole = ModelConfig.from_dict(text_config(raw)), ModelConfig.from_dict(raw)
     assert not alone.is_wrapped

@@ -31,7 +31,7 @@ def test_rows_get_their_own_adapter(dtype):
     np.testing.assert_array_equal(out[unchanged], before[unchanged])
 
 
-def test_a_row_has_the_same_bits_beside_any_rows():
+def test_a_row_has_the_same_bits_in_any_batch():
     rng, ops, ends = np.random.default_rng(0), NumpyOps(), (256, 384)
     a, b, x, out = (
         rng.standard_normal(shape, np.float32) for shape in ((1, 2, 16, 256), (1, 384, 16), (80, 256), (80, 384))

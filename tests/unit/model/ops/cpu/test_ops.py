@@ -210,7 +210,7 @@ def test_decode_attention(rng, window: int, block_size: int, num_heads: int):
         np.testing.assert_allclose(out[s], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_row_that_is_rounded_to_8_bits_has_the_same_bits_beside_any_rows(rng):
+def test_a_row_rounded_to_8_bits_has_the_same_bits_in_any_batch(rng):
     x, data = normal(rng, 70, 640), narrow(100 * normal(rng, 256, 640))
     weight = Weight.fp8(data, rng.uniform(0.01, 1, 256).astype(np.float32))
     whole = OPS.linear(OPS.quantise_rows(x), weight)

@@ -248,7 +248,7 @@ def test_tokens_left_without_noise_are_never_drawn(scale, temperature):
 
 
 @pytest.mark.parametrize("num_best", [0, 1, 3, 6, 9])
-def test_the_highest_are_those_of_a_stable_sort(num_best):
+def test_the_highest_match_a_stable_sort(num_best):
     rows = [[1, 2, 2, 0, 2, 1], [0] * 6, [np.nan, 3, 1, np.nan, 3, 2], [np.nan] * 6, [-np.inf, 1, *[-np.inf] * 4]]
     for logprobs in map(np.float32, rows):
         wanted = np.argsort(-logprobs, kind="stable")[:num_best]

@@ -68,7 +68,7 @@ def test_more_rows_are_summed_in_the_order_of_one_row():
     assert exact_gemv_build(0, 4, 227 << 10) == GEMV_BUILDS[0]
 
 
-def test_exact_rows_without_room_for_wide_tiles_take_those_of_one_row():
+def test_exact_rows_without_room_for_wide_tiles_take_one_row_tiles():
     narrow = GEMV_BUILDS[0]._replace(col_tiles=2)
     assert exact_gemv_build(0, 16, narrow.shared_bytes) == narrow
     assert exact_gemv_build(0, 16, narrow.shared_bytes - 1) is None
@@ -88,7 +88,7 @@ def test_the_kernel_for_few_rows_takes_few_rows_in_16_bits():
     ("rows", "kib", "build"),
     [(1, 227, 0), (8, 163, 0), (8, 99, 1), (9, 227, 2), (16, 227, 2), (16, 99, None), (17, 227, None)],
 )
-def test_a_device_takes_a_build_for_so_many_rows_that_it_has_shared_memory_for(rows, kib, build):
+def test_a_build_for_a_row_count_fits_the_shared_memory(rows, kib, build):
     assert gemv_build(rows, kib << 10) == build
     if build is not None:
         assert GEMV_BUILDS[build].shared_bytes <= kib << 10

@@ -74,7 +74,7 @@ def test_a_refused_launch_is_an_error():
 
 
 @pytest.mark.parametrize(("overlaps", "received"), [(True, [(6, 1), (4, 5)]), (False, [(4, 5)])])
-def test_blocks_of_a_cluster_are_reported_beside_the_early_start_or_alone(overlaps, received):
+def test_a_launch_sets_the_cluster_size_with_or_without_early_start(overlaps, received):
     seen = []
 
     def look(config: int, *_) -> int:

@@ -21,7 +21,7 @@ def test_captured_steps_are_planned_by_themselves():
     assert {size for size in captured if planned_rows(size) != size} == {12}  # our own kernel's
 
 
-def test_all_are_those_of_every_number():
+def test_all_planned_rows_end_at_the_maximum():
     assert all_planned_rows(20) == [1, 2, 3, 4, 5, 6, 7, 8, 16, 24]
     assert all_planned_rows(8192)[-3:] == [7168, 7680, 8192]
     assert len(all_planned_rows(8192)) < 100

@@ -126,7 +126,7 @@ def test_norms_over_the_heads_of_all_ranks(rng, num_kv_heads: int):
 
 
 @pytest.mark.parametrize(("num_ranks", "vocab"), [(2, 1600), (4, 1003)])
-def test_tokens_and_logprobs_are_those_of_one_rank(rng, num_ranks: int, vocab: int):
+def test_tokens_and_logprobs_match_one_rank(rng, num_ranks: int, vocab: int):
     ops, logits = group_of(num_ranks), 4 * floats(rng, 24, vocab)
     logits[1] = np.nan
     logits[2, ::2] = logits[2].max()  # ties go to the lower id

@@ -81,24 +81,24 @@ def read(form: str, pieces: list[str], names=NAMES, max_calls=None) -> tuple[str
         CALL_FORMATS[form].syntax, names if isinstance(names, dict) else dict.fromkeys(names), max_calls
     )
     news = [one for piece in pieces for one in stream.push(piece)] + stream.flush()
-    said, calls = "", []
+    content, calls = "", []
     for one in news:
         match one:
             case TextDelta(text):
-                said += text
+                content += text
             case CallStart(number, name):
                 assert number == len(calls)
                 calls.append((name, ""))
             case ArgumentsDelta(number, text):
                 assert number == len(calls) - 1
                 calls[-1] = (calls[-1][0], calls[-1][1] + text)
-    return said, calls
+    return content, calls
 
 
-@pytest.mark.parametrize(("form", "text", "said", "calls"), READINGS)
-def test_readings(form, text, said, calls):
+@pytest.mark.parametrize(("form", "text", "content", "calls"), READINGS)
+def test_readings(form, text, content, calls):
     received = read(form, [text])
-    assert received == (text if said is None else said, calls)
+    assert received == (text if content is None else content, calls)
     assert read(form, list(text)) == received
     for size in (2, 3, 7):
         assert read(form, [text[i : i + size] for i in range(0, len(text), size)]) == received
@@ -211,8 +211,8 @@ def test_forced_calls_are_read_back_and_fit(tokenizer, form, key):
         text = walk(
             tokenizer, calls_grammar(spec_of(CALL_FORMATS[form], FUNCTIONS, key, max_calls=most), tokenizer), seed
         )
-        said, calls = read(form, [text], {function.name: function.parameters for function in FUNCTIONS})
-        assert said == ""
+        content, calls = read(form, [text], {function.name: function.parameters for function in FUNCTIONS})
+        assert content == ""
         assert 1 <= len(calls) <= most
         for name, arguments in calls:
             value = json.loads(arguments)
@@ -220,16 +220,16 @@ def test_forced_calls_are_read_back_and_fit(tokenizer, form, key):
 
 
 @pytest.mark.parametrize("form", CALL_FORMATS)
-def test_where_text_may_stand_a_call_that_begins_is_right(tokenizer, form):
+def test_a_call_after_allowed_text_is_valid(tokenizer, form):
     grammar = calls_grammar(spec_of(CALL_FORMATS[form], FUNCTIONS[:1], or_text=True), tokenizer)
     own = CALL_FORMATS[form]
     opening = own.syntax.openings[0] if own.writes_opening else ""
     begin = "<function=get" if own.syntax.in_xml else "get_weather(" if own.syntax.in_python else '{"name": "get'
     head = ("so " if opening else "") + opening + own.begin + own.before + begin
-    said, calls = read(form, [walk(tokenizer, grammar, 4, head)], {"get_weather": STRICT})
+    content, calls = read(form, [walk(tokenizer, grammar, 4, head)], {"get_weather": STRICT})
     assert calls[0][0] == "get_weather"
     assert json.loads(calls[0][1])["city"] in ("Oslo", "Paris")
-    assert said.startswith("so") == bool(opening)
+    assert content.startswith("so") == bool(opening)
     assert walk(tokenizer, grammar, 5, "hello").startswith("hello")
 
 
@@ -285,8 +285,8 @@ def test_a_reply_calls_or_has_its_form(tokenizer, form, wanted):
     own = CALL_FORMATS[form]
     head = own.syntax.openings[0] + own.begin + own.before
     begin = "<function=stop" if own.syntax.in_xml else '{"name": "stop'
-    said, calls = read(form, [walk(tokenizer, grammar, 4, head + begin)])
-    assert said == ""
+    content, calls = read(form, [walk(tokenizer, grammar, 4, head + begin)])
+    assert content == ""
     assert calls[0][0] == "stop"
 
 
@@ -321,7 +321,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("form", CALL_FORMATS)
-def test_a_strict_call_is_held_wherever_text_may_stand(tokenizer, form):
+def test_a_strict_call_is_enforced_wherever_text_is_allowed(tokenizer, form):
     grammar = calls_grammar(spec_of(CALL_FORMATS[form], STRICT_ONE, or_text=True), tokenizer)
     matcher = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.vocab_size - 1]).compile(grammar)
 

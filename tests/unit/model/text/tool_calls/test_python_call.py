@@ -25,10 +25,10 @@ from tests.unit.model.text.tool_calls.test_resync import SCHEMAS, check
 
 def of_value(text: str) -> str | None:
     """Return a value as JSON, None if it makes no call."""
-    said, calls = check("pythonic", f"[stop(a={text})]", [len(text) // 2])
+    content, calls = check("pythonic", f"[stop(a={text})]", [len(text) // 2])
     if not calls:
         return None
-    assert said == ""
+    assert content == ""
     ((_, arguments),) = calls
     assert arguments.startswith('{"a": ')
     return arguments[6:-1]
@@ -74,7 +74,7 @@ def test_any_literal_means_what_python_says(value):
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "calls"),
+    ("text", "content", "calls"),
     [
         ("[get_weather(city='Oslo', days=3), stop()]", "", [("get_weather", '{"city": "Oslo", "days": 3}'), "stop"]),
         ("<|python_start|>[stop()]<|python_end|>", "", ["stop"]),
@@ -91,8 +91,8 @@ def test_any_literal_means_what_python_says(value):
         ("stop()", "stop()", []),
     ],
 )  # fmt: skip
-def test_readings(text, said, calls):
-    assert check("pythonic", text) == (said, [(call, "{}") if isinstance(call, str) else call for call in calls])
+def test_readings(text, content, calls):
+    assert check("pythonic", text) == (content, [(call, "{}") if isinstance(call, str) else call for call in calls])
 
 
 def test_arguments_are_sent_while_they_come():
@@ -171,7 +171,7 @@ def test_arguments_are_held_to_their_schema(tokenizer, text, is_right):
         ("llama3_json_anywhere", 'A {1} {"name": "g"', False),
     ],
 )
-def test_text_may_stand_beside_calls_and_hide_none(tokenizer, form, text, is_right):
+def test_text_around_calls_hides_none(tokenizer, form, text, is_right):
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.vocab_size - 1])
     grammar = calls_grammar(spec_of(CALL_FORMATS[form], [Function("f", {})], or_text=True), tokenizer)
     assert compiler.compile(grammar).advance(tokenizer.encode(text, False)) == is_right

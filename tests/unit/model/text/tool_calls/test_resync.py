@@ -23,11 +23,11 @@ Received = tuple[str, list[tuple[str, str]]]
 
 def read(form: str, parts: Sequence[str], *, holds_calls: bool = False) -> Received:
     stream = ToolCallStream(CALL_FORMATS[form].syntax, SCHEMAS, holds_calls=holds_calls)
-    said, calls = "", []
+    content, calls = "", []
     for news in [one for part in parts for one in stream.push(part)] + stream.flush():
         match news:
             case TextDelta(text):
-                said += text
+                content += text
             case CallStart(number, name):
                 assert number == len(calls)
                 calls.append([name, ""])
@@ -35,7 +35,7 @@ def read(form: str, parts: Sequence[str], *, holds_calls: bool = False) -> Recei
                 assert number == len(calls) - 1
                 calls[-1][1] += text
     assert stream.num_calls == len(calls)
-    return said, [tuple(call) for call in calls]
+    return content, [tuple(call) for call in calls]
 
 
 def is_whole(arguments: str) -> bool:
@@ -54,14 +54,14 @@ def check(form: str, text: str, cuts: Sequence[int] = ()) -> Received:
         assert read(form, list(text), holds_calls=holds) == received[holds]
         parts = [text[i:j] for i, j in itertools.pairwise(bounds)]
         assert read(form, parts, holds_calls=holds) == received[holds]
-    said, calls = received[True]
+    content, calls = received[True]
     assert all(name in SCHEMAS and is_whole(arguments) for name, arguments in calls)
     assert [call for call in received[False][1] if is_whole(call[1])] == calls  # what is streamed and whole is the same
     rest = iter(text)
-    assert all(char in rest for char in said)
+    assert all(char in rest for char in content)
     if not calls:
-        assert said == text
-    return said, calls
+        assert content == text
+    return content, calls
 
 
 def json_call(name: str, arguments: str, key: str = "arguments") -> str:
@@ -150,9 +150,9 @@ def mixtures(draw):
 def test_every_valid_call_is_found_and_the_rest_is_text(mixture, rng):
     form, parts, between = mixture
     text = between.join(part for part, _ in parts)
-    said, calls = check(form, text, [rng.randrange(len(text) + 1) for _ in range(4)])
+    content, calls = check(form, text, [rng.randrange(len(text) + 1) for _ in range(4)])
     assert calls == [call for _, call in parts if call is not None]
-    rest = said
+    rest = content
     for part, call in parts:
         if call is None:
             before, found, rest = rest.partition(part.strip())
@@ -162,7 +162,7 @@ def test_every_valid_call_is_found_and_the_rest_is_text(mixture, rng):
 
 
 @pytest.mark.parametrize(
-    ("form", "text", "said", "calls"),
+    ("form", "text", "content", "calls"),
     [
         ("llama3_json", f'{json_call("rm", "{}")}; {json_call(*STOP)}', json_call("rm", "{}") + ";", [STOP]),
         ("llama3_json", f'{BROKEN_JSON[0]}; {json_call(*STOP)}', BROKEN_JSON[0] + ";", [STOP]),
@@ -196,11 +196,11 @@ def test_every_valid_call_is_found_and_the_rest_is_text(mixture, rng):
          [("stop", json.dumps({"a": wrapped([json_call(*OSLO)])[0]}))]),
     ],
 )  # fmt: skip
-def test_readings(form, text, said, calls):
+def test_readings(form, text, content, calls):
     received = check(form, text, [len(text) // 2])
     assert received[1] == calls
-    if said is not None:
-        assert received[0] == said
+    if content is not None:
+        assert received[0] == content
 
 
 @pytest.mark.parametrize(

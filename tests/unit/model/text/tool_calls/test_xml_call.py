@@ -38,8 +38,8 @@ WEATHER = ("get_weather", '{"city": "서울 \\"x\\"\\n\\\\ </parameter", "n": [1
 
 
 def xml(name: str, **values: str) -> str:
-    said = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
-    return f"<tool_call>\n<function={name}>\n{said}</function>\n</tool_call>"
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 
 READINGS = [
@@ -62,10 +62,10 @@ READINGS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "said", "calls"), READINGS)
-def test_readings(text, said, calls):
+@pytest.mark.parametrize(("text", "content", "calls"), READINGS)
+def test_readings(text, content, calls):
     received = read("qwen3_coder", [text], SCHEMAS)
-    assert received == (text if said is None else said, calls)
+    assert received == (text if content is None else content, calls)
     assert read("qwen3_coder", list(text), SCHEMAS) == received
     for size in (2, 3, 7):
         assert read("qwen3_coder", [text[i : i + size] for i in range(0, len(text), size)], SCHEMAS) == received

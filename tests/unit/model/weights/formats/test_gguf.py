@@ -133,7 +133,7 @@ def assert_same(model: Llama, expected: Llama) -> None:
         ("ernie4_5_tied_bf16", "ernie4_5"),
     ],
 )
-def test_a_file_beside_its_config_holds_the_weights_of_the_folder(tmp_path: Path, golden: str, architecture: str):
+def test_a_gguf_file_in_a_model_folder_holds_its_weights(tmp_path: Path, golden: str, architecture: str):
     write(tmp_path, golden, architecture)
     shutil.copy(FOLDER / golden / "config.json", tmp_path)
     assert_same(load(tmp_path), load(FOLDER / golden))

@@ -107,7 +107,7 @@ def test_every_product_is_read(tmp_path, config, form):
     assert read_digest(written.folder, config, 4, with_experts=True) == read.digest
 
 
-def test_values_are_those_of_each_expert(tmp_path, config):
+def test_values_match_each_expert(tmp_path, config):
     changes = []
     for form in ("each", "fused"):
         written = write_expert_adapter(tmp_path / form, config, form, rank=2, seed=3)

@@ -37,7 +37,7 @@ def test_4_bit_weights_are_multiplied_where_their_groups_fit():
         assert np.isfinite(case.make(1)()).all()
 
 
-def test_bytes_are_those_of_the_experts_in_use():
+def test_bytes_count_the_experts_in_use():
     one, many = (next(c for c in ExpertCases(NumpyOps(), EXPERTS, 32, (n,)).all() if c.num_flops) for n in (1, 64))
     assert one.num_bytes == 4 * (2 * 32 * 32 + 2 * (32 + 32))
     assert many.num_bytes == 4 * (6 * 32 * 32 + 128 * (32 + 32))

@@ -81,7 +81,7 @@ def test_a_rate_has_the_requests_that_come_in_time():
     requests = [TracedRequest(1, 1, arrival) for arrival in (1.0, 2.0, 4.0)]
     assert Run(policy=None).of(requests) == requests
     assert Run(policy=None, rate=2.0, seconds=1.0).of(requests) == requests[:2]
-    assert Run(policy=None, rate=0.1, seconds=1.0).of(requests) == requests[:1], "none would tell nothing"
+    assert Run(policy=None, rate=0.1, seconds=1.0).of(requests) == requests[:1], "an empty run would show nothing"
 
 
 def test_rates_are_requests_a_second_or_times_what_a_policy_keeps_up_with(tmp_path, trace):
@@ -147,7 +147,7 @@ def test_a_simulated_comparison(tmp_path, trace, capsys):
     assert "Normalised latency" in shown
 
 
-def test_a_first_policy_that_keeps_up_at_every_rate_is_at_least_so_many_times_over(tmp_path, trace, capsys):
+def test_a_first_policy_that_keeps_up_at_every_rate_gets_a_lower_bound(tmp_path, trace, capsys):
     flags = ("--simulate", "opt-13b-a100", "--max-model-len", 128, "--num-gpu-blocks", 40, "--only-rates")
     rates = "--rates=2;static-ft=0.5,40"
     record = bench(tmp_path, "--trace", trace, *flags, rates, "--latency-limit=0.1", "--policies=paged,static-ft")

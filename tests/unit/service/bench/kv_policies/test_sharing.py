@@ -56,7 +56,7 @@ def test_wider_searches_save_more_and_more_than_samples():
     assert saved["parallel", 2] < saved["beam", 2] < saved["beam", 4] < 1
 
 
-def test_what_does_not_fit_is_said():
+def test_too_small_a_pool_is_reported():
     with pytest.raises(StartupError, match="no room for requests of 6 branches"):
         share("parallel", 6, (8, 16), num_blocks=12)
 

@@ -74,9 +74,9 @@ async def test_an_answer_that_fails_behind_its_beginning_fails(folder, capsys):
     async with open_gateway(folder) as gateway:
         gateway.worker.script = lambda job: Script([gateway.model.tokenizer.encode("Hello")], EndReason.INTERNAL)
         assert await quire("chat", "--url", gateway.url, "Hi") == 1
-    said = capsys.readouterr()
-    assert said.out == "Hello"
-    assert "engine failed" in said.err
+    printed = capsys.readouterr()
+    assert printed.out == "Hello"
+    assert "engine failed" in printed.err
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_where_nothing_is_found(url, complaint, status, capsys):
 
 
 @pytest.mark.skipif(OPENSSL is None, reason="needs openssl")
-async def test_what_tls_refuses_is_said(folder, tmp_path, capsys):
+async def test_a_tls_error_is_printed(folder, tmp_path, capsys):
     files = make_certificates(tmp_path)
     secured = {"ssl_certfile": files.certificate, "ssl_keyfile": files.key}
     async with open_gateway(folder) as plain, open_gateway(folder, **secured) as gateway:

@@ -12,7 +12,7 @@ def look(metrics: GatewayMetrics, at_s: float, **stats: float) -> Scrape:
     return Scrape(at_s, Scrape.read(metrics.exposition().decode()).samples)
 
 
-def test_a_picture_tells_rates_percentiles_and_blocks():
+def test_a_picture_shows_rates_percentiles_and_blocks():
     metrics = GatewayMetrics("m")
     counts = {"num_running": 2, "num_waiting": 1, "num_blocks_free": 30, "num_blocks_used": 10, "kv_waste_ratio": 0.02}
     before = look(metrics, 10.0, steps_total=100, generation_tokens_total=50, step_time_ms=5.0, **counts)

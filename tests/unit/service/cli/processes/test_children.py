@@ -15,14 +15,14 @@ from service.errors import StartupError
 
 
 class Ended:
-    """A process that has printed `said`."""
+    """A process that has printed `text`."""
 
     pid = 1
 
-    def __init__(self, said: str, status: int) -> None:
+    def __init__(self, text: str, status: int) -> None:
         self.returncode = status
         self.stdout = asyncio.StreamReader()
-        self.stdout.feed_data(said.encode())
+        self.stdout.feed_data(text.encode())
         self.stdout.feed_eof()
 
     async def wait(self) -> int:
@@ -37,9 +37,7 @@ class Ended:
         ([1], (), 1, ["CRITICAL"]),
     ],
 )
-async def test_an_end_that_a_signal_asked_for_is_no_failure(
-    statuses, restarts_s, num_starts, levels, monkeypatch, caplog
-):
+async def test_an_end_after_a_signal_is_no_failure(statuses, restarts_s, num_starts, levels, monkeypatch, caplog):
     left = iter(statuses)
 
     class Child:
@@ -66,8 +64,8 @@ async def test_an_end_that_a_signal_asked_for_is_no_failure(
     assert [record.levelname for record in caplog.records] == levels
 
 
-async def first_line(said: str, status: int = 2) -> str:
-    return await ChildProcess("worker-1", Ended(said, status), 1.0).wait_ready()
+async def first_line(text: str, status: int = 2) -> str:
+    return await ChildProcess("worker-1", Ended(text, status), 1.0).wait_ready()
 
 
 async def test_a_ready_line_and_what_ends_a_start():
@@ -82,7 +80,7 @@ async def test_a_child_s_error_is_its_parent_s(monkeypatch, capsys):
     monkeypatch.setenv(STARTED_BY_SERVE, "1")
     monkeypatch.delenv("QUIRE_REDIS_URL", raising=False)
     assert await asyncio.to_thread(main, ["gateway", "--model", "no/such/folder"]) == 2
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     with pytest.raises(StartupError, match=r"^--model: no/such/folder: no such folder"):
-        await first_line(said.out)
-    assert said.err == ""
+        await first_line(printed.out)
+    assert printed.err == ""

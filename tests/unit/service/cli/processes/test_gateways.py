@@ -54,7 +54,7 @@ def test_a_full_disk_for_shared_files_is_refused(monkeypatch):
         pass
 
 
-def test_bounds_of_a_process_are_divided_and_those_in_redis_are_not():
+def test_bounds_of_a_process_are_divided_but_not_bounds_in_redis():
     whole = Settings(api_server_count=3, max_connections=100, max_body_bytes=2 << 20, max_body_bytes_in_flight=6 << 20)
     part = share_of(whole, GatewayGroup(Path(), 1, 3))
     assert part == replace(

@@ -38,7 +38,7 @@ def test_a_single_worker_keeps_the_devices_that_it_sees():
     assert devices_of_workers(Settings(device="cuda"), {}, []) == [{}]
 
 
-def test_devices_are_those_that_cuda_would_see(tmp_path):
+def test_devices_match_cudas(tmp_path):
     for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     assert visible_devices({}, tmp_path) == ["0", "1"]

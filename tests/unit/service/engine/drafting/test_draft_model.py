@@ -26,7 +26,7 @@ def run(engine, *requests):
     return {name: received.branches for name, received in run_steps(engine).items()}
 
 
-def test_the_model_itself_drafts_what_it_says(engines):
+def test_the_model_itself_drafts_its_own_tokens(engines):
     """All its drafts are right: its keys are those of the tokens, through catch-ups, rejections and cached prefixes."""
     plain, engine = engines.make(), engines.make(draft=engines.model, prefix_caching=True)
     wanted = run(plain, request("a"))

@@ -68,7 +68,7 @@ def test_a_head_changes_no_token(plain, ahead, sizes):
     assert engine.stats().num_accepted_by_source[3] > 15
 
 
-def test_as_many_drafts_are_right_as_on_the_host(plain, ahead):
+def test_drafts_are_accepted_as_often_as_on_the_host(plain, ahead):
     model = plain[0].model
     head = load_eagle3(DEMO / "eagle3", model.config, model.weights.embedding, MAX_LEN)
     stats = []

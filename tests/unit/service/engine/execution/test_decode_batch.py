@@ -134,7 +134,7 @@ def test_a_decode_that_branches_before_longer_chunks_is_not_plain():
     assert not rows.lay_out(StepPlan((*decodes, prefills)), {}).is_one_token_each
 
 
-def test_longer_chunks_stand_behind_the_rows():
+def test_longer_chunks_follow_the_rows():
     rng = random.Random(2)
     rows, (decoding, prompt) = DecodeBatch(MAX_ROWS, MAX_BLOCKS, BLOCK), [sequence(number, rng) for number in range(2)]
     prompt.token_ids[:], prompt.num_pending_tokens = array("I", range(10, 16)), 1

@@ -103,7 +103,7 @@ def test_vectors_survive_preemption(engines, expected, num_host_blocks):
         np.testing.assert_allclose(vector, expected("mean"), atol=1e-5)
 
 
-def test_a_cancelled_request_tells_none_and_leaves_nothing(engines):
+def test_a_cancelled_request_sends_nothing_and_leaves_nothing(engines):
     engine = engines.make(budget=16)
     engine.add_request(ask("r"))
     engine.step()

@@ -30,7 +30,7 @@ def ask(name: str, prompt=START, num_scored_tokens=0, **params) -> EngineRequest
 
 def run(engine, *requests):
     """Return token ids and log-probabilities of each request's prompt and answer."""
-    scored, said = defaultdict(lambda: ([], [])), defaultdict(lambda: ([], []))
+    scored, generated = defaultdict(lambda: ([], [])), defaultdict(lambda: ([], []))
     for request in requests:
         engine.add_request(request)
     while engine.has_work:
@@ -38,18 +38,18 @@ def run(engine, *requests):
         engine.check_invariants()
         for output in engine.drain_request_outputs():
             for part in output.parts:
-                assert not (part.is_prompt and said[output.request_id][0]), "the prompt comes first"
-                ids, logprobs = (scored if part.is_prompt else said)[output.request_id]
+                assert not (part.is_prompt and generated[output.request_id][0]), "the prompt comes first"
+                ids, logprobs = (scored if part.is_prompt else generated)[output.request_id]
                 ids += part.token_ids
                 logprobs += part.logprobs
-    return scored, said
+    return scored, generated
 
 
 @pytest.fixture(scope="module")
 def received(engines):
-    """A prompt of 70 tokens, the last 50 of which were generated, and what was said of those."""
-    _, said = run(engines.make(), ask("r", max_tokens=50, logprobs=3))
-    ids, logprobs = said["r"]
+    """A prompt of 70 tokens, the last 50 of which were generated, and their logprobs."""
+    _, generated = run(engines.make(), ask("r", max_tokens=50, logprobs=3))
+    ids, logprobs = generated["r"]
     return (*START, *ids), logprobs
 
 
@@ -65,7 +65,7 @@ def assert_alike(scored, received, first=1):
 
 
 @pytest.mark.parametrize("budget", [256, 16, 7])
-def test_scores_are_what_generation_says(engines, received, budget):
+def test_scores_match_generation(engines, received, budget):
     others = [ask(f"other{i}", START[i:], max_tokens=30) for i in range(3)]
     scored, _ = run(engines.make(budget=budget), *others, ask("r", received[0], prompt_logprobs=3))
     assert list(scored) == ["r"]
@@ -89,9 +89,9 @@ def test_a_prompt_that_is_in_memory_is_scored_all_the_same(engines, received):
 
 def test_branches_have_one_prompt(engines, received):
     params = {"prompt_logprobs": 3, "n": 3, "best_of": 3, "temperature": 1.0}
-    scored, said = run(engines.make(), ask("r", received[0], **params))
+    scored, generated = run(engines.make(), ask("r", received[0], **params))
     assert_alike(scored["r"], received)
-    assert len(said["r"][0]) == 6
+    assert len(generated["r"][0]) == 6
 
 
 def test_scores_survive_preemption(engines, received):
@@ -103,7 +103,7 @@ def test_scores_survive_preemption(engines, received):
         assert_alike(scored[f"{i}"], received)
 
 
-def test_another_engine_tells_only_what_was_not_received(engines, received):
+def test_another_engine_sends_only_what_was_not_received(engines, received):
     scored, _ = run(engines.make(budget=16), ask("r", received[0], num_scored_tokens=33, prompt_logprobs=3))
     ids, logprobs = scored["r"]
     assert tuple(ids) == received[0][33:]
@@ -112,13 +112,13 @@ def test_another_engine_tells_only_what_was_not_received(engines, received):
     assert not scored
 
 
-def test_a_prompt_of_one_token_has_nothing_to_tell(engines):
-    scored, said = run(engines.make(), ask("r", (5,), prompt_logprobs=0))
+def test_a_prompt_of_one_token_has_no_scores(engines):
+    scored, generated = run(engines.make(), ask("r", (5,), prompt_logprobs=0))
     assert not scored
-    assert len(said["r"][0]) == 2
+    assert len(generated["r"][0]) == 2
 
 
-def test_a_cancelled_request_tells_no_more(engines, received):
+def test_a_cancelled_request_sends_no_more(engines, received):
     engine = engines.make(budget=16)
     engine.add_request(ask("r", received[0], prompt_logprobs=0))
     engine.step()

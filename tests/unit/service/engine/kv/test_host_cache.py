@@ -127,7 +127,7 @@ def test_what_has_to_leave_soon_is_copied_before_it_must():
     load(engine, count=8, prompt_len=12, max_tokens=60)
     assert engine.stats().num_preemptions > 0
     waits = sum(not plan.chunks for plan in executor.plans)
-    assert waits == 0, "somebody waited for a copy"
+    assert waits == 0, "a sequence waited for a copy"
 
 
 def test_evicted_prefixes_come_back_from_the_host():
@@ -238,7 +238,7 @@ def test_costs_follow_what_is_seen():
     assert costs.recompute_s(0, 1000) == pytest.approx(0.02, rel=0.02)
 
 
-def test_steps_quicker_than_decodes_alone_once_were_tell_nothing_of_prompts():
+def test_steps_faster_than_the_last_decode_are_ignored_for_prompts():
     """Decodes have become quicker meanwhile, and none was timed alone: under a long queue every step has prompts."""
     costs = SwapCostModel(rates(token_s=1e-4), SIZE)
     before_s = costs.recompute_s(0, 512)
@@ -259,7 +259,7 @@ def by_themselves(engines):
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_the_demo_model_says_the_same_after_a_swap_on_poisoned_blocks(engines, by_themselves, prefix_caching):
+def test_the_demo_model_generates_the_same_after_a_swap_on_poisoned_blocks(engines, by_themselves, prefix_caching):
     engine = engines.make(num_blocks=22, num_host_blocks=60, prefix_caching=prefix_caching, poisons=True)
     received = run_all(engine)
     assert engine._scheduler.preemption.num_swapped > 0
@@ -273,7 +273,7 @@ def test_an_engine_for_the_shortest_sequences_proves_itself_too(max_model_len):
     assert build_engine(Settings(**asked), progress=False).engine.stats().num_output_tokens > 0
 
 
-def test_an_engine_is_built_with_the_tiers_that_were_asked_for(caplog):
+def test_an_engine_is_built_with_the_configured_tiers(caplog):
     asked = {"model": DEMO, "device": "cpu", "max_model_len": 256, "max_num_seqs": 4, "num_gpu_blocks": 40}
     with caplog.at_level("INFO", logger="quire.engine"):
         built = build_engine(Settings(swap_space=0.001, **asked), progress=False)

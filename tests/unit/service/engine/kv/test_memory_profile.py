@@ -79,7 +79,7 @@ def test_what_cannot_be_is_refused_in_one_line(free_bytes, settings, word):
     ],
     ids=str,
 )
-def test_check_tells_the_pool_that_serve_makes(capsys, monkeypatch, free_gib, flags):
+def test_check_reports_the_pool_that_serve_allocates(capsys, monkeypatch, free_gib, flags):
     monkeypatch.setattr(NumpyOps, "memory_bytes", lambda self: (int(free_gib * GIB), 80 * GIB))
     flags = ["--device", "cpu", *flags]
     assert main(["check", *flags]) == 0
@@ -101,7 +101,7 @@ def test_check_counts_whole_blocks(capsys):
     assert "does not fit" in capsys.readouterr().out
 
 
-def test_swap_space_is_what_was_asked_for_or_a_part_of_the_hosts_memory(tmp_path, monkeypatch):
+def test_swap_space_is_as_configured_or_a_part_of_the_hosts_memory(tmp_path, monkeypatch):
     ops, limit = SizedOps("cuda", 60 * GIB), tmp_path / "memory.max"
     monkeypatch.setattr(engine_memory, "CGROUP_LIMIT", limit)
     memory = plan(ops, max_num_seqs=4096)

@@ -242,7 +242,7 @@ def test_who_shares_what_nan_took_along_does_not_seek_it_on_the_host():
     kv.check_invariants([good])
 
 
-def test_a_fork_stands_where_its_parent_does():
+def test_a_fork_starts_at_its_parents_position():
     kv = caching()
     parent = computed(kv, range(10))
     child = sequence(range(10))

@@ -66,7 +66,7 @@ class IdleOps(MeetingOps):
         self.met.append(("tune", weights[0].shape, *num_rows))
 
 
-def test_kernels_of_a_start_are_those_that_it_runs_later():
+def test_warm_up_compiles_the_kernels_that_run_later():
     """An engine compiles what `run_all_kernels` runs before its weights are read."""
     ops = IdleOps()
     model = load_model(DEMO, ModelConfig.read(DEMO), ops, 128)

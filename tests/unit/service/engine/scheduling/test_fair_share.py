@@ -149,7 +149,7 @@ def test_who_was_just_brought_back_is_the_last_to_leave_again():
     crowd.finish()
 
 
-def test_a_step_calls_few_back_but_as_many_as_one_newcomer_needs():
+def test_a_step_reclaims_no_more_than_one_newcomer_needs():
     crowd = EngineLoad()
     crowd.ask("flood", 8)
     crowd.step(2)

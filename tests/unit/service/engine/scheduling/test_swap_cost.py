@@ -15,7 +15,7 @@ from tests.support.demo_engine import BLOCK_SIZE, MAX_LEN, DemoEngines
 
 
 @pytest.mark.parametrize(("longest", "lengths"), [(8192, [CALIBRATION_TOKENS]), (256, [256] * 8), (300, [300] * 6)])
-def test_as_many_tokens_are_timed_however_long_a_prompt_may_be(monkeypatch, longest, lengths):
+def test_short_prompts_are_timed_in_larger_numbers(monkeypatch, longest, lengths):
     """Fewer take the host longer to launch than the device to compute, and say nothing."""
     timed = []
     monkeypatch.setattr(swap_cost, "_run_prompts", lambda model, kv, lengths: timed.append(lengths.tolist()))

@@ -96,7 +96,7 @@ def test_the_record_and_the_count():
     assert (name, len(prompt.messages)) == (None, 2)
 
 
-def said(*parts, role="user"):
+def message(*parts, role="user"):
     return {"messages": [{"role": role, "content": list(parts)}]}
 
 
@@ -111,12 +111,12 @@ def said(*parts, role="user"):
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
-        (said({"type": "image", "source": {}}), "messages[0].content[0].type"),
-        (said({"type": "text"}), "messages[0].content[0].text"),
-        (said({"type": "text", "text": "a", "extra": 1}), "messages[0].content[0].extra"),
-        (said({**RESULT, "content": [{"type": "image", "text": ""}]}), "messages[0].content[0].content[0].type"),
-        (said({**RESULT, "content": [{"type": "image", "source": {}}]}), "messages[0].content[0].content[0].type"),
-        (said({"type": "redacted_thinking", "data": "x"}), "messages[0].content[0].type"),
+        (message({"type": "image", "source": {}}), "messages[0].content[0].type"),
+        (message({"type": "text"}), "messages[0].content[0].text"),
+        (message({"type": "text", "text": "a", "extra": 1}), "messages[0].content[0].extra"),
+        (message({**RESULT, "content": [{"type": "image", "text": ""}]}), "messages[0].content[0].content[0].type"),
+        (message({**RESULT, "content": [{"type": "image", "source": {}}]}), "messages[0].content[0].content[0].type"),
+        (message({"type": "redacted_thinking", "data": "x"}), "messages[0].content[0].type"),
         ({"system": [{"type": "image", "source": {}}]}, "system[0].type"),
         (
             {"messages": [*HI, {"role": "assistant", "content": [{**USE, "name": "a b"}]}, *HI]},

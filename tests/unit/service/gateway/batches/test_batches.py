@@ -94,7 +94,7 @@ class Keeping(QuickQueue):
         self.batches.hold_batch = hold_unless_kept
 
 
-async def test_a_batch_says_that_its_file_is_gone(folder):
+async def test_a_batch_reports_that_its_file_is_gone(folder):
     async with open_gateway(folder, Keeping()) as gateway, client_of(gateway) as client:
         batch = await submit(client, jsonl(line(1)))
         await client.files.delete(batch.input_file_id)
@@ -197,7 +197,7 @@ async def test_a_key_that_would_not_be_honoured_is_refused(folder, route):
         assert (status, answer["error"]["param"]) == (400, "Idempotency-Key")
 
 
-async def test_files_are_listed_in_the_order_that_is_asked_for(folder):
+async def test_files_are_listed_in_the_requested_order(folder):
     async with open_gateway(folder) as gateway, client_of(gateway) as client:
         ids = [(await client.files.create(file=(name, b"{}"), purpose="batch")).id for name in "abc"]
         for order in ("asc", "desc"):
@@ -207,7 +207,7 @@ async def test_files_are_listed_in_the_order_that_is_asked_for(folder):
         assert (status, answer["error"]["param"]) == (400, "order")
 
 
-async def test_lines_that_cannot_be_answered_stand_in_the_error_file(folder):
+async def test_lines_that_cannot_be_answered_are_in_the_error_file(folder):
     bad_wish = line(1)
     bad_wish["body"] = {**bad_wish["body"], "temperature": 99}
     stream = line(2)

@@ -87,7 +87,7 @@ def test_stop_string_that_only_the_flush_completes():
     assert decoded([97, 0xE2], ["\ufffd"]) == ("a", 2, True)
 
 
-def test_overlapping_stop_strings_take_the_one_complete_first_and_the_longest_of_those():
+def test_overlapping_stop_strings_end_at_the_first_complete_and_then_longest():
     assert decoded(b"xabcd", ["bcd", "abc"]) == ("x", 4, True)
     assert decoded(b"xabcd", ["bc", "abc"]) == ("x", 4, True)
     assert decoded(b"aabaac", ["aac"]) == ("aab", 6, True)

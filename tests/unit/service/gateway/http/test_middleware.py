@@ -158,7 +158,7 @@ async def test_a_page_that_names_itself_is_not_for_us(gateway):
         assert (await gateway.get("/livez", headers={"Host": host}))[0] == 200
 
 
-async def test_any_host_where_a_key_is_asked_for_and_only_those_listed(locked, model_folder):
+async def test_any_host_is_allowed_with_a_key_unless_hosts_are_listed(locked, model_folder):
     evil = {"Host": "evil.example"}
     assert (await locked.get("/v1/models", headers={**evil, **bearer(KEYS[0])}))[0] == 200
     async with open_gateway(model_folder, api_key=KEYS, allowed_hosts=("good.example",)) as gateway:
@@ -200,7 +200,7 @@ async def test_a_page_behind_a_proxy_is_ours_by_the_name_that_is_listed(model_fo
             assert (await gateway.post(CHAT, BODY, headers={"Origin": origin}))[0] == status
 
 
-async def test_a_key_may_hold_so_many_requests_open(model_folder, tmp_path):
+async def test_a_key_has_a_limit_of_open_requests(model_folder, tmp_path):
     path = tmp_path / "keys"
     path.write_text(line_of("one", "a", None, 2) + "\n" + line_of("two", "b", "team", None) + "\n")
     async with open_gateway(model_folder, api_key_file=path) as gateway:

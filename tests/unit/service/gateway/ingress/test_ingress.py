@@ -78,7 +78,7 @@ async def test_one_final_reply(ingress_gateway, endpoint):
 
 
 @pytest.mark.parametrize("endpoint", BODIES)
-async def test_text_deltas_where_a_stream_is_asked_for(ingress_gateway, endpoint):
+async def test_a_requested_stream_gets_text_deltas(ingress_gateway, endpoint):
     replies = await answer(ingress_gateway, payload(endpoint=endpoint, stream=True))
     assert len(replies) > 2
     assert "".join(reply.text for reply in replies) == "Hello world."

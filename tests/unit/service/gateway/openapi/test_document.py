@@ -105,7 +105,7 @@ async def test_requests_have_the_shape_that_is_documented(folder):
         ("/v1/requests/{id}", {"Last-Event-ID": "x"}),
     ],
 )
-async def test_what_may_be_asked_beside_a_body_is_reported_and_held_to(folder, path, wrong):
+async def test_parameters_outside_the_body_are_documented_and_enforced(folder, path, wrong):
     async with open_gateway(folder) as gateway:
         _, document = await gateway.get("/openapi.json")
         received = {each["name"]: each["in"] for each in document["paths"][path]["get"]["parameters"]}

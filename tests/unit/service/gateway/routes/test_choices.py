@@ -62,7 +62,7 @@ async def test_each_branch_is_a_choice(gateway, path, body):
     events = await gateway.events(path, {**body, "n": 3})
     assert texts_of(events) == {index: (text, "stop") for index, text in enumerate(TEXTS)}
     indexes = [json.loads(event)["choices"][0]["index"] for event in events[:-1]]
-    assert indexes[:3] != [0, 0, 0], "choices are told side by side"
+    assert indexes[:3] != [0, 0, 0], "choices are sent interleaved"
     assert [job.sampling.n for job in gateway.worker.jobs] == [3, 3]
     assert [job.sampling.best_of for job in gateway.worker.jobs] == [3, 3]
     assert gateway.worker.cancels == []
@@ -167,7 +167,7 @@ async def test_beams(gateway):
     }  # fmt: skip
 
 
-async def test_fewer_beams_end_than_were_asked_for(gateway):
+async def test_fewer_beams_end_than_requested(gateway):
     """A grammar may allow no more."""
     gateway.worker.script = saying(gateway, TEXTS[0], choices=(0,))
     beams = {"n": 2, "use_beam_search": True, "beam_width": 3}
@@ -189,7 +189,7 @@ async def test_nothing_stops_an_answer_before_min_tokens(gateway):
 
 
 @pytest.mark.parametrize("prompts", [["the", "and the"], [[5, 6, 7], [8]]])
-async def test_choices_of_several_prompts_stand_prompt_by_prompt(gateway, prompts):
+async def test_choices_of_several_prompts_are_ordered_by_prompt(gateway, prompts):
     def script(job):
         size = len(job.prompt) // 4
         return Script(branches=[speech(gateway.model, f"{size} {branch}").steps for branch in range(2)])

@@ -67,7 +67,7 @@ async def test_chat(gateway):
     assert body["usage"]["completion_tokens"] == 5
 
 
-async def test_job_carries_what_was_asked_for(gateway):
+async def test_a_job_carries_the_requested_parameters(gateway):
     await gateway.post(COMPLETIONS, {**PROMPT, "max_tokens": 3, "seed": -2, "top_p": 0.5, "logit_bias": {"7": 1}})
     await gateway.post(CHAT, MESSAGES)
     first, second = gateway.worker.jobs
@@ -132,7 +132,7 @@ async def test_stop_string(gateway):
     assert (choice["text"], choice["finish_reason"]) == ("Hello world. ", "stop")
     ids = gateway.model.tokenizer.encode("Hello world. END")
     assert body["usage"]["completion_tokens"] == len(ids)
-    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}, "known before the worker tells the end"
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}, "known before the worker sends the end"
     cancel = await gateway.worker.cancelled()
     assert (cancel.reason, cancel.job_id) == (EndReason.STOP, gateway.worker.jobs[0].job_id)
     events = await gateway.events(CHAT, {**MESSAGES, "stop": ["nope", "END"], "include_stop_str_in_output": True})
@@ -165,7 +165,7 @@ async def test_held_text_is_sent_at_the_end(gateway):
     assert "".join(texts(await gateway.events(COMPLETIONS, {**PROMPT, "stop": "END"}))) == "Hello EN"
 
 
-async def test_end_token_is_no_text_unless_asked_for(gateway):
+async def test_the_end_token_is_no_text_unless_requested(gateway):
     token = gateway.model.tokenizer.encode("the")[0]
     gateway.worker.script = lambda job: Script([[*gateway.model.tokenizer.encode("hello"), token]])
 

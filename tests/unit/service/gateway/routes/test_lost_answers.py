@@ -204,7 +204,7 @@ async def test_a_response_that_cannot_be_stored_is_given_and_stored_later(gatewa
     await soon(settled)
 
 
-async def test_no_second_answer_is_written_into_one_that_has_begun(gateway, monkeypatch):
+async def test_no_second_answer_is_written_into_a_begun_one(gateway, monkeypatch):
     """A handler may fail even after the end of its stream."""
 
     async def broken(self, stream, *args):
@@ -236,7 +236,7 @@ async def test_another_gateway_streams_a_job_that_it_finds(model_folder, gateway
     assert EndReason.CANCELLED not in [cancel.reason for cancel in gateway.worker.cancels]
 
 
-async def test_a_stream_goes_on_behind_events_that_came_before_those_of_its_job(gateway):
+async def test_a_stream_continues_after_events_that_preceded_its_job(gateway):
     """A response begins when its job is queued, and sends no event twice when the job is submitted again."""
     gateway.worker.script = lambda job: speech(gateway.model, TEXT, step_s=0.2)
     body = {**BODIES[RESPONSES], "stream": True}

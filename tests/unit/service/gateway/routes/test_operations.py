@@ -105,7 +105,7 @@ async def test_a_slash_after_the_path_is_dropped(folder):
         assert (response.status, response.headers["Location"]) == (308, "../ui")
 
 
-def test_vendored_files_are_those_of_their_release():
+def test_vendored_files_match_their_release():
     table = (UI / "vendor" / "README.md").read_text()
     listed = dict(re.findall(r"^\| `([\w.]+)` .* `([0-9a-f]{64})` \|$", table, re.MULTILINE))
     assert {f"vendor/{name}" for name in listed} == {name for name in ASSETS if name.startswith("vendor/")}

@@ -47,7 +47,7 @@ def test_unsupported_combinations_are_refused(fields):
     assert (caught.value.status, caught.value.param) == (400, "prompt_logprobs")
 
 
-async def test_echo_alone_may_stand_beside_them(gateway):
+async def test_only_echo_may_be_combined_with_them(gateway):
     _, answer = await gateway.post(
         COMPLETIONS, {**PROMPT, "prompt": ["the and", "and"], "echo": True, "prompt_logprobs": 0}
     )

@@ -167,7 +167,7 @@ async def test_in_the_background(pair):
     assert answer["choices"][0]["message"]["content"] == TEXT.partition("END")[0]
     assert answer["id"] == f"chatcmpl-{state['id']}"
     async with asyncio.timeout(SOON_S):
-        assert (await one.worker.cancelled()).reason is EndReason.STOP, "a stop string ends it though nobody listens"
+        assert (await one.worker.cancelled()).reason is EndReason.STOP, "a stop string ends it though no client listens"
     assert (await state_of(other, answer["id"]))[1]["response"] == answer, "its OpenAI name is as good"
 
 
@@ -368,7 +368,7 @@ async def test_the_head_of_a_stream_has_no_body(gateway, route):
 
 
 @pytest.mark.parametrize("route", ["/v1/requests/{id}", "/v1/responses/resp_{id}"])
-async def test_a_word_for_stream_that_says_nothing_is_refused(gateway, route):
+async def test_a_value_of_stream_that_is_no_boolean_is_refused(gateway, route):
     path, body = (CHAT, MESSAGES) if "requests" in route else ("/v1/responses", {"model": MODEL, "input": "hi"})
     async with gateway.http.post(gateway.url + path, json=body) as response:
         route = route.replace("{id}", response.headers["X-Request-Id"])

@@ -107,7 +107,7 @@ async def test_calls_come_as_items_of_their_own(served):
     assert added[1].arguments == ""
 
 
-async def test_logprobs_stand_with_the_text_they_are_of(served):
+async def test_logprobs_come_with_their_text(served):
     _, client = served
     events = await events_of(
         await client.responses.create(
@@ -157,8 +157,8 @@ async def test_what_is_refused_is_refused_before_any_event(served):
 
 async def test_a_client_that_leaves_ends_it(served):
     gateway, client = served
-    said = speech(gateway.model, "Hello")
-    gateway.worker.script = lambda job: Script(said.steps[:2], None)
+    speech_script = speech(gateway.model, "Hello")
+    gateway.worker.script = lambda job: Script(speech_script.steps[:2], None)
     stream = await client.responses.create(model=MODEL, input="Hi", stream=True)
     first = await anext(aiter(stream))
     await stream.close()
@@ -205,10 +205,10 @@ async def test_a_stream_that_was_left_goes_on_in_the_background(served):
     assert answer.output_text == "Hello world."
 
 
-async def test_one_that_is_cancelled_ends_its_streams(served):
+async def test_a_cancelled_response_ends_its_streams(served):
     gateway, client = served
-    said = speech(gateway.model, "Hello")
-    gateway.worker.script = lambda job: Script(said.steps[:2], None)
+    speech_script = speech(gateway.model, "Hello")
+    gateway.worker.script = lambda job: Script(speech_script.steps[:2], None)
     stream = await client.responses.create(model=MODEL, input="Hi", background=True, stream=True)
     events = aiter(stream)
     first = await anext(events)

@@ -123,7 +123,7 @@ async def test_another_gateway_goes_on_with_it(served, folder):
     assert "One" in prompt_of(gateway)
 
 
-async def test_functions_of_a_namespace_beside_hosted_tools(served):
+async def test_functions_of_a_namespace_with_hosted_tools(served):
     """Codex: MCP servers are namespaces, and a call without its `namespace` is no call of theirs."""
     gateway, client = served
     gateway.worker.script = lambda job: speech(gateway.model, CALL.replace("weather", "mcp__sky__weather"))
@@ -254,8 +254,8 @@ async def test_the_background_goes_on_without_a_client(served):
 
 async def test_the_background_is_cancelled(served):
     gateway, client = served
-    said = speech(gateway.model, "Hello")
-    gateway.worker.script = lambda job: Script(said.steps[:2], None)
+    speech_script = speech(gateway.model, "Hello")
+    gateway.worker.script = lambda job: Script(speech_script.steps[:2], None)
     running = await client.responses.create(model=MODEL, input="Hi", background=True)
     async with asyncio.timeout(10):
         while (await client.responses.retrieve(running.id)).status != "in_progress":
@@ -271,7 +271,7 @@ async def test_the_background_is_cancelled(served):
         await client.responses.create(model=MODEL, input="Hi", previous_response_id=running.id)
 
 
-async def test_one_that_failed_says_so(served):
+async def test_a_failed_response_has_an_error(served):
     gateway, client = served
     gateway.worker.script = lambda job: Script([], EndReason.NUMERICAL_ERROR)
     with pytest.raises(openai.InternalServerError, match="produced NaN"):
@@ -283,7 +283,7 @@ async def test_one_that_failed_says_so(served):
     assert (answer.status, answer.error.code) == ("failed", "numerical_error")
 
 
-async def test_it_is_kept_as_long_as_is_said(folder):
+async def test_a_response_is_kept_for_the_configured_time(folder):
     async with open_gateway(folder, response_retention=0.05, queue=QuickQueue()) as gateway:
         status, answer = await gateway.post(RESPONSES, {"model": MODEL, "input": "Hi"})
         assert status == 200

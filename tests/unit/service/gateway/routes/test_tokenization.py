@@ -40,7 +40,7 @@ async def knowing(tmp_path):
         yield gateway
 
 
-async def test_the_ids_are_those_of_the_chat(knowing):
+async def test_the_ids_match_the_chat(knowing):
     prompts = set()
     for values in itertools.product(*CHOICES.values()):
         fields = dict(zip(CHOICES, values, strict=True))

@@ -140,7 +140,7 @@ async def test_a_strict_function_is_called_right_even_if_it_need_not_be(served):
     assert not compiled.copy().advance(encode('<tool_call>\n{"name": "weather", "arguments": {"city": 7}}'))
 
 
-async def test_an_answer_calls_or_has_the_form_that_is_asked_for(served, tool_folder):
+async def test_an_answer_calls_or_has_the_requested_format(served, tool_folder):
     gateway, client = served
     schema = {"type": "object", "properties": {"sky": {"enum": ["blue"]}}, "required": ["sky"]}
     form = {"type": "json_schema", "json_schema": {"name": "sky", "schema": schema, "strict": True}}
@@ -290,7 +290,7 @@ LEFT = f'{BAD}\nand <tool_call>{{"name": "rm"}}</tool_call>'
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_a_bad_call_is_text_and_those_behind_it_are_calls(served, n):
+async def test_a_bad_call_is_text_and_later_ones_are_calls(served, n):
     gateway, client = served
     gateway.worker.script = lambda job: speech(gateway.model, MIXED)
     for choice in (await ask(client, n=n)).choices:
@@ -366,8 +366,8 @@ async def test_a_long_answer_is_read_off_the_event_loop(served, monkeypatch):
     monkeypatch.setattr(
         ToolCallStream, "push", lambda stream, text: (readers.append(threading.current_thread()), own(stream, text))[1]
     )
-    for said, is_loop in ((CALL, True), ("the " * 60 + CALL, False)):
-        gateway.worker.script = lambda job, said=said: speech(gateway.model, said, per_step=50)
+    for text, is_loop in ((CALL, True), ("the " * 60 + CALL, False)):
+        gateway.worker.script = lambda job, text=text: speech(gateway.model, text, per_step=50)
         readers.clear()
         assert (await ask(client)).choices[0].message.tool_calls[0].function.name == "weather"
         assert {reader is threading.main_thread() for reader in readers} == {is_loop}

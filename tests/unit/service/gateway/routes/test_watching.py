@@ -118,7 +118,7 @@ async def test_tokens_there_and_back(gateway):
     assert body["token_strs"] == ["the", " ", "and"]
 
 
-async def test_tokens_without_those_around_a_prompt():
+async def test_tokens_without_special_tokens_around_a_prompt():
     async with open_gateway(DEMO) as gateway:
         _, whole = await gateway.post("/tokenize", {"prompt": "Once upon"})
         _, bare = await gateway.post("/tokenize", {"prompt": "Once upon", "add_special_tokens": False})
@@ -145,7 +145,7 @@ async def test_a_template_that_the_client_rendered():
             assert offset == len(shown)
 
 
-async def test_tokens_of_messages_are_those_of_the_job(gateway):
+async def test_tokens_of_messages_match_the_job(gateway):
     _, body = await gateway.post("/tokenize", {"messages": MESSAGES})
     _, answer = await gateway.post(CHAT, {"model": MODEL, "messages": MESSAGES})
     assert body["count"] == answer["usage"]["prompt_tokens"]

@@ -11,7 +11,7 @@ from tests.support.fake_ranks import FakeRank, launches
 from tests.support.sampling_cases import random_bias, random_options
 
 
-def test_biases_are_those_of_the_part():
+def test_a_bias_is_applied_to_the_part_of_a_rank():
     log: list[tuple[object, ...]] = []
     rank, rng = FakeRank(0, log), np.random.default_rng(0)
     options = replace(random_options(rng, 3, 16), penalties=None, bias=None)
