@@ -41,6 +41,9 @@ class CudaDevice:
     name = "cuda"
     num_ranks = 1
 
+    launches_early = True
+    """Kernels of captured graphs may start before their predecessors end."""
+
     def __init__(self, dtype: np.dtype, kv_dtype: np.dtype | None = None):
         """Raise ValueError for dtypes without kernels, CuPy's RuntimeErrors without a GPU."""
         self.dtype = np.dtype(dtype)
@@ -166,14 +169,15 @@ class CudaDevice:
         """Launch a kernel of `cuda/`, by default for `self.dtype`; an empty grid does nothing.
 
         `overlaps`: the kernel calls `wait_for_previous_kernel` (common/types.cuh), so in a captured graph it may start
-        before its predecessor ends; elsewhere the host is too slow for a gain. Clusters need `self.stream`.
+        before its predecessor ends (`launches_early`); elsewhere the host is too slow for a gain. Clusters
+        need `self.stream`.
         """
         if 0 in grid:
             return
         kernel = self.kernels.get(name, shared_bytes=shared_bytes, **{"QUIRE_DTYPE": self.dtype_code, **defines})
         if not is_there(kernel):
             return
-        begins_early = overlaps and self._is_capturing
+        begins_early = overlaps and self._is_capturing and self.launches_early
         if self._launch_overlapped is not None and (begins_early or cluster > 1):
             self._launch_overlapped(kernel, grid, threads, args, shared_bytes, overlaps=begins_early, cluster=cluster)
         else:

@@ -49,6 +49,8 @@ def open_devices(
     connect(device_ids)
     ranks = [rank_type(device_id, dtype, kv_dtype) for device_id in device_ids]
     shares_gpu = len(set(device_ids)) < len(device_ids)
+    for rank in ranks:  # one's blocks that wait for a sum would hold SMs that another needs to come to it
+        rank.launches_early = not shares_gpu
     wants_nccl = opens_nccl or uses_nccl(len(ranks))
     mover = _open_nccl(ranks) if wants_nccl and not shares_gpu else None
     collectives = CudaCollectives(ranks, mover, _BLOCKS_OF_ONE_GPU if shares_gpu else MAX_BLOCKS)
