@@ -107,6 +107,10 @@ class DeviceEagle3:
         """Draw draft `number` of S sequences, from 0 on; the first from `read`, the others from the one before."""
         ops, plan, last = self.ops, batch.plan, kv.shape[1] - 1
         with ops.scratch():
+            scale, lens = float(self.config.head_dim**-0.5), plan.places[number + 1]
+            attention = AttentionBatch(kv, last, batch.tables, lens, scale, self.config.window)
+            # Not right before the attention, which reads the plan before its predecessor ends.
+            attention = replace(attention, plan=ops.plan_decode_attention(self.config.num_heads, attention))
             if number == 0:
                 ops.place_columns(ops.gather_rows(read.hidden, plan.last_rows), batch.hidden, 0)
                 qkv = ops.gather_rows(read.qkv, plan.last_rows)
@@ -114,9 +118,7 @@ class DeviceEagle3:
                 x = self._input(batch.out[number - 1], batch.hidden)
                 qkv = ops.linear(x, self.weights.qkv, self.weights.qkv_bias)
             at = plan.places[number], plan.slots[number]
-            q = ops.rope_kv_write(qkv, self.weights.rotation, *at, kv, last)
-            scale, lens = float(self.config.head_dim**-0.5), plan.places[number + 1]
-            attended = self._attended(q, AttentionBatch(kv, last, batch.tables, lens, scale, self.config.window))
+            attended = ops.rope_decode_attention(qkv, self.weights.rotation, *at, attention)
             logits = ops.spread_logits(self._finish(batch.hidden, attended), self.weights.columns)
             params = replace(batch.params, position=plan.places[number + 2].view(np.uint32))
             ops.sample(logits, params, out=batch.out[number])
@@ -133,13 +135,6 @@ class DeviceEagle3:
         weights = self.weights
         return self.ops.draft_input(next_ids, weights.embedding, hidden, weights.input_norms, self.config.eps)
 
-    def _attended(self, q: Array, batch: AttentionBatch) -> Array:
-        """q [S, Hq, D] -> [S, Hq * D]."""
-        out = self.ops.temporary(q.shape, self.ops.dtype)
-        plan = self.ops.plan_decode_attention(self.config.num_heads, batch)
-        self.ops.paged_decode_attention(q, replace(batch, plan=plan), out)
-        return out.reshape(len(q), -1)
-
     def _finish(self, hidden: Array, attended: Array) -> Array:
         """Replace hidden [S, H] by the layer's output; return logits float32[S, draft vocabulary]."""
         ops, weights, eps = self.ops, self.weights, self.config.eps
@@ -147,8 +142,8 @@ class DeviceEagle3:
         if self.config.norm_before_residual:
             residual = ops.rms_norm(hidden, weights.input_norms[1], eps)
         attention = ops.linear(attended, weights.output, weights.output_bias)
-        mlp_input = ops.add_rms_norm(attention, residual, weights.mlp_norm, eps)
-        gate_up = ops.linear(mlp_input, weights.gate_up, weights.gate_up_bias)
+        norm = weights.mlp_norm, eps
+        gate_up = ops.add_norm_linear(attention, residual, norm, weights.gate_up, weights.gate_up_bias)
         mlp = ops.linear(ops.silu_mul(gate_up), weights.down, weights.down_bias)
         normed = ops.add_rms_norm(mlp, residual, weights.final_norm, eps)
         output = normed if self.config.norm_output else residual
