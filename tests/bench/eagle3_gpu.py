@@ -3,7 +3,8 @@
     python -m tests.bench.eagle3_gpu [--model-config llama-3.1-8b] [--batch 1,16] [--rates 0.6,0.8] [--out FILE]
 
 Weights are random, the head's of the published shape for the model. The model's head is zero: greedy sampling emits one
-token for ever. Drafts are drawn as in service, and replaced by that token or a wrong one before they are verified.
+token for ever. Drafts are drawn as in service, and replaced by that token or a wrong one before they are verified. How
+many are right in a row is dealt from shuffled decks that hold each number in its expected share.
 """
 
 from __future__ import annotations
@@ -30,27 +31,42 @@ from service.engine.build import BuiltEngine, build_engine
 from service.engine.drafting.build import step_cost
 from service.engine.drafting.lengths import DraftLengths, StepCost
 from service.engine.scheduling.speculation import Speculation
-from tests.bench.speculation_gpu import CONTEXTS, emitted_token, run
+from tests.bench.speculation_gpu import CONTEXTS, RunTotals, emitted_token, run
 
 MAX_DRAFTS = 8
 DRAFT_VOCAB = 32_000
+DECK = 50
+LEAST_STEPS = 1000
+"""Steps of a run with drafts, over all sequences."""
 
 
 class ForcedGraphs:
-    """Drafts of a head, replaced on the device: each is right with a chance of `rate`."""
+    """Drafts of a head, replaced on the device: each is right with a chance of `rate`, if those before it are."""
 
     def __init__(self, graphs, ops, token_id: int, rate: float):
         self._graphs, self._ops, self._token_id, self._rate = graphs, ops, token_id, rate
         self._rng = np.random.default_rng(0)
+        self._lengths = np.zeros(0, np.int64)
 
     def __getattr__(self, name: str):
         return getattr(self._graphs, name)
 
     def draft(self, *how):
         drafts = self._graphs.draft(*how)
-        forced = self._token_id + (self._rng.random(drafts.shape) > self._rate).astype(np.int32)
+        number = np.arange(len(drafts))[:, None]
+        forced = self._token_id + (number >= self._dealt(drafts.shape[1])).astype(np.int32)
         self._ops.upload_all([forced], drafts.reshape(-1).view(np.uint8))
         return drafts
+
+    def _dealt(self, count: int) -> np.ndarray:
+        """Return int64[count], how many drafts in a row are right."""
+        while len(self._lengths) < count:
+            chances = (self._rng.permutation(DECK) + 1 - self._rng.random()) / DECK
+            with np.errstate(divide="ignore", invalid="ignore"):  # rates of 0 and 1
+                lengths = np.abs(np.log(chances) / np.log(self._rate))
+            self._lengths = np.append(self._lengths, np.fmin(lengths, MAX_DRAFTS).astype(np.int64))
+        dealt, self._lengths = self._lengths[:count], self._lengths[count:]
+        return dealt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +78,7 @@ class RunFigures:
     step_ms: float
     drafted: float  # per sequence and step
     accepted: float  # of the drafted
+    error: float  # standard, of the tokens a step, over their mean
 
 
 def main() -> None:
@@ -149,22 +166,21 @@ def compare(built: BuiltEngine, drafter, cost: StepCost, batch: int, rates: list
         with patch.object(drafter, "_graphs", ForcedGraphs(drafter._graphs, built.ops, token_id, rate)):
             drafted[rate] = measured(built, drafter, cost, batch)
     after = measured(built, None, cost, batch)
-    none = (before[0] + after[0]) / 2
-    for rate, (tokens_per_s, step_s, num_drafted, accepted) in {None: before, **drafted}.items():
+    none = (before.tokens_per_s + after.tokens_per_s) / 2
+    for rate, totals in {None: before, **drafted}.items():
         yield RunFigures(
             batch=batch,
             rate=rate,
-            tokens_per_s=tokens_per_s,
-            ratio=tokens_per_s / none,
-            step_ms=1e3 * step_s,
-            drafted=num_drafted,
-            accepted=accepted,
+            tokens_per_s=totals.tokens_per_s,
+            ratio=totals.tokens_per_s / none,
+            step_ms=1e3 * totals.step_s,
+            drafted=totals.drafted,
+            accepted=totals.accepted,
+            error=totals.error,
         )
 
 
-def measured(
-    built: BuiltEngine, drafter, cost: StepCost | None, batch: int, max_drafts: int = MAX_DRAFTS
-) -> tuple[float, float, float, float]:
+def measured(built: BuiltEngine, drafter, cost: StepCost | None, batch: int, max_drafts: int = MAX_DRAFTS) -> RunTotals:
     """Return `run`'s figures; without a drafter, the head reads no states. No cost: always `max_drafts`."""
     engine, speculation = built.engine, None
     if drafter is not None:
@@ -182,7 +198,8 @@ def measured(
             yield
 
     with patch("tests.bench.speculation_gpu.drafting", drafting):
-        return run(built, cost, batch, drafter)
+        least_steps = 1 if drafter is None else -(-LEAST_STEPS // batch)
+        return run(built, cost, batch, drafter, least_steps=least_steps)
 
 
 def _text(value: object) -> str:

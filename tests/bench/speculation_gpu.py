@@ -15,7 +15,7 @@ import random
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from unittest.mock import patch
 
 import numpy as np
@@ -43,6 +43,8 @@ PROMPT_TOKENS = 256
 NUM_TOKENS = 300
 DRAFT_VOCAB = 32_000
 NUM_TIMED = 30
+NUM_MEANS = 10
+"""Means of a run that give its error."""
 MIN_ANSWERS, ANSWER_TOKENS = 16, 64
 RATES = (0.6, 0.8)
 PARTS = ("tokens", "steps", "runs")
@@ -90,6 +92,39 @@ class TokenFigures:
     num_tokens: int  # up to each answer's first difference
     num_different: int  # answers
     num_accepted: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTotals:
+    batch: int
+    seconds: float = 0.0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    step_tokens: tuple[int, ...] = ()  # of all sequences, by step
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(self.step_tokens) / self.seconds
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds / len(self.step_tokens)
+
+    @property
+    def drafted(self) -> float:
+        """Drafts per sequence and step."""
+        return self.num_drafted / len(self.step_tokens) / self.batch
+
+    @property
+    def accepted(self) -> float:
+        """Share of the drafted."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+
+    @property
+    def error(self) -> float:
+        """Standard error of the tokens a step over their mean, from NUM_MEANS means."""
+        means = [part.mean() for part in np.array_split(np.array(self.step_tokens), NUM_MEANS)]
+        return float(np.std(means, ddof=1) / NUM_MEANS**0.5 / np.mean(self.step_tokens))
 
 
 Figures = StepFigures | RunFigures | TokenFigures
@@ -241,26 +276,26 @@ def compare(built: BuiltEngine, cost: StepCost, batch: int) -> Iterator[RunFigur
     for rate in RATES:
         drafted[f"free {rate}"] = run(built, cost, batch, ForcedDrafter(token_id, rate))
     after = run(built, cost, batch, None)
-    none = (before[0] + after[0]) / 2
+    none = (before.tokens_per_s + after.tokens_per_s) / 2
     yield _figures(batch, "none", before, none)
     for name, figures in drafted.items():
         yield _figures(batch, name, figures, none)
     random_before = run(built, cost, batch, None, temperature=1.0)
     found_nothing = run(built, cost, batch, NgramDrafter(2, 5), temperature=1.0)
     random_after = run(built, cost, batch, None, temperature=1.0)
-    yield _figures(batch, "ngram, random text", found_nothing, (random_before[0] + random_after[0]) / 2)
+    random_none = (random_before.tokens_per_s + random_after.tokens_per_s) / 2
+    yield _figures(batch, "ngram, random text", found_nothing, random_none)
 
 
-def _figures(batch: int, name: str, run_: tuple[float, float, float, float], none: float) -> RunFigures:
-    tokens_per_s, step_s, drafted, accepted = run_
+def _figures(batch: int, name: str, totals: RunTotals, none: float) -> RunFigures:
     return RunFigures(
         batch=batch,
         drafts=name,
-        tokens_per_s=tokens_per_s,
-        ratio=tokens_per_s / none,
-        step_ms=1e3 * step_s,
-        drafted=drafted,
-        accepted=accepted,
+        tokens_per_s=totals.tokens_per_s,
+        ratio=totals.tokens_per_s / none,
+        step_ms=1e3 * totals.step_s,
+        drafted=totals.drafted,
+        accepted=totals.accepted,
     )
 
 
@@ -291,38 +326,49 @@ def drafting(built: BuiltEngine, drafter, cost: StepCost | None) -> Iterator[Non
 
 
 def run(
-    built: BuiltEngine, cost: StepCost, batch: int, drafter, temperature: float = 0.0
-) -> tuple[float, float, float, float]:
-    """Return output tokens/s while all sequences decode, seconds a step, drafts per sequence and step, and their
-    accepted share, over NUM_TOKENS tokens a sequence: with and without drafts the contexts are the same."""
-    engine, rng = built.engine, random.Random(batch)
+    built: BuiltEngine, cost: StepCost | None, batch: int, drafter, temperature: float = 0.0, *, least_steps: int = 1
+) -> RunTotals:
+    """Decode NUM_TOKENS tokens a sequence, as often as `least_steps` steps take: contexts are those without drafts."""
+    totals = RunTotals(batch=batch)
     with drafting(built, drafter, cost):
-        for number in range(batch):
-            prompt = tuple(rng.choices(range(10, 4000), k=PROMPT_TOKENS))
-            sampling = SamplingParams(
-                max_tokens=max(CONTEXTS) - PROMPT_TOKENS, temperature=temperature, seed=number, ignore_eos=True
-            )
-            engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=sampling))
-        while any(sequence.num_output_tokens < 8 for sequence in engine.running) or len(engine.running) < batch:
-            engine.step()
-            engine.drain_outputs()
-        before, start_s, num_steps = engine.stats(), time.perf_counter(), 0
-        outputs = engine._output_processor
-        last = outputs.num_tokens + batch * NUM_TOKENS
-        while outputs.num_tokens < last:
-            engine.step()
-            engine.drain_outputs()
-            num_steps += 1
-        seconds, after = time.perf_counter() - start_s, engine.stats()
-        num_drafted = after.num_draft_tokens - before.num_draft_tokens if drafter is not None else 0
-        num_accepted = after.num_accepted_tokens - before.num_accepted_tokens if drafter is not None else 0
-        engine.cancel_all(EndReason.CANCELLED)
-        while engine.has_work:
-            engine.step()
-            engine.drain_outputs()
-    num_tokens = after.num_output_tokens - before.num_output_tokens
-    share = num_accepted / num_drafted if num_drafted else 0.0
-    return num_tokens / seconds, seconds / num_steps, num_drafted / num_steps / batch, share
+        while len(totals.step_tokens) < least_steps:
+            totals = _run_once(built, totals, drafter, temperature)
+    return totals
+
+
+def _run_once(built: BuiltEngine, totals: RunTotals, drafter, temperature: float) -> RunTotals:
+    """Add a run, timed while all sequences decode."""
+    engine, batch, rng = built.engine, totals.batch, random.Random(totals.batch)
+    for number in range(batch):
+        prompt = tuple(rng.choices(range(10, 4000), k=PROMPT_TOKENS))
+        sampling = SamplingParams(
+            max_tokens=max(CONTEXTS) - PROMPT_TOKENS, temperature=temperature, seed=number, ignore_eos=True
+        )
+        engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=sampling))
+    while any(sequence.num_output_tokens < 8 for sequence in engine.running) or len(engine.running) < batch:
+        engine.step()
+        engine.drain_outputs()
+    outputs = engine._output_processor
+    before, marks, start_s = engine.stats(), [outputs.num_tokens], time.perf_counter()
+    while marks[-1] < marks[0] + batch * NUM_TOKENS:
+        engine.step()
+        engine.drain_outputs()
+        marks.append(outputs.num_tokens)
+    seconds, after = time.perf_counter() - start_s, engine.stats()
+    engine.cancel_all(EndReason.CANCELLED)
+    while engine.has_work:
+        engine.step()
+        engine.drain_outputs()
+    if drafter is not None:
+        num_drafted = after.num_draft_tokens - before.num_draft_tokens
+        num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
+        totals = replace(
+            totals,
+            num_drafted=totals.num_drafted + num_drafted,
+            num_accepted=totals.num_accepted + num_accepted,
+        )
+    step_tokens = tuple(np.diff(marks).tolist())
+    return replace(totals, seconds=totals.seconds + seconds, step_tokens=totals.step_tokens + step_tokens)
 
 
 def _text(value: object) -> str:
