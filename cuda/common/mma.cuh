@@ -119,6 +119,20 @@ __device__ __forceinline__ void copy_async_16(u32 to_shared, const void* from_gl
                  : "memory");
 }
 
+// What is read once leaves the L2 first.
+__device__ __forceinline__ u64 policy_of_read_once() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ void copy_async_16(u32 to_shared, const void* from_global, u64 policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;"
+                 :
+                 : "r"(to_shared), "l"(from_global), "l"(policy)
+                 : "memory");
+}
+
 __device__ __forceinline__ void copy_async_4(u32 to_shared, const void* from_global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" : : "r"(to_shared), "l"(from_global) : "memory");
 }

@@ -79,12 +79,6 @@ __device__ __forceinline__ void copy_box(u32 to_shared, const TensorMap& map, in
         : "memory");
 }
 
-__device__ __forceinline__ u64 policy_of_read_once() {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
 __device__ __forceinline__ u64 policy_of_read_again() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));

@@ -6,52 +6,8 @@
 //   and the row
 //   reference: NumpyOps.add_rms_norm, NumpyOps.linear; the bits of add_rms_norm and gemv
 //   roofline: N K elements
-//
-// Every block norms the row while its first weights arrive. The last to have read the residual stream writes it.
 #include "linear/dense_product.cuh"
-
-__device__ u32 num_read;  // blocks that have read the row; atomicInc wraps to 0 for the next launch
-
-struct NormedRow {
-    const T* x;
-    T* residual;
-    const T* norm;
-    float eps;
-    bool is_last = false;  // in the first thread
-
-    __device__ __forceinline__ Vec<T> sum_at(int i) const {
-        Vec<T> sum = load_vec(residual + i);
-        const Vec<T> more = load_vec(x + i);
-#pragma unroll
-        for (int j = 0; j < Vec<T>::SIZE; j++) sum.at[j] = from_float<T>(to_float(sum.at[j]) + to_float(more.at[j]));
-        return sum;
-    }
-
-    __device__ __forceinline__ const T* get(float* shared, int width) {
-        T* normed = reinterpret_cast<T*>(shared);
-        const int i = threadIdx.x * Vec<T>::SIZE;
-        Vec<T> by = {}, held = {};
-        if (i < width) by = load_vec(norm + i);
-        wait_for_previous_kernel();
-        if (i < width) held = sum_at(i);
-        float squares = 0.0f;
-#pragma unroll
-        for (int j = 0; j < Vec<T>::SIZE; j++) squares += to_float(held.at[j]) * to_float(held.at[j]);
-        const float scale = 1.0f / sqrtf(block_sum(squares) / width + eps);
-        if (threadIdx.x == 0) is_last = atomicInc(&num_read, gridDim.x - 1) == gridDim.x - 1;
-#pragma unroll
-        for (int j = 0; j < Vec<T>::SIZE; j++)
-            held.at[j] = from_float<T>(to_float(held.at[j]) * scale * to_float(by.at[j]));
-        if (i < width) store_vec(normed + i, held);
-        __syncthreads();
-        return normed;
-    }
-
-    __device__ __forceinline__ void finish(int width) const {
-        const int i = threadIdx.x * Vec<T>::SIZE;
-        if (__syncthreads_or(is_last) && i < width) store_vec(residual + i, sum_at(i));
-    }
-};
+#include "linear/normed_row.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     add_norm_gemv(const T* x, T* residual, const T* norm, const T* weight, const T* bias, Out* out, int n_size, int k_size,

@@ -5,8 +5,11 @@
 //   A build defines WARPS, ROW_TILES (sixteens of weight rows), X_ROWS (1, 4, 8, 16), STAGES (spans in a warp's ring),
 //   BLOCKS_PER_SM (of registers) and the macros of int4.cuh.
 //   GATED: N = 2 I, I a multiple of 16, ROW_TILES even; out is silu_mul's T [M, I]
+//   NORMED: X_ROWS 1, K up to 8 blockDim.x; residual [K] += x, rounded to T; x is its rms_norm by norm [K]. Others
+//   have no residual and norm
+//   FILL: a stage is fetched again once it is read, not when the next is
 //   grid (up to ceil(N / (16 ROW_TILES))), block (32 WARPS), shared memory: rings, two sets of sums, x
-//   reference: NumpyOps.linear
+//   reference: NumpyOps.linear, NumpyOps.add_norm_linear; the bits of the kernels one by one
 //   roofline: N K / 2 bytes and the scales; 0.85 of copy bandwidth at one row
 //
 // No weight is rounded: x times OFFSET + q is summed in float for each group, less OFFSET + zero point times the sum of
@@ -18,6 +21,15 @@
 #ifndef GATED
 #define GATED 0
 #endif
+#ifndef NORMED
+#define NORMED 0
+#endif
+#if NORMED
+#include "linear/normed_row.cuh"
+#endif
+#ifndef FILL
+#define FILL 0
+#endif
 
 constexpr int COL_TILES = (X_ROWS + 7) / 8;
 constexpr int TILE_ROWS = BLOCK_ROWS * ROW_TILES;
@@ -25,11 +37,13 @@ constexpr int PARTIAL_FLOATS = WARPS * X_ROWS * TILE_ROWS;
 constexpr int PARTS = 1 + GATED;  // a tile has rows of gate, then the same of up
 constexpr int PART_TILES = ROW_TILES / PARTS;
 static_assert(ROW_TILES % PARTS == 0, "as many rows of up as of gate");
+static_assert(!NORMED || X_ROWS == 1, "a block norms one row");
 constexpr u32 ONES = QUIRE_DTYPE == 1 ? 0x3c003c00u : 0x3f803f80u;
 
 constexpr int WEIGHT_BYTES = ROW_TILES * SPAN_BYTES;
 constexpr int SCALES_BYTES = GROUPS * ROW_TILES * SCALE_BYTES;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + SCALES_BYTES + GROUPS * ROW_TILES * ZERO_BYTES;
+constexpr int AHEAD = STAGES - 1 + FILL;  // stages under way
 constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
 constexpr int PIECES = GROUPS * ROW_TILES * 2;  // of 16 bytes of a stage's scales: a lane copies one
 static_assert(PIECES <= WARP_SIZE, "a lane copies a piece");
@@ -46,6 +60,14 @@ struct Loader {
     const u8* scales_from;
     const u8* zeros_from;
     int tile, span;
+    u64 policy;  // of one row's weights, which leave the L2 first
+
+    __device__ __forceinline__ void copy_weights(u32 to, const u8* from) const {
+        if (X_ROWS == 1)
+            copy_async_16(to, from, policy);
+        else
+            copy_async_16(to, from, true);
+    }
 
     // A last tile that is not whole begins earlier.
     __device__ __forceinline__ int first_block(int at) const {
@@ -75,7 +97,7 @@ struct Loader {
                 for (int i = 0; i < 2 * ROW_TILES; i++) {
                     const u8* from = weights_from + i % (2 * PART_TILES) * TILE_BYTES;
                     if (i >= 2 * PART_TILES) from += static_cast<i64>(num_blocks / PARTS) * SPAN_BYTES;
-                    copy_async_16(stage + lane * 16 + i * TILE_BYTES, from, true);
+                    copy_weights(stage + lane * 16 + i * TILE_BYTES, from);
                 }
                 if (lane < PIECES) {
                     copy_async_16(stage + WEIGHT_BYTES + lane * 16, scales_from, true);
@@ -243,8 +265,8 @@ __device__ __forceinline__ void store_tile(Sums& sum, float* partial, int first_
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
-    gemv_w4a16(const T* x, const u8* tiles, const u16* scale, const u8* zero, const T* bias, Out* out, int num_rows,
-               int n_size, int k_size, int group_spans) {
+    gemv_w4a16(const T* x, T* residual, const T* norm, float eps, const u8* tiles, const u16* scale, const u8* zero,
+               const T* bias, Out* out, int num_rows, int n_size, int k_size, int group_spans) {
     extern __shared__ __align__(128) char shared[];
     float* partials = reinterpret_cast<float*>(shared + RING_BYTES);
     const SharedX shared_x = {shared + RING_BYTES + 2 * PARTIAL_FLOATS * sizeof(float), k_size * 2};
@@ -252,15 +274,22 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     Loader loader = {tiles, reinterpret_cast<const u8*>(scale), zero, n_size / BLOCK_ROWS, num_spans, group_spans};
     const char* ring = shared + warp * STAGES * STAGE_BYTES;
     const u32 ring_address = shared_address(ring);
+    loader.policy = policy_of_read_once();
 
     start_next_kernel();
     loader.tile = blockIdx.x;
     loader.begin_tile();
-#pragma unroll
-    for (int stage = 0; stage < STAGES - 1; stage++) loader.load(ring_address + stage * STAGE_BYTES);
+    loader.load(ring_address);  // more before the previous kernel ends slow that down
+#if NORMED
+    NormedRow row{x, residual, norm, eps};
+    row.get(reinterpret_cast<float*>(shared_x.base), k_size);
+#else
     wait_for_previous_kernel();
     shared_x.fill(x, num_rows);
     __syncthreads();
+#endif
+#pragma unroll
+    for (int stage = 1; stage < AHEAD; stage++) loader.load(ring_address + stage * STAGE_BYTES);
 
     u32 x_at[COL_TILES];
 #pragma unroll
@@ -271,10 +300,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     for (int tile = blockIdx.x; tile * (TILE_ROWS / PARTS) < n_size / PARTS; tile += gridDim.x) {
         int span = warp;
         do {  // also without a span
-            wait_for_copies<STAGES - 2>();
+            wait_for_copies<AHEAD - 1>();
             __syncwarp();  // the stage has landed, and all lanes have read the previous one
-            loader.load(ring_address + next * STAGE_BYTES);
+            if (!FILL) loader.load(ring_address + next * STAGE_BYTES);
             if (span < num_spans) add_span(sum, ring + stage * STAGE_BYTES, x_at, span);
+            if (FILL) {
+                __syncwarp();  // all lanes have read the stage
+                loader.load(ring_address + stage * STAGE_BYTES);
+            }
             next = stage;
             stage = stage == STAGES - 1 ? 0 : stage + 1;
             span += WARPS;
@@ -283,4 +316,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
                    n_size);
         parity ^= 1;
     }
+#if NORMED
+    row.finish(k_size);
+#endif
 }

@@ -261,14 +261,17 @@ class Llama:
             return experts_mlp(ops, self.config.experts, experts, (x, residual), (layer.mlp_norm, eps), slots, adapters)
         if self._is_normed(layer.gate_up, batch):
             norm = layer.mlp_norm, eps
+            if layer.gate_up_bias is None and layer.down_bias is None:
+                return ops.add_norm_gated_mlp(x, residual, norm, layer.gate_up, layer.down)
             return self._activated(
                 index, ops.add_norm_linear(x, residual, norm, layer.gate_up, layer.gate_up_bias), batch
             )
         return self._mlp(index, self._add_norm(x, residual, layer.mlp_norm, self._takes_fp8(layer.gate_up)), batch)
 
     def _is_normed(self, weight: Weight, batch: Batch) -> bool:
-        """Return whether the norm before a product is part of it: one row without adapters, in 16 bits."""
-        return batch.num_tokens == 1 and batch.adapters is None and weight.format is WeightFormat.DENSE
+        """Return whether the norm before a product is part of it: one row without adapters, weights of 16 or 4 bits."""
+        is_taken = weight.format in (WeightFormat.DENSE, WeightFormat.INT4_TILED)
+        return batch.num_tokens == 1 and batch.adapters is None and is_taken
 
     def _mlp(self, index: int, x: Array | Fp8Rows, batch: Batch) -> Array:
         layer = self.weights.layers[index]

@@ -444,6 +444,11 @@ class Ops(Device, Protocol):
         """x [T, H], gate_up [2 I, H], down [H, I] -> [T, H]: `linear`, `silu_mul`, quantised if `down` takes e4m3, and
         `linear`, with their bits."""
 
+    def add_norm_gated_mlp(
+        self, x: Array, residual: Array, norm: tuple[Array, float], gate_up: Weight, down: Weight
+    ) -> Array:
+        """Return `gated_mlp` of `add_rms_norm`; `norm`: weight, eps. gate_up takes 16-bit rows."""
+
     def route_experts(
         self, logits: Array, num_used: int, renormalise: bool, slots: Array | None = None, num_slots: int = 0
     ) -> tuple[Array, Array]:

@@ -35,7 +35,7 @@ from model.ops.interface import (
     SamplingArrays,
     TokenCandidates,
 )
-from model.ops.mlp import gated_mlp
+from model.ops.mlp import add_norm_gated_mlp, gated_mlp
 from model.ops.norm import add_norm_linear
 from model.ops.weight import ExpertWeights, Weight, WeightFormat
 
@@ -240,6 +240,11 @@ class NumpyOps(NumpyDevice):
 
     def gated_mlp(self, x: Array | Fp8Rows, gate_up: Weight, down: Weight) -> Array:
         return gated_mlp(self, x, gate_up, down)
+
+    def add_norm_gated_mlp(
+        self, x: Array, residual: Array, norm: tuple[Array, float], gate_up: Weight, down: Weight
+    ) -> Array:
+        return add_norm_gated_mlp(self, (x, residual), norm, gate_up, down)
 
     def draft_input(
         self, token_ids: Array, table: Array, hidden: Array, weights: tuple[Array, Array], eps: float

@@ -48,7 +48,7 @@ from model.ops.interface import (
     Sampled,
     SamplingArrays,
 )
-from model.ops.mlp import gated_mlp
+from model.ops.mlp import add_norm_gated_mlp, gated_mlp
 from model.ops.norm import add_norm_linear
 from model.ops.weight import ExpertWeights, Weight, WeightFormat
 
@@ -173,18 +173,23 @@ class CudaOps(CudaDevice):
         bias: Array | None = None,
         out: Array | None = None,
     ) -> Array:
-        (norm_weight, eps), width = norm, weight.shape[1]
-        if weight.format is not WeightFormat.DENSE or not self._linear.can_norm(x, residual, weight.data, bias, out):
+        n = weight.shape[0]
+        if weight.format is WeightFormat.DENSE:
+            can_norm = self._linear.can_norm(x, residual, weight.data, bias, out)
+        else:
+            can_norm = self._linear_int4.can_norm(x, residual, weight)
+        if not can_norm:
             return add_norm_linear(self, (x, residual), norm, (weight, bias), out)
-        expect("residual", residual, self.dtype, 1, width)
-        expect("norm", norm_weight, self.dtype, width)
-        self._expect_operands(x, weight)
+        self._expect_normed(x, residual, norm[0], weight)
         if bias is not None:
-            expect("bias", bias, self.dtype, len(weight.data))
+            expect("bias", bias, self.dtype, n)
         if out is None:
-            out = self.temporary((1, len(weight.data)), self.dtype)
-        expect("out", out, self.dtype, 1, len(weight.data))
-        self._linear.add_norm((x, residual), (norm_weight, eps), weight.data, bias, out)
+            out = self.temporary((1, n), self.dtype)
+        expect("out", out, self.dtype, 1, n)
+        if weight.format is WeightFormat.DENSE:
+            self._linear.add_norm((x, residual), norm, weight.data, bias, out)
+        else:
+            self._linear_int4.add_norm((x, residual), norm, weight, bias, out)
         return out
 
     def prepare_weight(self, weight: Weight) -> Weight:
@@ -378,6 +383,18 @@ class CudaOps(CudaDevice):
                 return self.linear(gated, down)
         return gated_mlp(self, x, gate_up, down)
 
+    def add_norm_gated_mlp(
+        self, x: Array, residual: Array, norm: tuple[Array, float], gate_up: Weight, down: Weight
+    ) -> Array:
+        if gate_up.format is WeightFormat.INT4_TILED:
+            if self._linear_int4.can_norm(x, residual, gate_up):
+                self._expect_normed(x, residual, norm[0], gate_up)
+                gated = self._linear_int4.gated(x, gate_up, (residual, *norm))
+                if gated is not None:
+                    return self.linear(gated, down)
+            return self.gated_mlp(self.add_rms_norm(x, residual, *norm), gate_up, down)
+        return add_norm_gated_mlp(self, (x, residual), norm, gate_up, down)
+
     def route_experts(
         self, logits: Array, num_used: int, renormalise: bool, slots: Array | None = None, num_slots: int = 0
     ) -> tuple[Array, Array]:
@@ -480,6 +497,12 @@ class CudaOps(CudaDevice):
 
     def _downloaded(self, array: Array | None) -> np.ndarray | None:
         return None if array is None else self.download(array)
+
+    def _expect_normed(self, x: Array, residual: Array, norm: Array, weight: Weight) -> None:
+        """Raise ValueError unless the row fits a product with its norm."""
+        expect("residual", residual, self.dtype, 1, weight.shape[1])
+        expect("norm", norm, self.dtype, weight.shape[1])
+        self._expect_operands(x, weight)
 
     def _expect_operands(self, x: Array | Fp8Rows, weight: Weight) -> int:
         n, k = weight.shape

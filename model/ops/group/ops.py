@@ -29,7 +29,7 @@ from model.ops.interface import (
     Sampled,
     SamplingArrays,
 )
-from model.ops.mlp import gated_mlp
+from model.ops.mlp import add_norm_gated_mlp, gated_mlp
 from model.ops.norm import add_norm_linear
 from model.ops.weight import ExpertWeights, Weight
 
@@ -198,6 +198,11 @@ class GroupOps(GroupDevice):
 
     def gated_mlp(self, x: Array | Fp8Rows, gate_up: Weight, down: Weight) -> Array:
         return gated_mlp(self, x, gate_up, down)
+
+    def add_norm_gated_mlp(
+        self, x: Array, residual: Array, norm: tuple[Array, float], gate_up: Weight, down: Weight
+    ) -> Array:
+        return add_norm_gated_mlp(self, (x, residual), norm, gate_up, down)
 
     def route_experts(
         self, logits: Array, num_used: int, renormalise: bool, slots: Array | None = None, num_slots: int = 0

@@ -21,6 +21,9 @@ from model.ops.int4 import SPAN, SPAN_BYTES, TILE_ROWS
 from model.ops.interface import Array
 from model.ops.weight import Weight, WeightFormat
 
+RowNorm = tuple[Array, Array, float]
+"""residual [1, K], norm [K], eps."""
+
 DenseLinear = Callable[[Array, Array, "Array | None", Array], None]
 """Takes x, weight [N, K], bias or None, out."""
 
@@ -37,6 +40,7 @@ _UNPACK_WARPS = 8  # WARPS of unpack_int4.cu
 _ALIGNMENT = 16
 _COLS_STEP = 32  # of builds' rows of x
 _TILE_COLUMNS = 64
+_NORM_VEC = 8  # elements of a row that a thread norms
 
 
 def layout_of(weight: Weight) -> Int4Layout:
@@ -79,9 +83,28 @@ class Int4Linear:
         else:
             self._dense(x, self.unpack(weight), bias, out)
 
-    def gated(self, x: Array, weight: Weight) -> Array | None:
+    def can_norm(self, x: Array, residual: Array, weight: Weight) -> bool:
+        """Return whether `add_norm` takes this row."""
+        ops = self._ops
+        if weight.format is not WeightFormat.INT4_TILED or len(x) != 1 or ops.dtype == _FLOAT32:
+            return False
+        is_aligned = (x.data.ptr | residual.data.ptr) % _ALIGNMENT == 0
+        build = self.gemv_build(1, weight) if is_aligned and weight.input_order is None else None
+        return build is not None and weight.shape[1] <= _NORM_VEC * 32 * build.warps
+
+    def add_norm(
+        self, sums: tuple[Array, Array], norm: tuple[Array, float], weight: Weight, bias: Array | None, out: Array
+    ) -> None:
+        """`Ops.add_norm_linear` of one row, where `can_norm`; `sums`: x, residual."""
+        (x, residual), build = sums, self.gemv_build(1, weight)
+        if build is None:
+            raise ValueError(f"add_norm: weights {weight.shape} are not supported")
+        self.launch_gemv(build, x, weight, bias, out, norm=(residual, *norm))
+
+    def gated(self, x: Array, weight: Weight, norm: RowNorm | None = None) -> Array | None:
         """Return silu_mul [M, I] of the product of x [M, K] and weight [2 I, K], None if gemv_w4a16 does not take it.
-        It has the bits of the two kernels."""
+        With `norm`, where `can_norm`, x is added to the residual stream and normed first. It has the bits of the
+        kernels one by one."""
         ops, m, n = self._ops, len(x), weight.shape[0]
         is_fast = ops.dtype != _FLOAT32 and x.data.ptr % _ALIGNMENT == 0 and weight.input_order is None
         if not is_fast or not 0 < m <= MAX_GEMV_ROWS or n % (2 * TILE_ROWS):
@@ -91,7 +114,7 @@ class Int4Linear:
         if usual is None or build is None or min(usual.x_rows, build.x_rows) < m:
             return None
         out = ops.temporary((m, n // 2), ops.dtype)
-        self.launch_gemv(build, x, weight, None, out, is_gated=True)
+        self.launch_gemv(build, x, weight, None, out, is_gated=True, norm=norm)
         return out
 
     def pack(self, weight: Weight) -> Weight:
@@ -140,17 +163,21 @@ class Int4Linear:
         out: Array,
         *,
         is_gated: bool = False,
+        norm: RowNorm | None = None,
     ) -> None:
-        ops = self._ops
+        """Multiply. With `norm`, where `can_norm`: the norm of residual + x, which becomes the residual stream."""
+        ops, (residual, norm_weight, eps) = self._ops, norm or (None, None, 0.0)
+        row = x, residual, norm_weight, np.float32(eps)
         ops.launch(
             "gemv_w4a16",
             (build.num_blocks(weight.shape[0], ops.num_sms),),
-            (x, weight.data, weight.scale, weight.zero_point, bias, out, *_sizes(out, weight)),
+            (*row, weight.data, weight.scale, weight.zero_point, bias, out, *_sizes(out, weight)),
             threads=32 * build.warps,
             shared_bytes=build.shared_bytes(weight.shape[1], layout_of(weight)),
             overlaps=True,
             OUT_FLOAT=int(out.dtype == _FLOAT32),
             **({"GATED": 1} if is_gated else {}),
+            **({"NORMED": 1} if norm is not None else {}),
             **build.defines(layout_of(weight)),
         )
 

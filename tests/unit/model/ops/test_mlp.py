@@ -29,3 +29,14 @@ def test_inputs_of_e4m3_weights_are_rounded():
     rows = Fp8Rows(*quantise(x))
     expected = OPS.linear(OPS.silu_mul_quantised(OPS.linear(rows, gate_up)), down)
     np.testing.assert_array_equal(OPS.gated_mlp(rows, gate_up, down), expected)
+
+
+def test_the_mlp_takes_the_norm_of_the_sum():
+    rng = np.random.default_rng(0)
+    x, residual, gate_up, down = matrices(rng, (1, 8), (1, 8), (12, 8), (5, 6))
+    norm, held, weights = rng.standard_normal(8, np.float32), residual.copy(), (Weight(gate_up), Weight(down))
+    found = OPS.add_norm_gated_mlp(x, held, (norm, 1e-5), *weights)
+    total = residual + x
+    normed = total / np.sqrt(np.mean(total**2) + 1e-5) * norm
+    np.testing.assert_allclose(found, OPS.gated_mlp(normed, *weights), rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(held, total)

@@ -14,7 +14,7 @@ from tests.support.kernel_table import kernels_of, read_readme
 
 NOT_MEASURED = {
     "upload_all", "quantise_rows", "dequantise_rows", "rms_norm_quantised", "add_rms_norm_quantised",
-    "silu_mul_quantised", "prepare_weight", "normalise_qk", "gated_mlp",
+    "silu_mul_quantised", "prepare_weight", "normalise_qk", "gated_mlp", "add_norm_gated_mlp",
     "route_to_groups", "route_experts", "group_by_expert", "experts_linear", "combine_experts",  # test_expert_cases.py
     "add_norm_experts", "add_norm_linear", "rope_decode_attention",  # tests/bench/step_profile.py
     "lora_shrink", "lora_expand", "lora_linear",  # tests/bench/adapters_gpu.py

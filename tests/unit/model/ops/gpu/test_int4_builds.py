@@ -60,6 +60,13 @@ def test_a_small_product_of_one_row_leaves_registers_but_no_place_for_a_second_b
     assert not gemv_w4_build(1, 6144, 4096, LAYOUTS[0], 132, 99 << 10).shares_sm
 
 
+def test_a_large_product_of_one_row_has_more_stages_where_they_fit():
+    assert [gemv_w4_build(1, 28672, 4096, LAYOUTS[0], *H200, parts).stages for parts in (1, 2)] == [3, 3]
+    assert gemv_w4_build(1, 28672, 4096, LAYOUTS[0], 132, 99 << 10, 2).stages == 2
+    assert gemv_w4_build(4, 28672, 4096, LAYOUTS[0], *H200).stages == 2
+    assert gemv_w4_build(1, 4096, 14336, LAYOUTS[0], *H200).stages == 2
+
+
 def test_tiles_of_a_gated_product_hold_as_much_of_both():
     assert all(gemv_w4_build(m, 6144, 4096, LAYOUTS[0], *H200, 2).row_tiles == 2 for m in (1, 4, 8))
 

@@ -282,7 +282,8 @@ def gemv_w4_builds(dtype_code: int) -> list[dict[str, int]]:
         return []
     asked = [(m, n, LAYOUTS[m == 4]) for m in GEMV_X_ROWS for n in (4096, 6144)]
     gated = {"OUT_FLOAT": 0, "GATED": 1, **gemv_w4_build(1, 28672, 4096, LAYOUTS[0], *H200, 2).defines(LAYOUTS[0])}
-    return [{"QUIRE_DTYPE": dtype_code, **gated}] + [
+    first = [{"QUIRE_DTYPE": dtype_code, **gated}, {"QUIRE_DTYPE": dtype_code, **gated, "NORMED": 1}]
+    return first + [
         {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": m % 2, **gemv_w4_build(m, n, 4096, layout, *H200).defines(layout)}
         for m, n, layout in asked
     ]
