@@ -13,15 +13,16 @@ from model.weights.safetensors_file import DTYPE_WORDS, StoredTensor
 
 def entries_of(tensors: dict[str, np.ndarray]) -> tuple[dict[str, Any], bytes]:
     """Return a valid (header, data)."""
-    header, data = {}, b""
+    header, end, values = {}, 0, []
     for name, array in tensors.items():
-        begin, data = len(data), data + array.tobytes()
+        begin, end = end, end + array.nbytes
+        values.append(array.tobytes())
         header[name] = {
             "dtype": DTYPE_WORDS[array.dtype],
             "shape": list(array.shape),
-            "data_offsets": [begin, len(data)],
+            "data_offsets": [begin, end],
         }
-    return header, data
+    return header, b"".join(values)
 
 
 def write(path: Path, header: dict[str, Any] | bytes, data: bytes, header_bytes: int | None = None) -> None:
