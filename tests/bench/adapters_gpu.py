@@ -2,8 +2,9 @@
 
 1. A decode of `--sequences` over `--adapters` against the same of the base model, in one engine with --enable-lora.
 2. The base model's decode in that engine against one without --enable-lora, in turns.
-3. A decode during which a short request arrives every EVERY steps, with adapters that are in a slot and then with ones
-   that are read from disk: the gaps between tokens, and the time from a request to a written slot.
+3. A decode during which a short request arrives every EVERY steps, in turn with an adapter that is in a slot and with
+   one that is read from disk: the gaps between tokens by what happens meanwhile, and the times from the start of a read
+   to its end, to the end of the copies and to a written slot. Turns share the contexts, which grow.
 
 `--folder` should be in memory or the page cache. Rank and shape are those of `--model-config` with random weights.
 """
@@ -15,8 +16,10 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from functools import partial
+from itertools import cycle
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -108,24 +111,42 @@ class Run:
             self.step()
         return 1e3 * (time.perf_counter() - begin_s) / num_steps
 
-    def gaps_ms(self, sources: Iterator[AdapterSource], num_steps: int) -> np.ndarray:
-        """Step with a request of the next adapter every EVERY steps."""
-        ends_s = [time.perf_counter()]
-        for number in range(num_steps):
-            if number % EVERY == 0:
-                self.add(16, 2, next(sources))
+    def gaps_ms(self, source: AdapterSource) -> list[tuple[str, float]]:
+        """Step EVERY times after a request of an adapter; return gaps and what happened meanwhile."""
+        gaps = []
+        self.add(16, 2, source)
+        for _ in range(EVERY):
+            was_loading, had_adapter, begin_s = self._is_loading, self._has_adapter, time.perf_counter()
             self.step()
-            ends_s.append(time.perf_counter())
-        return 1e3 * np.diff(ends_s)
+            gap_ms = 1e3 * (time.perf_counter() - begin_s)
+            has_adapter = had_adapter or self._has_adapter
+            gaps.append(("with an adapter" if has_adapter else "loading" if was_loading else "base", gap_ms))
+        self.settle()
+        return gaps
+
+    def settle(self) -> None:
+        """Step until the short requests have ended."""
+        while self._is_loading or self._has_adapter:
+            self.step()
+
+    @property
+    def _has_adapter(self) -> bool:
+        return len(self.engine.running) > self._flags.sequences
+
+    @property
+    def _is_loading(self) -> bool:
+        return self.engine._adapters is not None and self.engine._adapters.is_loading
 
 
 class LoadTimes:
-    """Times of reads, and from the start of a read to a written slot."""
+    """Times from the start of a read to its end, to the end of the copies and to a written slot that the engine has
+    noticed."""
 
     def __init__(self, run: Run):
         adapters = run.engine._adapters
         assert adapters is not None
         self.read_ms: list[float] = []
+        self.copied_ms: list[float] = []
         self.ready_ms: list[float] = []
         begun_s: dict[str, float] = {}
         read, write, finish = adapters._read, adapters._write, adapters.slots.finish_load
@@ -137,12 +158,18 @@ class LoadTimes:
             self.read_ms.append(1e3 * (time.perf_counter() - begun_s[source.digest]))
             return adapter
 
-        def noted_write(slot, adapter):
+        def since_begin_ms(slot):
+            return 1e3 * (time.perf_counter() - begun_s[digests[slot]])
+
+        def noted_write(slot, adapter, **how):
             digests[slot] = adapter.digest
-            return write(slot, adapter)
+            started = write(slot, adapter, **how)
+            if isinstance(copied := getattr(started, "_copied", None), Future):
+                copied.add_done_callback(lambda _: self.copied_ms.append(since_begin_ms(slot)))
+            return started
 
         def timed_finish(slot):
-            self.ready_ms.append(1e3 * (time.perf_counter() - begun_s[digests[slot]]))
+            self.ready_ms.append(since_begin_ms(slot))
             finish(slot)
 
         adapters._read, adapters._write, adapters.slots.finish_load = timed_read, noted_write, timed_finish
@@ -153,17 +180,25 @@ def make_adapters(folder: Path, config: ModelConfig, dtype: np.dtype, rank: int,
     first = write_adapter(folder / "0", config, rank=rank, dtype=dtype, strength=0.1).folder
     fields = json.loads((first / "adapter_config.json").read_text())
 
-    def source_of(number: int) -> AdapterSource:
+    def folder_of(number: int) -> Path:
         own = folder / str(number)
         if number:
             own.mkdir()
             os.link(first / "adapter_model.safetensors", own / "adapter_model.safetensors")
             (own / "adapter_config.json").write_text(json.dumps({**fields, "lora_alpha": 16 + number}))
-        digest = read_adapter(own, config, dtype, rank).digest
-        return AdapterSource(name=str(number), path=str(own), digest=digest)
+        return own
 
-    with ThreadPoolExecutor(8) as threads:
-        return list(threads.map(source_of, range(count)))
+    folders = list(map(folder_of, range(count)))
+    with ProcessPoolExecutor(8, get_context("spawn")) as processes:
+        digests = processes.map(partial(_digest, config, dtype, rank), folders)
+        return [
+            AdapterSource(name=folder.name, path=str(folder), digest=digest)
+            for folder, digest in zip(folders, digests, strict=True)
+        ]
+
+
+def _digest(config: ModelConfig, dtype: np.dtype, rank: int, folder: Path) -> str:
+    return read_adapter(folder, config, dtype, rank).digest
 
 
 def settings_of(flags: argparse.Namespace, num_steps: int, **lora) -> Settings:
@@ -215,26 +250,38 @@ def compare_steps(with_lora: Run, without: Run, sources: list[AdapterSource], nu
 
 
 def compare_loads(run: Run, resident: list[AdapterSource], new: list[AdapterSource], num_steps: int) -> None:
-    """Use adapters that are in slots, and then each of `new` once."""
+    """Use adapters that are in slots, and in turn each of `new` once."""
     run.start([])
     for source in resident:
         run.add(16, 2, source)
     for _ in range(SETTLING_STEPS):
         run.step()
+    run.settle()
     report("half of the adapters are in slots")
     times = LoadTimes(run)
-    known = run.gaps_ms(iter(resident * (num_steps // EVERY + 1)), num_steps)
-    num_before = len(times.ready_ms)
-    loaded = run.gaps_ms(iter(new), num_steps)
+    in_slots, from_disk = [], []
+    for known, unknown in zip(cycle(resident), new, strict=False):
+        num_before = len(times.ready_ms)
+        in_slots += run.gaps_ms(known)
+        assert len(times.ready_ms) == num_before, "a resident adapter was loaded"
+        from_disk += run.gaps_ms(unknown)
     run.stop()
-    assert num_before == 0, "a resident adapter was loaded"
-    for name, gaps in (("adapters in slots", known), ("adapters from disk", loaded)):
-        p50, p99, most = np.percentile(gaps, [50, 99, 100])
-        print(f"{name}: gaps of {p50:.2f} ms at the median, {p99:.2f} at p99, {most:.2f} at most")
-    print(f"p99 from disk / in slots: {np.percentile(loaded, 99) / np.percentile(known, 99):.3f} (goal: 1.05)")
-    for name, own in (("read", times.read_ms), ("ready", times.ready_ms)):
-        print(f"{name}: median {np.median(own):.1f} ms, {max(own):.1f} at most, of {len(own)} loads")
+    p99_ms = [_report_gaps("adapters in slots", in_slots), _report_gaps("adapters from disk", from_disk)]
+    print(f"p99 from disk / in slots: {p99_ms[1] / p99_ms[0]:.3f} (goal: 1.05)")
+    for name, own in (("read", times.read_ms), ("copied", times.copied_ms), ("ready", times.ready_ms)):
+        if own:
+            print(f"{name}: median {np.median(own):.1f} ms, {max(own):.1f} at most, of {len(own)} loads")
     print("goal: ready within 50 ms for rank 16 of Llama-3.1-8B")
+
+
+def _report_gaps(name: str, gaps: list[tuple[str, float]]) -> float:
+    """Print gaps in ms, of all steps and by state; return their p99."""
+    by_state = {state: [gap for own, gap in gaps if own == state] for state in sorted({state for state, _ in gaps})}
+    for title, own in ((name, [gap for _, gap in gaps]), *((f"  {state}", own) for state, own in by_state.items())):
+        p50, p99, most = np.percentile(own, [50, 99, 100])
+        count, mean = len(own), np.mean(own)
+        print(f"{title}: {count} gaps of {p50:.2f} ms at the median, {mean:.2f} mean, {p99:.2f} p99, {most:.2f} most")
+    return float(np.percentile([gap for _, gap in gaps], 99))
 
 
 def main() -> None:
@@ -247,20 +294,19 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=32)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=100, help="steps of each of three turns")
-    parser.add_argument("--load-steps", type=int, default=600, help="0: no loads")
+    parser.add_argument("--steps", type=int, default=100, help="steps of each of three turns; 0: loads only")
+    parser.add_argument("--load-steps", type=int, default=600, help="steps of each kind; 0: no loads")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     flags = parser.parse_args()
     if flags.demo:
         flags.model_config = None
     lora = {"enable_lora": True, "max_loras": flags.adapters, "max_lora_rank": flags.rank}
     num_timed_steps = TURNS * (UNTIMED_STEPS + flags.steps)
-    num_steps = max(SETTLING_STEPS + 2 * flags.load_steps, num_timed_steps)
+    num_steps = max(3 * SETTLING_STEPS + 2 * flags.load_steps, num_timed_steps)
     with_lora = build_engine(settings_of(flags, num_steps, **lora), progress=True)
-    report("the engine with adapters has started")
-    without = build_engine(settings_of(flags, num_timed_steps), progress=True)
-    report("the engine without adapters has started")
+    without = build_engine(settings_of(flags, num_timed_steps), progress=True) if flags.steps else None
     freeze_heap()
+    report("the engines have started")
     folder = Path(TemporaryDirectory(dir=flags.folder).name)
     try:
         num_loads = -(-flags.load_steps // EVERY)
@@ -268,7 +314,8 @@ def main() -> None:
         report(f"{len(sources)} adapters are written")
         known, new = sources[: flags.adapters], sources[flags.adapters :]
         run = Run(with_lora, flags)
-        compare_steps(run, Run(without, flags), known, flags.steps)
+        if without is not None:
+            compare_steps(run, Run(without, flags), known, flags.steps)
         if flags.load_steps:
             compare_loads(run, known[: flags.adapters // 2], new, flags.load_steps)
     finally:
