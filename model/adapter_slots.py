@@ -61,12 +61,13 @@ class AdapterSlots:
         rows, tiles, *slots = arrays
         return BatchAdapters(self, AdapterRows(rows, tiles, tile_rows), slots[0] if slots else None)
 
-    def write(self, slot: int, adapter: LoraAdapter) -> AsyncWrite:
+    def write(self, slot: int, adapter: LoraAdapter, *, is_unused: bool = False) -> AsyncWrite:
         """Start to replace the slot's adapter; its rank is at most `max_rank`.
 
-        Work submitted so far may use the old one. No later work may use the slot until the write is done.
+        Work submitted so far may use the old one, unless `is_unused`. No later work may use the slot until the write is
+        done.
         """
-        return self.adapter_ops.write_async(self._values(slot, adapter))
+        return self.adapter_ops.write_async(self._values(slot, adapter), is_unused=is_unused)
 
     def _values(self, slot: int, adapter: LoraAdapter) -> Iterator[tuple[Array, Array]]:
         """Yield arrays and what they become: ranks, then matrices in the order of `read_adapter`'s memory."""

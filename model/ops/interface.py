@@ -557,10 +557,17 @@ class AdapterOps(Protocol):
         float32. `groups` None: each row is a pair, of one expert.
         """
 
-    def write_async(self, values: Iterable[tuple[Array, Array]]) -> AsyncWrite:
+    def write_async(self, values: Iterable[tuple[Array, Array]], *, is_unused: bool = False) -> AsyncWrite:
         """Start to copy host values to contiguous arrays of their shapes and dtypes, after all work submitted so far.
 
-        `values` may be read on another thread. The arrays must not be used until the write is done.
+        `is_unused`: no work uses the arrays, so that the copies need not wait. `values` may be read on another thread.
+        The arrays must not be used until the write is done.
+        """
+
+    def pin(self, memory: np.ndarray) -> Callable[[], None]:
+        """Lock the pages of uint8[n], so that `write_async` copies from there; return what unlocks them.
+
+        Callable from any thread, which it holds for some 0.1 s, while others may launch kernels.
         """
 
 

@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Protocol
 
 from model.adapter_slots import AdapterSlots, slot_bytes
 from model.config import ModelConfig
@@ -23,6 +24,12 @@ from service.observability.logs import fields
 log = logging.getLogger("quire.engine")
 
 
+class WriteAdapter(Protocol):
+    """`ModelExecutor.write_adapter`."""
+
+    def __call__(self, slot: int, adapter: LoraAdapter, *, is_unused: bool = False) -> AsyncWrite: ...
+
+
 class Adapters:
     """Loader of adapters: from disk to host memory on a thread, then to the device while steps run.
 
@@ -32,7 +39,7 @@ class Adapters:
     def __init__(
         self,
         read: Callable[[AdapterSource], LoraAdapter],
-        write: Callable[[int, LoraAdapter], AsyncWrite],
+        write: WriteAdapter,
         slots: AdapterSlotPool,
         num_kept: int,
     ):
@@ -80,8 +87,8 @@ class Adapters:
         return found
 
     def start_writes(self) -> None:
-        for slot, adapter in self.slots.drain_loads():
-            self._writes[slot] = self._write(slot, adapter)
+        for slot, adapter, is_unused in self.slots.drain_loads():
+            self._writes[slot] = self._write(slot, adapter, is_unused=is_unused)
 
     def finish_writes(self) -> None:
         """Let the groups run whose slots are written."""
@@ -138,14 +145,13 @@ def slots_bytes(settings: Settings, config: ModelConfig, ops: Ops) -> int:
     return settings.max_loras * slot_bytes(config, ops.dtype, rank, ops.num_ranks, with_experts=with_experts)
 
 
-def build_adapters(
-    settings: Settings, config: ModelConfig, ops: Ops, write: Callable[[int, LoraAdapter], AsyncWrite]
-) -> Adapters:
+def build_adapters(settings: Settings, config: ModelConfig, ops: Ops, write: WriteAdapter) -> Adapters:
     """Build the loader. For a GPU, whose steps wait for this interpreter, another process reads."""
     rank, with_experts = settings.max_lora_rank, settings.lora_experts
     process = None
-    if ops.name == "cuda":
-        process = AdapterProcess(config, ops.dtype, rank, with_experts=with_experts)
+    products = adapter_ops(ops)
+    if ops.name == "cuda" and products is not None:
+        process = AdapterProcess(config, ops.dtype, rank, products.pin, with_experts=with_experts)
 
     def read(source: AdapterSource) -> LoraAdapter:
         if process is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -261,7 +261,10 @@ class NumpyOps(NumpyDevice):
     def lora_tile_rows(self, num_rows: int) -> int:
         return max(1, num_rows)  # one product for each adapter
 
-    def write_async(self, values: Iterable[tuple[Array, Array]]) -> AsyncWrite:
+    def pin(self, memory: np.ndarray) -> Callable[[], None]:
+        return lambda: None
+
+    def write_async(self, values: Iterable[tuple[Array, Array]], *, is_unused: bool = False) -> AsyncWrite:
         begin_s = time.perf_counter()
         for array, host in values:
             array[...] = host

@@ -454,10 +454,16 @@ class CudaOps(CudaDevice):
     ) -> None:
         pairs.add(self, x, matrix, slots, out, groups, is_sorted)
 
-    def write_async(self, values: Iterable[tuple[Array, Array]]) -> CudaWrite:
+    def write_async(self, values: Iterable[tuple[Array, Array]], *, is_unused: bool = False) -> CudaWrite:
+        return self._open_writer().start(values, is_unused=is_unused)
+
+    def pin(self, memory: np.ndarray) -> Callable[[], None]:
+        return self._open_writer().pin(memory)
+
+    def _open_writer(self) -> AsyncWriter:
         if self._writer is None:
             self._writer = AsyncWriter(self.stream)
-        return self._writer.start(values)
+        return self._writer
 
     def add_norm_experts(
         self, x: Array, residual: Array, weight: Array, eps: float, experts: ExpertWeights, routing: Routing

@@ -3,7 +3,9 @@ columns its columns of A and B, whose product it adds to its partial sum."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
 
 from model.ops.group.arrays import GroupArray, joined, on_rank
 from model.ops.group.turns import in_turn
@@ -30,9 +32,12 @@ class GroupAdapterOps:
     def lora_tile_rows(self, num_rows: int) -> int:
         return self._ranks[0].lora_tile_rows(num_rows)
 
-    def write_async(self, values: Iterable[tuple[Array, Array]]) -> AsyncWrite:
+    def write_async(self, values: Iterable[tuple[Array, Array]], *, is_unused: bool = False) -> AsyncWrite:
         pairs = list(values)
-        return _Writes([ops.write_async(on_rank(pairs, rank)) for rank, ops in self._turns()])
+        return _Writes([ops.write_async(on_rank(pairs, rank), is_unused=is_unused) for rank, ops in self._turns()])
+
+    def pin(self, memory: np.ndarray) -> Callable[[], None]:
+        return self._ranks[0].pin(memory)  # for every device
 
     def lora_linear(
         self, x: Array | Fp8Rows, weight: Weight, bias: Array | None, matrix: AdapterMatrix, adapters: AdapterRows

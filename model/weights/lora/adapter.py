@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -76,6 +76,24 @@ class _Place:
     row_order: np.ndarray | None  # of its outputs, where loading reorders them
 
 
+@dataclass(frozen=True)
+class Share:
+    """Every `count`-th module, from `number` on."""
+
+    number: int
+    count: int
+
+
+class OtherReaders(Protocol):
+    """Processes that call `read_share`: shares 1 to `count` of `count + 1`."""
+
+    @property
+    def count(self) -> int: ...
+
+    def digests(self) -> Sequence[Sequence[bytes]]:
+        """Wait for them; return the digests of each share, in order. Raises ModelError."""
+
+
 def adapts_experts(directory: Path) -> bool:
     """Return whether an adapter's tensors have names of experts or routers. Raises ModelError."""
     return any(_OF_EXPERTS.search(name.partition(".lora_")[0]) for name in read_safetensors(directory / TENSORS_FILE))
@@ -83,9 +101,8 @@ def adapts_experts(directory: Path) -> bool:
 
 def read_digest(directory: Path, config: ModelConfig, max_rank: int, *, with_experts: bool = False) -> str:
     """Return the digest of an adapter whose values are finite in float32: see `read_adapter`. Raises ModelError."""
-    dtype = np.dtype(np.float32)
-    how = {"with_experts": with_experts, "keeps_experts": False}
-    return _read(directory, config, dtype, max_rank, _new_bytes, **how).digest
+    arguments = directory, config, np.dtype(np.float32), max_rank, _new_bytes
+    return _read(*arguments, with_experts=with_experts, keeps_experts=False).digest
 
 
 def _new_bytes(count: int) -> np.ndarray:
@@ -101,13 +118,58 @@ def read_adapter(
     new_bytes: Callable[[int], np.ndarray] = _new_bytes,
     *,
     with_experts: bool = False,
+    others: OtherReaders | None = None,
 ) -> LoraAdapter:
     """Read and check a folder of PEFT for the model of `config`, its values in `dtype`.
 
-    All values lie in one array, uint8[n] of `new_bytes(n)`, in a slot's order, then experts'. Raises ModelError
-    with the file and the field or tensor, of experts and routers unless `with_experts`.
+    All values lie in one array, uint8[n] of `new_bytes(n)`, in a slot's order, then experts'. `others` read shares of
+    the modules to the same memory meanwhile. Raises ModelError with the file and the field or tensor, of experts and
+    routers unless `with_experts`.
     """
-    return _read(directory, config, dtype, max_rank, new_bytes, with_experts=with_experts)
+    return _read(directory, config, dtype, max_rank, new_bytes, with_experts=with_experts, others=others)
+
+
+def read_share(
+    directory: Path,
+    config: ModelConfig,
+    dtype: np.dtype,
+    max_rank: int,
+    new_bytes: Callable[[int], np.ndarray],
+    share: Share,
+    *,
+    with_experts: bool = False,
+) -> list[bytes]:
+    """Read a share of the modules to where `read_adapter` puts them; return their digests. Raises ModelError."""
+    planned = _plan(directory, config, dtype, max_rank, new_bytes, with_experts=with_experts)
+    return planned.read_modules(planned.names[share.number :: share.count])
+
+
+@dataclass(frozen=True)
+class _PlannedAdapter:
+    """A checked adapter whose values are not read."""
+
+    described: AdapterConfig
+    dtype: np.dtype
+    names: Sequence[str]  # of modules without experts, sorted
+    places: Mapping[str, _Place]
+    tensors: Mapping[str, tuple[StoredTensor, StoredTensor]]
+    memory: Mapping[str, Part]
+    sources: Sequence[tuple[ExpertSource, np.ndarray | None]]  # of experts, with memory
+    expert_reader: ExpertReader
+
+    def read_modules(self, names: Sequence[str]) -> list[bytes]:
+        """Fill modules' memory; return their digests. Raises ModelError."""
+        scaler = Scaler(self.dtype)
+        return [
+            _read_part(self.described, name, self.places[name], self.tensors[name], self.memory[name], scaler)
+            for name in names
+        ]
+
+    def read_experts(
+        self, some: Sequence[tuple[ExpertSource, np.ndarray | None]]
+    ) -> list[tuple[dict[int, Part], bytes]]:
+        scaler = Scaler(self.dtype)
+        return [self.expert_reader.read(source, own, scaler) for source, own in some]
 
 
 def _read(
@@ -119,7 +181,42 @@ def _read(
     *,
     with_experts: bool,
     keeps_experts: bool = True,
+    others: OtherReaders | None = None,
 ) -> LoraAdapter:
+    how = {"with_experts": with_experts, "keeps_experts": keeps_experts}
+    planned = _plan(directory, config, dtype, max_rank, new_bytes, **how)
+    names, count = planned.names, 1 if others is None else 1 + others.count
+    with ThreadPoolExecutor(READ_THREADS) as pool:
+        if others is None:
+            part_digests = _read_shares(pool, planned.read_modules, names)
+        else:
+            part_digests = _in_turn([planned.read_modules(names[::count]), *others.digests()], len(names))
+        read_stacks = _read_shares(pool, planned.read_experts, planned.sources)
+    digest = hashlib.sha256(planned.described.key.encode())
+    products: dict[tuple[int, str], dict[int, Part]] = {}
+    for module, part_digest in zip(names, part_digests, strict=True):
+        place = planned.places[module]
+        digest.update(part_digest)
+        products.setdefault((place.layer, place.product), {})[place.part] = planned.memory[module]
+    for (source, _), (parts, part_digest) in zip(planned.sources, read_stacks, strict=True):
+        digest.update(part_digest)
+        products.setdefault((source.layer, source.product), {}).update(parts)
+    every = [part for parts in products.values() for part in parts.values()]
+    num_bytes = sum(array.nbytes for part in every for array in part)
+    return LoraAdapter(digest.hexdigest(), max((a.shape[-2] for a, _ in every), default=0), products, num_bytes)
+
+
+def _plan(
+    directory: Path,
+    config: ModelConfig,
+    dtype: np.dtype,
+    max_rank: int,
+    new_bytes: Callable[[int], np.ndarray],
+    *,
+    with_experts: bool,
+    keeps_experts: bool = True,
+) -> _PlannedAdapter:
+    """Check all but an adapter's values, and allocate their memory. Raises ModelError."""
     places = _places(config, with_experts)
     path = directory / TENSORS_FILE
     if not directory.is_dir():
@@ -140,32 +237,8 @@ def _read(
     arrays = _allocate([*shapes, *num_values], dtype, new_bytes)
     memory = {module: (next(arrays), next(arrays)) for module in by_slot}
     of_sources = list(arrays) if keeps_experts else [None] * len(sources)
-
-    def read_all(some: Sequence[str]) -> list[tuple[Part, bytes]]:
-        scaler = Scaler(dtype)
-        return [
-            _read_part(described, module, places[module], modules[module], memory[module], scaler) for module in some
-        ]
-
-    def read_experts(some: Sequence[tuple[ExpertSource, np.ndarray | None]]) -> list[tuple[dict[int, Part], bytes]]:
-        scaler = Scaler(dtype)
-        return [reader.read(source, own, scaler) for source, own in some]
-
-    digest = hashlib.sha256(described.key.encode())
-    products: dict[tuple[int, str], dict[int, Part]] = {}
-    with ThreadPoolExecutor(READ_THREADS) as pool:
-        read_parts = _read_shares(pool, read_all, names)
-        read_stacks = _read_shares(pool, read_experts, list(zip(sources, of_sources, strict=True)))
-    for module, (part, part_digest) in zip(names, read_parts, strict=True):
-        place = places[module]
-        digest.update(part_digest)
-        products.setdefault((place.layer, place.product), {})[place.part] = part
-    for source, (parts, part_digest) in zip(sources, read_stacks, strict=True):
-        digest.update(part_digest)
-        products.setdefault((source.layer, source.product), {}).update(parts)
-    every = [part for parts in products.values() for part in parts.values()]
-    num_bytes = sum(array.nbytes for part in every for array in part)
-    return LoraAdapter(digest.hexdigest(), max((a.shape[-2] for a, _ in every), default=0), products, num_bytes)
+    with_memory = list(zip(sources, of_sources, strict=True))
+    return _PlannedAdapter(described, dtype, names, places, modules, memory, with_memory, reader)
 
 
 def _read_shares(
@@ -173,7 +246,12 @@ def _read_shares(
 ) -> list[Result]:
     """Read shares on READ_THREADS threads; return the results in the order of `sources`."""
     shares = list(pool.map(read, [sources[thread::READ_THREADS] for thread in range(READ_THREADS)]))
-    return [shares[number % READ_THREADS][number // READ_THREADS] for number in range(len(sources))]
+    return _in_turn(shares, len(sources))
+
+
+def _in_turn(shares: Sequence[Sequence[Result]], count: int) -> list[Result]:
+    """Return the first of each share, then the second of each."""
+    return [shares[number % len(shares)][number // len(shares)] for number in range(count)]
 
 
 def _read_config(
@@ -213,8 +291,8 @@ def _read_part(
     pair: tuple[StoredTensor, StoredTensor],
     memory: Part,
     scaler: Scaler,
-) -> tuple[Part, bytes]:
-    """Read a module's part into `memory`; return it, and the digest of what it depends on."""
+) -> bytes:
+    """Read a module's part into `memory`; return the digest of what it depends on."""
     rank, scale = described.rank_and_scale(module)
     digest = hashlib.sha256(f"{module} {rank} {scale!r}".encode())
     for tensor, values, factor in zip(pair, memory, (1.0, scale), strict=True):
@@ -225,7 +303,7 @@ def _read_part(
             raise tensor.error(f"NaN or infinity in {scaler.dtype.name}")
     if place.row_order is not None:
         memory[1][:] = memory[1][place.row_order]
-    return memory, digest.digest()
+    return digest.digest()
 
 
 def adapter_bytes(config: ModelConfig, dtype: np.dtype, max_rank: int, *, with_experts: bool = False) -> int:

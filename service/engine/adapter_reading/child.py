@@ -6,8 +6,6 @@ engine has closed the socket, or has died.
 
 from __future__ import annotations
 
-import mmap
-import os
 import signal
 import sys
 from multiprocessing import connection, reduction
@@ -15,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from model.config import ModelConfig
 from model.errors import ModelError
-from model.weights.lora.adapter import adapter_bytes, read_adapter
+from model.weights.lora.adapter import read_adapter
 from service.engine.adapter_reading.messages import Place, ReadAdapter, address_of
+from service.engine.adapter_reading.sharing import ReadingOptions, ShareReaders, mapped
 
 
 def main() -> None:
@@ -32,75 +30,45 @@ def main() -> None:
 
 
 def serve(link: connection.Connection) -> None:
-    """Answer (folder, numbers of the memories that are free again) with a ReadAdapter or a ModelError.
-
-    The descriptor of a new memory follows.
-    """
-    config, dtype, max_rank, with_experts = link.recv()
-    memories = _Memories(adapter_bytes(config, dtype, max_rank, with_experts=with_experts))
+    """Answer (folder, number of a memory) with a ReadAdapter or a ModelError; `send_memory` comes before."""
+    options, num_processes = link.recv()
+    readers = ShareReaders(num_processes - 1, options, link)
+    memories: dict[int, np.ndarray] = {}
     while True:
-        memories.make_one()
-        directory, returned = link.recv()
-        memories.free += returned
-        memory = memories.free.pop()
-        try:
-            adapter = _read(directory, config, dtype, max_rank, with_experts, memories, memory)
-        except (ModelError, OSError) as error:
-            memories.free.append(memory)
-            link.send(error if isinstance(error, ModelError) else ModelError(f"{directory}: {error}"))
+        first, number = link.recv()
+        if first is None:
+            descriptor = reduction.recv_handle(link)
+            readers.add_memory(number, descriptor)
+            memories[number] = mapped(descriptor)
             continue
-        link.send(adapter)
-        memories.send_new(link, memory)
+        try:
+            reply: ReadAdapter | ModelError = _read(first, number, options, memories[number], readers)
+        except (ModelError, OSError) as error:
+            readers.wait()
+            reply = error if isinstance(error, ModelError) else ModelError(f"{first}: {error}")
+        link.send(reply)
 
 
 def _read(
-    directory: Path,
-    config: ModelConfig,
-    dtype: np.dtype,
-    max_rank: int,
-    with_experts: bool,
-    memories: _Memories,
-    number: int,
+    directory: Path, number: int, options: ReadingOptions, memory: np.ndarray, readers: ShareReaders
 ) -> ReadAdapter:
-    memory = np.frombuffer(memories.maps[number], np.uint8)
+    config, dtype, max_rank, with_experts = options
     first = address_of(memory)
+
+    def new_bytes(count: int) -> np.ndarray:
+        return memory[:count]
 
     def place(array: np.ndarray) -> Place:
         return address_of(array) - first, array.shape
 
-    adapter = read_adapter(directory, config, dtype, max_rank, lambda count: memory[:count], with_experts=with_experts)
+    others = readers if readers.count else None
+    readers.start(directory, number)
+    adapter = read_adapter(directory, config, dtype, max_rank, new_bytes, with_experts=with_experts, others=others)
     products = {
         product: {part: (place(a), place(b)) for part, (a, b) in parts.items()}
         for product, parts in adapter.products.items()
     }
-    return ReadAdapter(adapter.digest, adapter.rank, adapter.num_bytes, dtype, number, products)
-
-
-class _Memories:
-    """Shared memories of `num_bytes`."""
-
-    def __init__(self, num_bytes: int):
-        self._num_bytes = num_bytes
-        self.maps: list[mmap.mmap] = []
-        self.free: list[int] = []
-        self._new: dict[int, int] = {}  # descriptors that the engine does not have
-
-    def make_one(self) -> None:
-        """Have one free, whose pages are there: 84 MB of new ones take longer than to read them."""
-        if self.free:
-            return
-        descriptor = os.memfd_create("adapter", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, self._num_bytes)
-        self.maps.append(mmap.mmap(descriptor, self._num_bytes))
-        np.frombuffer(self.maps[-1], np.uint8)[:: mmap.PAGESIZE] = 0
-        self.free.append(len(self.maps) - 1)
-        self._new[self.free[-1]] = descriptor
-
-    def send_new(self, link: connection.Connection, number: int) -> None:
-        descriptor = self._new.pop(number, None)
-        if descriptor is not None:
-            reduction.send_handle(link, descriptor, None)
-            os.close(descriptor)
+    return ReadAdapter(adapter.digest, adapter.rank, adapter.num_bytes, dtype, products)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
-import os
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +22,6 @@ class ReadAdapter:
     rank: int
     num_bytes: int
     dtype: np.dtype
-    memory: int  # number
     products: dict[tuple[int, str], dict[int, tuple[Place, Place]]]
 
     def placed_in(self, memory: np.ndarray) -> LoraAdapter:
@@ -31,7 +29,7 @@ class ReadAdapter:
 
         def array(place: Place) -> np.ndarray:
             begin, shape = place
-            end = begin + int(np.prod(shape)) * self.dtype.itemsize
+            end = begin + math.prod(shape) * self.dtype.itemsize
             return memory[begin:end].view(self.dtype).reshape(shape)
 
         products: dict[tuple[int, str], dict[int, Part]] = {
@@ -44,11 +42,3 @@ class ReadAdapter:
 def address_of(array: np.ndarray) -> int:
     address: int = array.__array_interface__["data"][0]
     return address
-
-
-def mapped(descriptor: int) -> mmap.mmap:
-    """Map a memory and close its descriptor."""
-    try:
-        return mmap.mmap(descriptor, os.fstat(descriptor).st_size)
-    finally:
-        os.close(descriptor)

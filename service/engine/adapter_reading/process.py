@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import socket
 import subprocess
 import sys
 import weakref
-from multiprocessing import connection, reduction
+from multiprocessing import connection
 from pathlib import Path
 
 import numpy as np
 
 from model.config import ModelConfig
 from model.errors import ModelError
-from model.weights.lora.adapter import LoraAdapter
-from service.engine.adapter_reading.messages import ReadAdapter, mapped
+from model.weights.lora.adapter import LoraAdapter, adapter_bytes
+from service.engine.adapter_reading.memories import Pin, SharedMemories
+from service.engine.adapter_reading.messages import ReadAdapter
+from service.engine.adapter_reading.sharing import NUM_PROCESSES, ReadingOptions, send_memory
 from service.import_root import python_path
 
 CHILD = f"{__package__}.child"
@@ -27,15 +28,21 @@ EXIT_WAIT_S = 2.0
 
 
 class AdapterProcess:
-    """Reads adapters, one at a time. It starts again if it has died.
+    """Reads adapters, one at a time. It starts again if it has died."""
 
-    It returns them in memory that both share and that is used again: to map and free 84 MB for each adapter would delay
-    steps.
-    """
-
-    def __init__(self, config: ModelConfig, dtype: np.dtype, max_rank: int, *, with_experts: bool = False):
-        """Start the process, which takes a while to be ready. Raises OSError."""
-        self._hello = (config, dtype, max_rank, with_experts)
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: np.dtype,
+        max_rank: int,
+        pin: Pin | None = None,
+        *,
+        with_experts: bool = False,
+        num_processes: int = NUM_PROCESSES,
+    ):
+        """Start the process, which takes a while to be ready and then forks the others. Raises OSError."""
+        self._hello = (ReadingOptions(config, dtype, max_rank, with_experts), num_processes)
+        self._memories = SharedMemories(adapter_bytes(config, dtype, max_rank, with_experts=with_experts), pin)
         self._start()
 
     def read(self, directory: Path) -> LoraAdapter:
@@ -70,22 +77,22 @@ class AdapterProcess:
                 raise
         self._link = connection.Connection(ours.detach())
         self._end = weakref.finalize(self, _end, self._link, process)
-        self._memories: dict[int, mmap.mmap] = {}
-        self._returned: list[int] = []
+        self._sent: set[int] = set()  # memories that the process has
         self._link.send(self._hello)
 
     def _read(self, directory: Path) -> LoraAdapter:
-        returned = [self._returned.pop() for _ in range(len(self._returned))]
-        self._link.send((directory, returned))
+        """If the process dies, the memory is lost: a process that it has forked may still write there."""
+        number = self._memories.take()
+        if number not in self._sent:
+            send_memory(self._link, number, self._memories.descriptors[number])
+            self._sent.add(number)
+        self._link.send((directory, number))
         reply = self._link.recv()
         if isinstance(reply, ModelError):
+            self._memories.give_back(number)
             raise reply
         assert isinstance(reply, ReadAdapter)
-        if reply.memory not in self._memories:
-            self._memories[reply.memory] = mapped(reduction.recv_handle(self._link))
-        memory = np.frombuffer(self._memories[reply.memory], np.uint8)
-        weakref.finalize(memory, self._returned.append, reply.memory)  # once no array of the adapter is left
-        return reply.placed_in(memory)
+        return reply.placed_in(self._memories.array(number))
 
 
 def _end(link: connection.Connection, process: subprocess.Popen[bytes]) -> None:

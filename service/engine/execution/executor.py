@@ -153,9 +153,9 @@ class ModelExecutor:
             self._sample(launched, masked=False)
         return launched
 
-    def write_adapter(self, slot: int, adapter: LoraAdapter) -> AsyncWrite:
-        """Start to replace a slot's adapter, after the steps launched so far."""
-        return self.runner.write_adapter(slot, adapter)
+    def write_adapter(self, slot: int, adapter: LoraAdapter, *, is_unused: bool = False) -> AsyncWrite:
+        """Start to replace a slot's adapter, after the steps launched so far unless none of them uses it."""
+        return self.runner.write_adapter(slot, adapter, is_unused=is_unused)
 
     def transfer(self, plan: StepPlan) -> None:
         copies, swap_outs, swap_ins = map(_pairs, (plan.copies, plan.swap_outs, plan.swap_ins))

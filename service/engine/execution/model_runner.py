@@ -117,11 +117,11 @@ class ModelRunner:
         if num_host_blocks:  # last: pinning slows down the start
             self.host = self._ops.host_blocks(self._blocks, num_host_blocks)
 
-    def write_adapter(self, slot: int, adapter: LoraAdapter) -> AsyncWrite:
-        """Start to replace a slot's adapter, after the steps launched so far."""
+    def write_adapter(self, slot: int, adapter: LoraAdapter, *, is_unused: bool = False) -> AsyncWrite:
+        """Start to replace a slot's adapter, after the steps launched so far unless none of them uses it."""
         if self._adapters is None:
             raise ValueError("write_adapter: there are no slots (attach them)")
-        return self._adapters.write(slot, adapter)
+        return self._adapters.write(slot, adapter, is_unused=is_unused)
 
     def fit_prompts(self, num_decodes: int, num_tokens: int) -> int:
         """Return the prompt tokens, at most `num_tokens`, for a step with decodes."""

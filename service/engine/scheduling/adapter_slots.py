@@ -23,6 +23,7 @@ class AdapterLoad(NamedTuple):
 
     slot: int
     adapter: LoraAdapter
+    is_unused: bool  # by steps in flight, the last planned at most
 
 
 class AdapterSlotPool:
@@ -30,6 +31,7 @@ class AdapterSlotPool:
         self.num_slots = num_slots
         self._slot_of: OrderedDict[str, int] = OrderedDict()  # digest -> slot, the last used at the end
         self._held: Counter[str] = Counter()  # running groups by digest
+        self._held_before: Counter[str] = Counter()  # in the previous step
         self._loading: set[int] = set()  # slots that are written
         self._reserved: dict[str, SequenceGroup] = {}  # digest -> the group that its slot waits for
         self._loads: list[AdapterLoad] = []
@@ -50,6 +52,7 @@ class AdapterSlotPool:
 
     def start_step(self, running: Iterable[Sequence]) -> None:
         """Count the running groups of each adapter."""
+        self._held_before = self._held
         groups = {sequence.group for sequence in running}
         self._held = Counter(group.adapter_key for group in groups if group.adapter_key)
         if self._drained not in self._held:
@@ -94,9 +97,10 @@ class AdapterSlotPool:
             return True
         slot = self._slot_of.get(digest)
         if slot is None:
-            slot = self._slot_of[digest] = self._free_slot()
+            slot, is_unused = self._free_slot()
+            self._slot_of[digest] = slot
             self._loading.add(slot)
-            self._loads.append(AdapterLoad(slot, group.adapter))
+            self._loads.append(AdapterLoad(slot, group.adapter, is_unused))
             if self._starving is not None and self._starving.adapter_key == digest:
                 self._forget_starving()
         if digest not in self._held:
@@ -116,10 +120,12 @@ class AdapterSlotPool:
             return True
         return (digest in self._slot_of or self._has_free_slot) and not is_held_back
 
-    def _free_slot(self) -> int:
+    def _free_slot(self) -> tuple[int, bool]:
+        """Return a slot, and whether no step in flight uses it."""
         if len(self._slot_of) < self.num_slots:
-            return len(self._slot_of)
-        return self._slot_of.pop(next(self._unused()))
+            return len(self._slot_of), True
+        digest = next(self._unused())
+        return self._slot_of.pop(digest), digest not in self._held_before
 
     @property
     def _has_free_slot(self) -> bool:

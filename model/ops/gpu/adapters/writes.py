@@ -1,10 +1,15 @@
-"""Copies host values to the device while others compute: one thread stages them in pinned memory for its own stream."""
+"""Copies host values to the device while others compute, on a thread and a stream of their own.
+
+Values that are not in pinned memory are staged there.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import cupy
 import numpy as np
@@ -13,6 +18,9 @@ from model.ops.interface import Array
 
 STAGING_BYTES = 4 << 20
 """Bytes of each of two pinned buffers: one is filled while the other is copied."""
+
+PIN_BYTES = 4 << 20
+_PIN_PAUSE_S = 0.005
 
 _ALIGNMENT_BYTES = 16
 _MAX_GAP_BYTES = 64
@@ -23,51 +31,94 @@ class WriteError(RuntimeError):
     """The driver refused a copy."""
 
 
-def device_copy() -> Callable[[int, int, int, int], None]:
-    """Return a function that starts a copy: (device address, pinned address, bytes, stream).
+class _CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
 
-    It keeps the interpreter lock: releasing it for each of some 700 copies of an adapter makes the engine's thread and
-    this one wait for each other each time.
-    """
-    copy = ctypes.PyDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2
-    copy.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    _fields_ = (("order", ctypes.c_int), ("locations", ctypes.c_int * 4), ("flags", ctypes.c_uint))
 
-    def start(to: int, source: int, num_bytes: int, stream: int) -> None:
-        error = copy(to, source, num_bytes, stream)
+
+_IN_STREAM_ORDER = 1
+_BESIDE_KERNELS = 1
+
+StartCopies = Callable[[Sequence[int], Sequence[int], Sequence[int], int], None]
+"""Starts copies: (device addresses, pinned addresses, bytes, stream)."""
+
+
+def device_copies() -> StartCopies:
+    """Return a function that starts many copies by one call without the interpreter lock: that of an adapter's some 600
+    copies, one by one, would make the engine's thread wait."""
+    copy = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync_v2
+    pointers = [ctypes.c_void_p] * 3
+    copy.argtypes = (*pointers, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    attributes = _CopyAttributes(order=_IN_STREAM_ORDER, flags=_BESIDE_KERNELS)
+    first = ctypes.c_size_t(0)
+
+    def start(to: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int) -> None:
+        count = len(to)
+        arrays = [(ctypes.c_uint64 * count)(*column) for column in (to, sources, sizes)]
+        error = copy(*arrays, count, ctypes.byref(attributes), ctypes.byref(first), 1, stream)
         if error:
-            raise WriteError(f"cuMemcpyHtoDAsync: CUDA error {error}")
+            raise WriteError(f"cuMemcpyBatchAsync: CUDA error {error}")
 
     return start
 
 
+def _unpin(addresses: Iterable[int]) -> None:
+    for address in addresses:
+        cupy.cuda.runtime.hostUnregister(address)
+
+
 class AsyncWriter:
-    """Writes in order, after the work of `stream` submitted before each."""
+    """Writes in order."""
 
     def __init__(self, stream: cupy.cuda.Stream):
         self._compute = stream
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._device = cupy.cuda.Device()
-        copy = device_copy()
-        self._stagings = [_Staging(copy), _Staging(copy)]
+        start = device_copies()
+        self._direct = _Copies(start)
+        self._stagings = [_Staging(start), _Staging(start)]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device writes")
 
-    def start(self, values: Iterable[tuple[Array, Array]]) -> CudaWrite:
+    def start(self, values: Iterable[tuple[Array, Array]], *, is_unused: bool = False) -> CudaWrite:
         """Implement `AdapterOps.write_async`."""
-        after = self._compute.record(cupy.cuda.Event(disable_timing=True))
+        after = None if is_unused else self._compute.record(cupy.cuda.Event(disable_timing=True))
         return CudaWrite(self._thread.submit(self._copy_all, after, values))
 
-    def _copy_all(self, after: cupy.cuda.Event, values: Iterable[tuple[Array, Array]]) -> None:
+    def pin(self, memory: np.ndarray) -> Callable[[], None]:
+        """Implement `AdapterOps.pin`: from first to last in pieces of PIN_BYTES, as launches wait for each."""
         self._device.use()
-        self._stream.wait_event(after)
+        runtime, first = cupy.cuda.runtime, _address(memory)
+        addresses = range(first, first + memory.nbytes, PIN_BYTES)
+        for address in addresses:
+            num_bytes = min(PIN_BYTES, first + memory.nbytes - address)
+            runtime.hostRegister(address, num_bytes, runtime.hostAllocPortable)
+            time.sleep(_PIN_PAUSE_S)
+        return partial(_unpin, addresses)
+
+    def _copy_all(self, after: cupy.cuda.Event | None, values: Iterable[tuple[Array, Array]]) -> None:
+        self._device.use()
+        if after is not None:
+            self._stream.wait_event(after)
         try:
+            pinned: dict[int, tuple[bool, _Run]] = {}  # by the memory's first byte; a run keeps it until it is copied
             staging, other = self._stagings
             for run in _runs(values):
+                if run.base_address not in pinned:
+                    pinned[run.base_address] = run.is_pinned, run
+                if pinned[run.base_address][0]:
+                    self._direct.add(run.pinned_pieces(), run.address)
+                    if self._direct.num_bytes >= STAGING_BYTES:
+                        self._direct.start(self._stream)
+                    continue
                 while run.is_left:
                     if staging.is_full:
-                        staging.event.record(self._stream)
+                        staging.start(self._stream)
                         staging, other = other, staging
                         staging.reuse()
-                    staging.copy(run, self._stream)
+                    staging.fill(run)
+            staging.start(self._stream)
+            self._direct.start(self._stream)
         finally:
             self._stream.synchronize()
             for each in self._stagings:
@@ -98,7 +149,9 @@ class _Run:
         self.memory = values
         self.num_copied = 0
         self._base = values.base if _is_bytes(values.base) else None
-        self._begin = 0 if self._base is None else _address(values) - _address(self._base)
+        self.base_address = 0 if self._base is None else _address(self._base)
+        self.address = _address(values)
+        self._begin = 0 if self._base is None else self.address - self.base_address
         self._targets = [(0, len(values), array.data.ptr)]
 
     @property
@@ -109,12 +162,30 @@ class _Run:
         """Add an array, if it follows the others in memory."""
         if self._base is None or values.base is not self._base or len(self.memory) >= STAGING_BYTES:
             return False
-        begin = _address(values) - _address(self._base) - self._begin
+        begin = _address(values) - self.address
         if not 0 <= begin - len(self.memory) < _MAX_GAP_BYTES:
             return False
         self.memory = self._base[self._begin : self._begin + begin + len(values)]
         self._targets.append((begin, begin + len(values), array.data.ptr))
         return True
+
+    @property
+    def is_pinned(self) -> bool:
+        """Return whether all memory around the arrays is pinned: its last byte is pinned last."""
+        if self._base is None:
+            return False
+        runtime = cupy.cuda.runtime
+        attributes = runtime.pointerGetAttributes(self.base_address + len(self._base) - 1)
+        return bool(attributes.type == runtime.memoryTypeHost)
+
+    def pinned_pieces(self) -> Iterator[tuple[int, int, int]]:
+        """Yield all `pieces`, none of which crosses a multiple of PIN_BYTES in the memory around."""
+        for begin, end, address in self.pieces(0, len(self.memory)):
+            at = begin
+            while at < end:
+                stop = min(end, PIN_BYTES * ((self._begin + at) // PIN_BYTES + 1) - self._begin)
+                yield at, stop, address + at - begin
+                at = stop
 
     def pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield (begin, end, device address) of the arrays' bytes from `begin` to `end`."""
@@ -123,12 +194,35 @@ class _Run:
                 yield max(begin, first), min(end, last), address + max(begin, first) - first
 
 
+class _Copies:
+    """Copies that are started at once."""
+
+    def __init__(self, start: StartCopies):
+        self._start = start
+        self._columns: tuple[list[int], list[int], list[int]] = ([], [], [])
+        self.num_bytes = 0
+
+    def add(self, pieces: Iterable[tuple[int, int, int]], address: int) -> None:
+        """Add pieces (begin, end, device address) of the pinned memory at `address`."""
+        to, sources, sizes = self._columns
+        for begin, end, target in pieces:
+            to.append(target)
+            sources.append(address + begin)
+            sizes.append(end - begin)
+            self.num_bytes += end - begin
+
+    def start(self, stream: cupy.cuda.Stream) -> None:
+        columns, self._columns, self.num_bytes = self._columns, ([], [], []), 0
+        if columns[0]:
+            self._start(*columns, stream.ptr)
+
+
 class _Staging:
     """Pinned memory, filled from its start; `event` follows its last copy."""
 
-    def __init__(self, copy: Callable[[int, int, int, int], None]) -> None:
-        self.event = cupy.cuda.Event(disable_timing=True)
-        self._copy = copy
+    def __init__(self, start: StartCopies) -> None:
+        self._event = cupy.cuda.Event(disable_timing=True)
+        self._copies = _Copies(start)
         self._memory = cupy.cuda.alloc_pinned_memory(STAGING_BYTES)
         self._bytes = np.frombuffer(self._memory, np.uint8, STAGING_BYTES)
         self._address = _address(self._bytes)
@@ -140,19 +234,22 @@ class _Staging:
 
     def reuse(self) -> None:
         """Wait for its copies and start anew."""
-        self.event.synchronize()
+        self._event.synchronize()
         self._num_used = 0
 
-    def copy(self, run: _Run, stream: cupy.cuda.Stream) -> None:
-        """Start to copy as much of what is left of the run as fits."""
+    def fill(self, run: _Run) -> None:
+        """Stage as much of what is left of the run as fits."""
         at = run.num_copied
         end = min(len(run.memory), at + STAGING_BYTES - self._num_used)
         np.copyto(self._bytes[self._num_used : self._num_used + end - at], run.memory[at:end])
-        first = self._address + self._num_used - at
-        for begin, stop, address in run.pieces(at, end):
-            self._copy(address, first + begin, stop - begin, stream.ptr)
+        self._copies.add(run.pieces(at, end), self._address + self._num_used - at)
         self._num_used += -(-(end - at) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         run.num_copied = end
+
+    def start(self, stream: cupy.cuda.Stream) -> None:
+        """Start the copies of what is staged."""
+        self._copies.start(stream)
+        self._event.record(stream)
 
 
 def _runs(values: Iterable[tuple[Array, Array]]) -> Iterator[_Run]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from model.sampling_params import SamplingParams
 from model.weights.lora.adapter import LoraAdapter
 from service.engine.request import AdapterSource, EngineRequest
@@ -61,7 +63,7 @@ class Bench:
         loads = self.pool.drain_loads()
         for load in loads:
             self.pool.finish_load(load.slot)
-        self.loads += [(slot, adapter.digest) for slot, adapter in loads]
+        self.loads += [(load.slot, load.adapter.digest) for load in loads]
         return bool(loads)
 
     def end(self, index: int = 0) -> None:
@@ -165,6 +167,23 @@ def test_a_group_starts_once_its_slot_is_written():
     assert admissible(pool, groups) == ["", "b"]
     pool.finish_load(0)
     assert admissible(pool, groups) == ["a", "", "a", "b"]
+
+
+@pytest.mark.parametrize("num_steps_between", [0, 1])
+def test_a_load_is_of_an_unused_slot_once_a_step_without_it_is_planned(num_steps_between):
+    pool = AdapterSlotPool(1)
+    first, second = waiting_in(pool, "a", "b")
+    admissible(pool, [first])
+    assert [load.is_unused for load in pool.drain_loads()] == [True], "never used"
+    pool.finish_load(0)
+    pool.start_step([])
+    assert admissible(pool, [first]) == ["a"]
+    pool.take(first)
+    for _ in range(num_steps_between):
+        pool.start_step([])
+    pool.start_step([])
+    admissible(pool, [second])
+    assert [load.is_unused for load in pool.drain_loads()] == [num_steps_between > 0]
 
 
 def test_a_written_slot_waits_for_its_group():

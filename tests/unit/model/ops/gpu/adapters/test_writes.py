@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 writes = pytest.importorskip("model.ops.gpu.adapters.writes", reason="needs CuPy", exc_type=ImportError)
-STAGING_BYTES = 64
+STAGING_BYTES, PIN_BYTES = 64, 48
 
 
 class LateStream:
@@ -43,6 +43,27 @@ class LateEvent:
             self.stream.synchronize(self.stream.waiting.index(self.last) + 1)
 
 
+def start_late(to, sources, sizes, stream):
+    stream.waiting += zip(to, sources, sizes, strict=True)
+
+
+class FakeRuntime:
+    memoryTypeHost, hostAllocPortable = 1, 1
+
+    def __init__(self):
+        self.pinned = {}
+
+    def hostRegister(self, address, num_bytes, flags):
+        self.pinned[address] = num_bytes
+
+    def hostUnregister(self, address):
+        del self.pinned[address]
+
+    def pointerGetAttributes(self, address):
+        is_pinned = any(first <= address < first + size for first, size in self.pinned.items())
+        return SimpleNamespace(type=int(is_pinned))
+
+
 @pytest.fixture
 def writer(monkeypatch):
     cuda = SimpleNamespace(
@@ -50,10 +71,14 @@ def writer(monkeypatch):
         Event=LateEvent,
         Device=lambda: SimpleNamespace(use=lambda: None),
         alloc_pinned_memory=bytearray,
+        runtime=FakeRuntime(),
     )
     monkeypatch.setattr(writes, "cupy", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(writes, "device_copy", lambda: lambda *copy: copy[-1].waiting.append(copy[:-1]))
+    monkeypatch.setattr(
+        writes, "device_copies", lambda: lambda *copies: copies[-1].waiting.extend(zip(*copies[:-1], strict=True))
+    )
     monkeypatch.setattr(writes, "STAGING_BYTES", STAGING_BYTES)
+    monkeypatch.setattr(writes, "PIN_BYTES", PIN_BYTES)
     return writes.AsyncWriter(LateStream())
 
 
@@ -89,8 +114,28 @@ def test_arrays_that_follow_one_another_are_staged_at_once(writer, monkeypatch):
     assert staged[:3] == [STAGING_BYTES] * 3
 
 
-def test_a_write_waits_for_the_work_before_it(writer):
+def test_pinned_memory_is_not_staged(writer, monkeypatch):
+    whole = np.random.default_rng(2).integers(0, 99, 600).astype(np.uint8)
+    unpin = writer.pin(whole)
+    hosts = [whole[begin:end].view(np.int8) for begin, end in ((0, 64), (64, 300), (500, 517))]
+    hosts.insert(1, np.arange(9, dtype=np.int32))  # not pinned
+    memories = [np.zeros_like(host) for host in hosts]
+    staged, copyto, sizes = [], np.copyto, []
+    monkeypatch.setattr(np, "copyto", lambda to, source: (staged.append(len(source)), copyto(to, source)))
+    monkeypatch.setattr(writer._direct, "_start", lambda *copies: (sizes.extend(copies[2]), start_late(*copies)))
+    writer.start(zip(map(on_device, memories), hosts, strict=True)).wait()
+    for memory, host in zip(memories, hosts, strict=True):
+        np.testing.assert_array_equal(memory, host)
+    assert staged == [36]
+    assert max(sizes) <= PIN_BYTES
+    unpin()
+    assert not writes.cupy.cuda.runtime.pinned
+
+
+def test_a_write_waits_for_the_work_before_it_unless_its_arrays_are_unused(writer):
     writer.start(()).wait()
+    assert len(writer._stream.waited_for) == 1
+    writer.start((), is_unused=True).wait()
     assert len(writer._stream.waited_for) == 1
 
 

@@ -1,0 +1,132 @@
+"""Processes that read an adapter together: threads of one would wait for its interpreter lock."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import connection, reduction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from model.config import ModelConfig
+from model.errors import ModelError
+from model.weights.lora.adapter import Share, read_share
+
+NUM_PROCESSES = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+
+
+class ReadingOptions(NamedTuple):
+    """Arguments of `read_adapter` and `adapter_bytes` that are the same for every adapter."""
+
+    config: ModelConfig
+    dtype: np.dtype
+    max_rank: int
+    with_experts: bool
+
+
+class ShareReaders:
+    """`OtherReaders`: forked processes, which end once this one has closed their sockets or died. All calls raise
+    EOFError if one of them has died."""
+
+    def __init__(self, count: int, options: ReadingOptions, inherited: connection.Connection):
+        """Fork, before this process has threads. The processes close the socket `inherited`."""
+        self._links: list[connection.Connection] = []
+        self._num_awaited = 0
+        for number in range(1, count + 1):
+            ours, its = connection.Pipe()
+            if os.fork() == 0:
+                for link in (*self._links, ours, inherited):
+                    link.close()
+                _run(its, options, Share(number, count + 1))
+            its.close()
+            self._links.append(ours)
+
+    @property
+    def count(self) -> int:
+        return len(self._links)
+
+    def add_memory(self, number: int, descriptor: int) -> None:
+        """Let the processes map a memory."""
+        with _no_os_errors():
+            for link in self._links:
+                send_memory(link, number, descriptor)
+
+    def start(self, directory: Path, memory: int) -> None:
+        """Let the processes read an adapter's shares to a memory."""
+        with _no_os_errors():
+            for link in self._links:
+                link.send((directory, memory))
+        self._num_awaited = len(self._links)
+
+    def digests(self) -> Sequence[Sequence[bytes]]:
+        replies = self._replies()
+        for reply in replies:
+            if isinstance(reply, ModelError):
+                raise reply
+        return replies
+
+    def wait(self) -> None:
+        """Wait until no process writes to a memory."""
+        self._replies()
+
+    def _replies(self) -> list[Any]:
+        links = self._links[: self._num_awaited]
+        self._num_awaited = 0
+        with _no_os_errors():
+            return [link.recv() for link in links]
+
+
+@contextmanager
+def _no_os_errors() -> Iterator[None]:
+    """Raise EOFError for OSError, which a file's errors are too."""
+    try:
+        yield
+    except OSError as error:
+        raise EOFError from error
+
+
+def send_memory(link: connection.Connection, number: int, descriptor: int) -> None:
+    """Send (None, number), then the descriptor."""
+    link.send((None, number))
+    reduction.send_handle(link, descriptor, None)
+
+
+def mapped(descriptor: int) -> np.ndarray:
+    """Return a memory, uint8[n], and close its descriptor."""
+    try:
+        return np.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), np.uint8)
+    finally:
+        os.close(descriptor)
+
+
+def _run(link: connection.Connection, options: ReadingOptions, share: Share) -> None:
+    """Serve a forked process, and end it without this process's cleanup."""
+    try:
+        _serve(link, options, share)
+    except (EOFError, OSError):
+        pass
+    finally:
+        os._exit(0)
+
+
+def _serve(link: connection.Connection, options: ReadingOptions, share: Share) -> None:
+    memories: dict[int, np.ndarray] = {}
+    while True:
+        directory, number = link.recv()
+        if directory is None:
+            memories[number] = mapped(reduction.recv_handle(link))
+            continue
+        try:
+            reply: object = _read(directory, options, memories[number], share)
+        except (ModelError, OSError) as error:
+            reply = error if isinstance(error, ModelError) else ModelError(f"{directory}: {error}")
+        link.send(reply)
+
+
+def _read(directory: Path, options: ReadingOptions, memory: np.ndarray, share: Share) -> list[bytes]:
+    config, dtype, max_rank, with_experts = options
+    return read_share(directory, config, dtype, max_rank, lambda n: memory[:n], share, with_experts=with_experts)
