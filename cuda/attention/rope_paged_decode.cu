@@ -5,14 +5,15 @@
 //   after; with MEMBERS 1, partial_sums, partial_stats as those
 //   grid (Hkv * SLICES, num_slots), block THREADS, shared memory SHARED_BYTES
 //   reference: NumpyOps.rope_decode_attention, with the bits of one kernel after the other
-//   needs: as paged_decode; S * gridDim.x CTAs run at once; a position in the table and a slot in the cache for each row
-//   with tokens; what the kernels before the previous one wrote is visible (plan, tables, older tokens)
+//   needs: as paged_decode; S * gridDim.x CTAs run at once, with MEMBERS 1 more than Hq; a position in the table and a
+//   slot in the cache for each row with tokens; what the kernels before the previous one wrote is visible (plan, tables,
+//   older tokens)
 //   Rows with context_len <= 0 write no key and are zeros.
 //   roofline: as paged_decode; 1 x 1100: latency
 //
 // Until the previous kernel ends, keys and values of older tokens are copied. The CTA of a row's last split rotates and
-// writes the new token's, and combines the splits. A word that CTAs send each other is not zero, so it says itself that
-// it has arrived: no fence, no counter.
+// writes the new token's, and combines the splits; with MEMBERS 1 the CTAs of all splits share the rows. A word that CTAs
+// send each other is not zero, so it says itself that it has arrived: no fence, no counter.
 #include "attention/decode_rows.cuh"
 #include "layer/rotate_head.cuh"
 
@@ -21,7 +22,7 @@ static_assert(QUIRE_DTYPE != 0, "CTAs have tiles in shared memory");
 constexpr int QUERY_STRIDE = HEAD_DIM + SIZE;  // avoids bank conflicts
 constexpr int MAX_POLLS = 1 << 22;  // seconds
 constexpr int AHEAD = 8;  // splits whose sums are under way
-constexpr int MOST_SENT = 16;  // splits of a sequence alone; more are combined by the last CTA to arrive
+constexpr int MOST_SENT = 64;  // splits of a sequence alone; more are combined by the last CTA to arrive
 
 __device__ __forceinline__ float as_sent(float x) { return x == 0.0f ? -0.0f : x; }
 
@@ -34,11 +35,24 @@ __device__ __forceinline__ float4 load_sent(const float4* from) {
     return x;
 }
 
+__device__ __forceinline__ float load_sent(const float* from) {
+    float x;
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
+    return x;
+}
+
 __device__ __forceinline__ float2 load_sent(const float2* from) {
     float2 x;
     asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(from) : "memory");
     return x;
 }
+
+template <int V>
+struct SentElements;
+template <>
+struct SentElements<1> { using Type = float; };
+template <>
+struct SentElements<4> { using Type = float4; };
 
 __device__ __forceinline__ bool is_there(float x) { return __float_as_uint(x) != 0; }
 __device__ __forceinline__ bool is_there(float2 x) { return is_there(x.x) && is_there(x.y); }
@@ -122,6 +136,99 @@ __device__ __forceinline__ void combine_sent(float* sums, float2* stats, int num
             }
         }
         store_four(out + row * HEAD_DIM + d, sum);
+    }
+}
+
+// V elements of a row from `d` on: combine_sent with its bits, waiting for many splits at once. Called by a whole warp.
+template <int V>
+__device__ __forceinline__ void combine_elements(float* sums, const float2* stats, int count, int stride, int d,
+                                                 float value_scale, T* out) {
+    using Sent = typename SentElements<V>::Type;
+    constexpr int AT_ONCE = 16 / V;
+    constexpr int NUM_STATS = MOST_SENT / WARP_SIZE;  // of a lane
+    const int lane = threadIdx.x % WARP_SIZE;
+    const bool has_elements = d < HEAD_DIM;
+    float2 own[NUM_STATS] = {};
+    float weights[NUM_STATS] = {}, sum[V] = {};
+#pragma unroll 1
+    for (int first = 0; first < count; first += AT_ONCE) {
+        const auto at = [&](int i) {
+            return reinterpret_cast<Sent*>(sums + static_cast<i64>(first + i) * stride * HEAD_DIM + d);
+        };
+        Sent held[AT_ONCE] = {};
+#pragma unroll 1
+        for (int poll = 0;; ++poll) {
+            bool all = true;
+#pragma unroll
+            for (int n = 0; n < NUM_STATS; ++n) {
+                const int split = n * WARP_SIZE + lane;
+                if (first == 0 && split < count) own[n] = load_sent(stats + static_cast<i64>(split) * stride);
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                if (has_elements && first + i < count) held[i] = load_sent(at(i));
+            }
+#pragma unroll
+            for (int n = 0; n < NUM_STATS; ++n) all = all && (n * WARP_SIZE + lane >= count || is_there(own[n]));
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) all = all && (!has_elements || first + i >= count || is_there(held[i]));
+            if (__all_sync(FULL_WARP, all)) break;
+            if (poll == MAX_POLLS) __trap();
+        }
+        if (first == 0) {
+            float maximum = minus_infinity(), total = 0.0f;
+#pragma unroll
+            for (int n = 0; n < NUM_STATS; ++n) {
+                if (n * WARP_SIZE + lane < count) maximum = fmaxf(maximum, own[n].x);
+            }
+            const float base = finite_base(warp_max(maximum));
+#pragma unroll
+            for (int n = 0; n < NUM_STATS; ++n) {
+                if (n * WARP_SIZE + lane >= count) continue;
+                weights[n] = exp2_approx(own[n].x - base);
+                total += weights[n] * own[n].y;
+            }
+            const float scale = reciprocal_or_zero(warp_sum(total)) * value_scale;
+#pragma unroll
+            for (int n = 0; n < NUM_STATS; ++n) weights[n] *= scale;
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            if (first + i >= count) break;
+            float weight = weights[0];
+#pragma unroll
+            for (int n = 1; n < NUM_STATS; ++n) weight = (first + i) / WARP_SIZE == n ? weights[n] : weight;
+            weight = __shfl_sync(FULL_WARP, weight, (first + i) % WARP_SIZE);
+            const float* x = reinterpret_cast<const float*>(&held[i]);
+#pragma unroll
+            for (int j = 0; j < V; ++j) sum[j] += weight * x[j];
+            if (has_elements) *at(i) = Sent{};
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+        if (has_elements) out[d + j] = from_float<T>(sum[j]);
+    }
+}
+
+// The rows of the CTA of split `index` of `count`, which share a sequence's rows: all warps take a row, or a warp each.
+__device__ __forceinline__ void combine_shared(float* sums, float2* stats, int index, int num_rows, int count,
+                                               int stride, float value_scale, T* out) {
+    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    if (count >= num_rows) {
+        for (int d = threadIdx.x; index < num_rows && d < ceil_div(HEAD_DIM, THREADS) * THREADS; d += THREADS)
+            combine_elements<1>(sums + index * HEAD_DIM, stats + index, count, stride, d, value_scale,
+                                out + index * HEAD_DIM);
+    } else {
+        for (int row = index + warp * count; row < num_rows; row += WARPS * count) {
+            for (int d = lane * 4; d < ceil_div(HEAD_DIM, 4 * WARP_SIZE) * 4 * WARP_SIZE; d += 4 * WARP_SIZE)
+                combine_elements<4>(sums + row * HEAD_DIM, stats + row, count, stride, d, value_scale,
+                                    out + row * HEAD_DIM);
+        }
+    }
+    __syncthreads();  // all warps have read the statistics
+    for (int i = threadIdx.x; i < num_rows * count; i += THREADS) {
+        if (i % num_rows % count == index) stats[static_cast<i64>(i / num_rows) * stride + i % num_rows] = float2{};
     }
 }
 
@@ -336,11 +443,16 @@ rope_paged_decode(T* out, const T* qkv, const float* cos, const float* sin, cons
         } else {
             const i64 own_row = static_cast<i64>(split.row) * num_heads;
             merge_warps(results, SentRows{sent.sums + own_row * HEAD_DIM, sent.stats + own_row, num_rows});
+            const i64 first = static_cast<i64>(split.first_row) * num_heads;
+#if MEMBERS == 1
+            combine_shared(sent.sums + first * HEAD_DIM, sent.stats + first, split.row - split.first_row, num_rows,
+                           split.count, num_heads, value_scale, output);
+#else
             if (!is_last) return;
             __syncthreads();  // the weights replace the results
-            const i64 first = static_cast<i64>(split.first_row) * num_heads;
             combine_sent(sent.sums + first * HEAD_DIM, sent.stats + first, num_rows, split.count, num_heads,
                          reinterpret_cast<float*>(shared), value_scale, output);
+#endif
         }
     }
 }

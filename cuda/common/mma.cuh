@@ -133,6 +133,13 @@ __device__ __forceinline__ void copy_async_16(u32 to_shared, const void* from_gl
                  : "memory");
 }
 
+__device__ __forceinline__ void copy_streamed_16(u32 to_shared, const void* from_global, bool wanted) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
+                 :
+                 : "r"(to_shared), "l"(from_global), "r"(wanted ? 16 : 0), "l"(policy_of_read_once())
+                 : "memory");
+}
+
 __device__ __forceinline__ void copy_async_4(u32 to_shared, const void* from_global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" : : "r"(to_shared), "l"(from_global) : "memory");
 }

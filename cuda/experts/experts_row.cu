@@ -93,16 +93,6 @@ __device__ __forceinline__ void add_products(float (&sum)[4], const char* stage,
     }
 }
 
-// As copy_async_16, of what is read once: it leaves the L2 first.
-__device__ __forceinline__ void copy_streamed_16(u32 to, const void* from, bool wanted) {
-    u64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
-                 :
-                 : "r"(to), "l"(from), "r"(wanted ? 16 : 0), "l"(policy)
-                 : "memory");
-}
-
 // Starts to copy 16 rows of `width` elements from `from` on, the last 8 of them `jump` rows further, STEP columns from
 // `column`. Not inlined: the kernel runs once, and reads less code.
 __device__ __noinline__ void copy_stage(u32 stage, const T* from, int width, int jump, int column) {

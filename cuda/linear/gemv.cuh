@@ -2,7 +2,8 @@
 //
 // A build defines WARPS, ROW_TILES (sixteens of weight rows), COL_TILES (eights of rows of x), SPAN (elements of K a
 // warp takes in turn), STEP (elements of a stage, default SPAN), STAGES (of a warp's ring), X_AHEAD (reads x a step
-// ahead, default 0). Sums of warps are added in their order: a row's bits depend on K, WARPS and SPAN alone.
+// ahead, default 0), STREAMED (weights leave the L2 first, default 0). Sums of warps are added in their order: a row's
+// bits depend on K, WARPS and SPAN alone.
 #pragma once
 
 #include "common/mma.cuh"
@@ -16,6 +17,9 @@
 #endif
 #ifndef FILL
 #define FILL 0
+#endif
+#ifndef STREAMED
+#define STREAMED 0
 #endif
 
 constexpr int MMA_COLS = 8;  // rows of x
@@ -34,6 +38,21 @@ struct GivenRows {
     __device__ __forceinline__ const X* get(float*, int) const {
         wait_for_previous_kernel();
         return x;
+    }
+};
+
+// One row, copied to shared memory, from which each tile reads it.
+template <typename X>
+struct SharedRow {
+    const X* x;
+
+    __device__ __forceinline__ const X* get(float* shared, int width) {
+        X* row = reinterpret_cast<X*>(shared);
+        wait_for_previous_kernel();
+        for (int i = threadIdx.x * Vec<X>::SIZE; i < width; i += blockDim.x * Vec<X>::SIZE)
+            store_vec(row + i, load_vec(x + i));
+        __syncthreads();
+        return row;
     }
 };
 
@@ -80,7 +99,12 @@ struct Gemv {
         for (int n = 0; n < COPIES; n++) {
             const int row = first + n * (WARP_SIZE / VECS);
             const bool wanted = k < k_size && at.tile + row < n_size;
-            copy_async_16(stage + shared_offset(row, vec), wanted ? from : weight, wanted);
+            const u32 to = stage + shared_offset(row, vec);
+            if (STREAMED) {
+                copy_streamed_16(to, wanted ? from : weight, wanted);
+            } else {
+                copy_async_16(to, wanted ? from : weight, wanted);
+            }
             from += static_cast<i64>(WARP_SIZE / VECS) * k_size;
         }
         commit_copies();

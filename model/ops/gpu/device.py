@@ -162,6 +162,7 @@ class CudaDevice:
         threads: int = THREADS,
         shared_bytes: int = 0,
         overlaps: bool = False,
+        shared_percent: int = 0,
         cluster: int = 1,
         stream: cupy.cuda.Stream | None = None,
         **defines: int,
@@ -169,12 +170,13 @@ class CudaDevice:
         """Launch a kernel of `cuda/`, by default for `self.dtype`; an empty grid does nothing.
 
         `overlaps`: the kernel calls `wait_for_previous_kernel` (common/types.cuh), so in a captured graph it may start
-        before its predecessor ends (`launches_early`); elsewhere the host is too slow for a gain. Clusters
-        need `self.stream`.
+        before its predecessor ends (`launches_early`); elsewhere the host is too slow for a gain. `shared_percent`: see
+        `Kernels.get`. Clusters need `self.stream`.
         """
         if 0 in grid:
             return
-        kernel = self.kernels.get(name, shared_bytes=shared_bytes, **{"QUIRE_DTYPE": self.dtype_code, **defines})
+        defines = {"QUIRE_DTYPE": self.dtype_code, **defines}
+        kernel = self.kernels.get(name, shared_bytes=shared_bytes, shared_percent=shared_percent, **defines)
         if not is_there(kernel):
             return
         begins_early = overlaps and self._is_capturing and self.launches_early

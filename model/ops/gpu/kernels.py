@@ -45,15 +45,16 @@ class Kernels:
         self._compilers: ThreadPoolExecutor | None = None
         self._compiling: dict[_Key, Future[bytes] | None] = {}  # None: in the cache
 
-    def get(self, name: str, *, shared_bytes: int = 0, **defines: int) -> Function:
+    def get(self, name: str, *, shared_bytes: int = 0, shared_percent: int = 0, **defines: int) -> Function:
         """Return the function `name` of cuda/<folder>/<name>.cu, built with -D<define>=<value>.
 
-        Call it as `function(grid, block, args, shared_mem, stream)`, shared_mem <= `shared_bytes`.
+        Call it as `function(grid, block, args, shared_mem, stream)`, shared_mem <= `shared_bytes`. `shared_percent`
+        of an SM's memory is shared memory while this build runs there, 0: as few as its blocks need.
         """
         if self._compilers is not None:
             self._compile_in(self._compilers, name, defines)
             return _launch_nothing
-        key = (name, shared_bytes, *defines.items())
+        key = (name, shared_bytes, shared_percent, *defines.items())
         function = self._functions.get(key)
         if function is None:
             function = self._module(name, defines).get_function(name)
@@ -61,6 +62,9 @@ class Kernels:
             # 48 KiB, or those of an earlier `get`
             if shared_bytes and shared_bytes > driver.funcGetAttribute(limit, function.ptr):
                 driver.funcSetAttribute(function.ptr, limit, shared_bytes)
+            if shared_percent:
+                carveout = driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                driver.funcSetAttribute(function.ptr, carveout, shared_percent)
             self._functions[key] = function
         return function
 

@@ -53,6 +53,7 @@ class KernelLauncher(Protocol):
         threads: int = ...,
         shared_bytes: int = ...,
         overlaps: bool = ...,
+        shared_percent: int = ...,
         cluster: int = ...,
         **defines: int,
     ) -> None:

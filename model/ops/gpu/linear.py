@@ -94,8 +94,9 @@ class Linear:
             (min(math.ceil(n / (16 * build.row_tiles)), device.num_sms),),
             (*sums, norm_weight, weight, bias, out, np.int32(n), np.int32(k), np.float32(eps)),
             threads=32 * build.warps,
-            shared_bytes=build.shared_bytes + 2 * k,
+            shared_bytes=build.shared_bytes,
             overlaps=True,
+            shared_percent=100,
             OUT_FLOAT=0,
             **build.defines,
         )
@@ -176,6 +177,7 @@ class Linear:
             threads=32 * build.warps,
             shared_bytes=build.shared_bytes,
             overlaps=True,
+            shared_percent=100 if build.is_one_row else 0,
             OUT_FLOAT=int(out.dtype == _FLOAT32),
             **build.defines,
         )

@@ -23,6 +23,9 @@ _MIN_ROWS_AHEAD, _MIN_WIDE_ROWS, _MAX_ROWS_AHEAD = 5, 13, 16
 """Exact rows: least that read x a step ahead, least in wide tiles, most of these that read ahead (registers). H200, a
 layer of Llama-3.1-8B: 107.7 us for 108.5 (8 rows), 118.6 for 128.5 (16), 130.4 for 154.8 (24)."""
 
+_MAX_SHARED_K = 4096
+"""Most elements of a row of x in shared memory: as many as add_norm_gemv takes."""
+
 _SPAN_BYTES = 128
 _TILE_ROWS = 128  # at most
 _MIN_TILE_ROWS = 32
@@ -50,7 +53,8 @@ class GemvBuild(NamedTuple):
     col_tiles: int = 1
     steps: int = 1
     reads_x_ahead: bool = False
-    is_one_row: bool = False  # keeps no sums of others
+    is_one_row: bool = False  # keeps no sums of others; its weights leave the L2 first
+    row_bytes: int = 0  # of x in shared memory; 0: x is read from memory
     fills: bool = False  # its rings before the previous kernel ends
 
     @property
@@ -65,17 +69,19 @@ class GemvBuild(NamedTuple):
         if self.steps > 1:
             sizes["STEP"] = self.span // self.steps
         if self.is_one_row:
-            sizes["KEPT_ROWS"] = 1
+            sizes |= {"KEPT_ROWS": 1, "STREAMED": 1}
+        if self.row_bytes > 0:
+            sizes["SHARES_ROW"] = 1
         if self.fills:
             sizes["FILL"] = 1
         return sizes | {"X_AHEAD": 1} if self.reads_x_ahead else sizes
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of rings and two sets of sums."""
+        """Bytes of rings, two sets of sums and x."""
         rows = 16 * self.row_tiles
         ring = self.warps * self.stages * rows * self.span // self.steps * 2
-        return ring + 2 * self.warps * self.max_rows * rows * 4
+        return ring + 2 * self.warps * self.max_rows * rows * 4 + self.row_bytes
 
 
 GEMV_BUILDS = (
@@ -104,7 +110,8 @@ def one_row_build(build: GemvBuild, k: int) -> GemvBuild:
     A ring that holds no more than a tile is filled before the previous kernel ends. H200, a pass of one token:
     Llama-3.1-8B 3,844 us for 3,932, Qwen3-30B-A3B 2,425 for 2,453; 2,477 where the products of K 2,048 fill theirs too.
     """
-    return build._replace(is_one_row=True, fills=k > build.warps * build.span)
+    row_bytes = 2 * k if k <= _MAX_SHARED_K else 0
+    return build._replace(is_one_row=True, fills=k > build.warps * build.span, row_bytes=row_bytes)
 
 
 def exact_gemv_build(index: int, num_rows: int, max_shared_bytes: int) -> GemvBuild | None:

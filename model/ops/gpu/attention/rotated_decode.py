@@ -42,7 +42,9 @@ def can_rotate(device: KernelLauncher, qkv: Array, batch: AttentionBatch) -> boo
     num_ctas = num_kv_heads * math.ceil(group / min(group, 16))
     aligned_bytes = (math.ceil(static_bytes / _ALIGNMENT) + 1) * _ALIGNMENT  # and reductions
     fits = bool(tiles["SHARED_BYTES"] + aligned_bytes <= device.max_shared_bytes)
-    return fits and num_heads % num_kv_heads == 0 and len(qkv) * num_ctas <= device.num_sms
+    # of blocks that wait for others at once
+    most_waiting = num_heads + 1 if is_alone(batch) else len(qkv) * num_ctas
+    return fits and num_heads % num_kv_heads == 0 and most_waiting <= device.num_sms
 
 
 def is_alone(batch: AttentionBatch) -> bool:
@@ -96,6 +98,7 @@ def rotate_and_decode(
         threads=32 * tiles["WARPS"],
         shared_bytes=tiles["SHARED_BYTES"],
         overlaps=batch.plan is not None,
+        shared_percent=100 if is_alone(batch) else 0,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         GROUP=num_heads // num_kv_heads,

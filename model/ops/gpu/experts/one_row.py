@@ -107,6 +107,7 @@ def experts_of_row(
         threads=32 * _WARPS,
         shared_bytes=sizes.shared_bytes,
         overlaps=True,
+        shared_percent=100,
         **sizes.defines,
     )
     return out

@@ -147,6 +147,7 @@ def test_one_row_fills_rings_that_a_tile_fills(k, fills):
     usual, build = GEMV_BUILDS[0], one_row_build(GEMV_BUILDS[0], k)
     assert (build.warps, build.span, build.stages) == (usual.warps, usual.span, usual.stages)
     assert build.fills == fills
+    assert build.row_bytes == (2 * k if k <= 4096 else 0)
     assert build.shared_bytes < usual.shared_bytes
 
 

@@ -127,10 +127,11 @@ def attention_builds(dtype_code: int, architecture: str, kv_dtype: type) -> list
         builds.append((asked, defines))
         return lambda *launch: None
 
+    def launch(asked, grid, args, *, threads, shared_bytes=0, overlaps=False, shared_percent=0, cluster=1, **defines):
+        builds.append((asked, {"QUIRE_DTYPE": dtype_code, **defines}))
+
     ops = SimpleNamespace(
-        launch=lambda asked, grid, args, *, threads, shared_bytes=0, overlaps=False, cluster=1, **defines: (
-            builds.append((asked, {"QUIRE_DTYPE": dtype_code, **defines}))
-        ),
+        launch=launch,
         most_clusters=lambda *_, **build: 132,
         arch=architecture,
         dtype_code=dtype_code,

@@ -38,7 +38,9 @@ class RecordingOps:
         """Clusters that an H200 runs at once: some of its units of up to 18 multiprocessors lack a few."""
         return {8: 15, 7: 15, 6: 17, 5: 22, 4: 30, 3: 39, 2: 66}[cluster]
 
-    def launch(self, name, grid, args, *, threads, shared_bytes=0, overlaps=False, cluster=1, **defines):
+    def launch(
+        self, name, grid, args, *, threads, shared_bytes=0, overlaps=False, shared_percent=0, cluster=1, **defines
+    ):
         self.cluster = cluster
         waits = ("paged_decode", "paged_decode_exact", "paged_prefill_sm90", "paged_prefill_short_sm90")
         assert overlaps == (name in waits), "only these wait for the kernel ahead"
