@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -54,6 +55,24 @@ def write_model(folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 20}))
     return folder
+
+
+def read_served_model(settings: Settings) -> ServedModel:
+    """Read the model, or return the one kept from the same settings and files.
+
+    It is immutable, and compiling its chat template takes longer than most tests.
+    """
+    folder = settings.model
+    outside = settings.chat_template, settings.lora_modules.modules, settings.generation_config != "auto"
+    if folder is None or any(outside):  # other files are read
+        return ServedModel.read(settings)
+    stats = ((str(path), path.stat()) for path in sorted(folder.iterdir()))
+    return _kept_model(settings, tuple((name, stat.st_mtime_ns, stat.st_size, stat.st_ino) for name, stat in stats))
+
+
+@functools.lru_cache(maxsize=32)
+def _kept_model(settings: Settings, files: tuple[tuple[str, int, int, int], ...]) -> ServedModel:
+    return ServedModel.read(settings)
 
 
 def speech(model: ServedModel, text: str, *, per_step: int = 1, **how) -> Script:
@@ -114,7 +133,7 @@ async def beside(gateway: Gateway, folder: Path, **settings):
     """Open another gateway on the same queue and worker."""
     chosen = Settings(**{"model": folder, "served_model_name": MODEL, "port": 0, "drain_timeout": 0.2, **settings})
     with kept_grammar_processes():
-        async with serving(chosen, ServedModel.read(chosen), gateway.queue) as url:
+        async with serving(chosen, read_served_model(chosen), gateway.queue) as url:
             yield replace(gateway, url=url)
 
 
@@ -123,7 +142,7 @@ async def open_gateway(folder: Path, queue: MemoryGatewayQueue | None = None, **
     """Open a Gateway over a folder of `write_model`; its worker answers "Hello world." to everything."""
     chosen = Settings(**{"model": folder, "served_model_name": MODEL, "port": 0, "drain_timeout": 0.2, **settings})
     queue = queue or QuickQueue()
-    model = ServedModel.read(chosen)
+    model = read_served_model(chosen)
     worker = ScriptedWorker(MemoryWorkerQueue(queue.data), MODEL, lambda job: speech(model, "Hello world."))
     with kept_grammar_processes():
         async with worker.working(), serving(chosen, model, queue) as url, aiohttp.ClientSession() as http:
