@@ -76,5 +76,5 @@ def test_warm_up_compiles_the_kernels_that_run_later():
     warm_up_products(model, SIZES)
     graphs = StepGraphs(model, np.zeros(3, np.int32), 3, 8, verifies_drafts=True)
     graphs.capture(allocate(ops, model.config, 4, 16))
-    assert len(ahead) > 80
+    assert len(ahead) > 70
     assert set(ops.met) == ahead
