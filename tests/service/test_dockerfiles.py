@@ -54,8 +54,9 @@ def build(steps: list[Step], root: Path) -> None:
                 copy(ROOT / source, folder / target)
         elif step.word == "RUN":
             command = re.sub(r"(?<![\w/])/opt/", f"{shlex.quote(str(root))}/opt/", step.text)
-            command = command.replace("python -m venv", f"{PYTHON} -m venv")
+            command = command.replace("python -m venv", f"{PYTHON} -m venv --without-pip")  # ours installs into it
             command = re.sub(r"(\S+)/bin/pip install [^&]*-r (\S+)", rf"{PYTHON} {LINKS} \2 \1", command)
+            command = re.sub(r"(\S+)/bin/pip install", rf"{PYTHON} -m pip --python \1/bin/python install", command)
             environ = {**os.environ, "PIP_COMPILE": "0"}
             subprocess.run(["/bin/sh", "-ec", command], cwd=folder, check=True, timeout=BUILD_TIMEOUT_S, env=environ)
 
