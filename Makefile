@@ -89,5 +89,5 @@ $(VENV)/%.stamp: %.txt $(VENV)/pyvenv.cfg
 	@touch $@
 
 $(VENV)/quire.stamp: pyproject.toml $(VENV)/pyvenv.cfg | $(VENV)/$$(LOCK).stamp
-	@$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@PYTHONWARNINGS=ignore $(PIP_INSTALL) --no-deps --no-build-isolation --editable .  # setuptools warns of any editable install
 	@touch $@
