@@ -23,12 +23,17 @@ NOT_MEASURED = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_round():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "ROUNDS", 1)
+        yield
+
+
 @pytest.fixture(scope="module")
 def record(tmp_path_factory):
     out = tmp_path_factory.mktemp("bench") / "kernels.json"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "ROUNDS", 1)
-        assert main(["bench", "kernels", "--device", "cpu", "--out", str(out)]) == 0
+    assert main(["bench", "kernels", "--device", "cpu", "--out", str(out)]) == 0
     return json.loads(out.read_text())
 
 
