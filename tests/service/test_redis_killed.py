@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.support.served import Served
 
-LONG = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+LONG = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 160, "temperature": 0, "ignore_eos": True}
 NUM_AT_ONCE = 6
 
 
