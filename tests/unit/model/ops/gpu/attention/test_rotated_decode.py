@@ -44,6 +44,8 @@ def decodes(rows: int, heads=(32, 8), head_dim: int = 128, kv_dtype=np.float16) 
         (33, {"heads": (16, 4)}, {}, True),
         (16, {}, {"num_sms": 108}, False),  # blocks that wait for each other run at once
         (8, {"heads": (32, 32)}, {}, False),
+        (1, {"heads": (132, 12)}, {}, False),  # blocks that combine a row each wait for the others
+        (1, {"heads": (120, 12)}, {}, True),
         (1, {}, {"dtype_code": FP32}, False),
         (2, {}, {"max_shared_bytes": SMALL}, False),
         (1, {}, {"max_shared_bytes": SMALL}, True),
