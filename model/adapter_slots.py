@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -35,6 +36,7 @@ class AdapterSlots:
         self.ops = ops
         self.adapter_ops = adapter_ops
         self.num_slots = num_slots
+        self._max_rank = max_rank
         self.has_experts = with_experts and config.experts is not None
         self._num_experts = 1 if config.experts is None else config.experts.num_experts
         sharding = Sharding(config, ops.num_ranks)
@@ -67,7 +69,17 @@ class AdapterSlots:
         Work submitted so far may use the old one, unless `is_unused`. No later work may use the slot until the write is
         done.
         """
-        return self.adapter_ops.write_async(self._values(slot, adapter), is_unused=is_unused)
+        values_of = partial(self._values, adapter=adapter)
+        if adapter.layout is None or adapter.memory is None or not self._is_whole(adapter):
+            return self.adapter_ops.write_async(values_of(slot), is_unused=is_unused)
+        memory, last = (adapter.layout, adapter.memory), self.num_slots - 1
+        return self.adapter_ops.write_slot_async(values_of, slot, last, memory, is_unused=is_unused)
+
+    def _is_whole(self, adapter: LoraAdapter) -> bool:
+        """Return whether all values of the adapter are copied as they lie in its memory."""
+        if self.ops.num_ranks > 1 or self.has_experts:
+            return False
+        return all(len(a) == self._max_rank for parts in adapter.products.values() for a, _ in parts.values())
 
     def _values(self, slot: int, adapter: LoraAdapter) -> Iterator[tuple[Array, Array]]:
         """Yield arrays and what they become: ranks, then matrices in the order of `read_adapter`'s memory."""

@@ -564,6 +564,20 @@ class AdapterOps(Protocol):
         The arrays must not be used until the write is done.
         """
 
+    def write_slot_async(
+        self,
+        values_of: Callable[[int], Iterable[tuple[Array, Array]]],
+        slot: int,
+        last_slot: int,
+        memory: tuple[str, np.ndarray],
+        *,
+        is_unused: bool = False,
+    ) -> AsyncWrite:
+        """Like `write_async` of a slot's values, whose arrays are linear in the slot.
+
+        `memory`: a key and uint8[n]. With equal keys, host values are the same parts of the memory, or are equal.
+        """
+
     def pin(self, memory: np.ndarray) -> Callable[[], None]:
         """Lock the pages of uint8[n], so that `write_async` copies from there; return what unlocks them.
 

@@ -261,6 +261,17 @@ class NumpyOps(NumpyDevice):
     def lora_tile_rows(self, num_rows: int) -> int:
         return max(1, num_rows)  # one product for each adapter
 
+    def write_slot_async(
+        self,
+        values_of: Callable[[int], Iterable[tuple[Array, Array]]],
+        slot: int,
+        last_slot: int,
+        memory: tuple[str, np.ndarray],
+        *,
+        is_unused: bool = False,
+    ) -> AsyncWrite:
+        return self.write_async(values_of(slot))
+
     def pin(self, memory: np.ndarray) -> Callable[[], None]:
         return lambda: None
 

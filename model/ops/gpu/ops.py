@@ -457,6 +457,17 @@ class CudaOps(CudaDevice):
     def write_async(self, values: Iterable[tuple[Array, Array]], *, is_unused: bool = False) -> CudaWrite:
         return self._open_writer().start(values, is_unused=is_unused)
 
+    def write_slot_async(
+        self,
+        values_of: Callable[[int], Iterable[tuple[Array, Array]]],
+        slot: int,
+        last_slot: int,
+        memory: tuple[str, np.ndarray],
+        *,
+        is_unused: bool = False,
+    ) -> CudaWrite:
+        return self._open_writer().start_slot(values_of, slot, last_slot, memory, is_unused=is_unused)
+
     def pin(self, memory: np.ndarray) -> Callable[[], None]:
         return self._open_writer().pin(memory)
 

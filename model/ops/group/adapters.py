@@ -36,6 +36,17 @@ class GroupAdapterOps:
         pairs = list(values)
         return _Writes([ops.write_async(on_rank(pairs, rank), is_unused=is_unused) for rank, ops in self._turns()])
 
+    def write_slot_async(
+        self,
+        values_of: Callable[[int], Iterable[tuple[Array, Array]]],
+        slot: int,
+        last_slot: int,
+        memory: tuple[str, np.ndarray],
+        *,
+        is_unused: bool = False,
+    ) -> AsyncWrite:
+        return self.write_async(values_of(slot), is_unused=is_unused)
+
     def pin(self, memory: np.ndarray) -> Callable[[], None]:
         return self._ranks[0].pin(memory)  # for every device
 

@@ -63,6 +63,8 @@ class LoraAdapter:
     rank: int  # the highest of any module
     products: Mapping[tuple[int, str], Mapping[int, Part]]  # by layer and product, then by part; [E, ...] of experts
     num_bytes: int
+    memory: np.ndarray | None = None  # uint8[n] that all arrays are views of
+    layout: str | None = None  # equal for adapters whose arrays lie in the same places of their memories
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ engine has closed the socket, or has died.
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import sys
 from multiprocessing import connection, reduction
@@ -68,7 +69,8 @@ def _read(
         product: {part: (place(a), place(b)) for part, (a, b) in parts.items()}
         for product, parts in adapter.products.items()
     }
-    return ReadAdapter(adapter.digest, adapter.rank, adapter.num_bytes, dtype, products)
+    layout = hashlib.sha256(repr(products).encode()).hexdigest()
+    return ReadAdapter(adapter.digest, adapter.rank, adapter.num_bytes, dtype, products, layout)
 
 
 if __name__ == "__main__":

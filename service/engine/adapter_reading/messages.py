@@ -23,6 +23,7 @@ class ReadAdapter:
     num_bytes: int
     dtype: np.dtype
     products: dict[tuple[int, str], dict[int, tuple[Place, Place]]]
+    layout: str  # see LoraAdapter
 
     def placed_in(self, memory: np.ndarray) -> LoraAdapter:
         """Return the adapter whose arrays are views of its memory, uint8[n]."""
@@ -36,7 +37,7 @@ class ReadAdapter:
             product: {part: (array(a), array(b)) for part, (a, b) in parts.items()}
             for product, parts in self.products.items()
         }
-        return LoraAdapter(self.digest, self.rank, products, self.num_bytes)
+        return LoraAdapter(self.digest, self.rank, products, self.num_bytes, memory, self.layout)
 
 
 def address_of(array: np.ndarray) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -21,6 +21,9 @@ STAGING_BYTES = 4 << 20
 
 PIN_BYTES = 4 << 20
 _PIN_PAUSE_S = 0.005
+
+MAX_PLANS = 4
+"""Each may keep some 20 MB of zeros in pinned memory, for modules that its adapters leave out."""
 
 _ALIGNMENT_BYTES = 16
 _MAX_GAP_BYTES = 64
@@ -40,8 +43,8 @@ class _CopyAttributes(ctypes.Structure):
 _IN_STREAM_ORDER = 1
 _BESIDE_KERNELS = 1
 
-StartCopies = Callable[[Sequence[int], Sequence[int], Sequence[int], int], None]
-"""Starts copies: (device addresses, pinned addresses, bytes, stream)."""
+StartCopies = Callable[[np.ndarray, np.ndarray, np.ndarray, int], None]
+"""Starts copies: (device addresses, pinned addresses, bytes, stream), each uint64[n]."""
 
 
 def device_copies() -> StartCopies:
@@ -53,10 +56,9 @@ def device_copies() -> StartCopies:
     attributes = _CopyAttributes(order=_IN_STREAM_ORDER, flags=_BESIDE_KERNELS)
     first = ctypes.c_size_t(0)
 
-    def start(to: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int) -> None:
-        count = len(to)
-        arrays = [(ctypes.c_uint64 * count)(*column) for column in (to, sources, sizes)]
-        error = copy(*arrays, count, ctypes.byref(attributes), ctypes.byref(first), 1, stream)
+    def start(to: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int) -> None:
+        columns = map(_address, (to, sources, sizes))
+        error = copy(*columns, len(to), ctypes.byref(attributes), ctypes.byref(first), 1, stream)
         if error:
             raise WriteError(f"cuMemcpyBatchAsync: CUDA error {error}")
 
@@ -75,15 +77,57 @@ class AsyncWriter:
         self._compute = stream
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._device = cupy.cuda.Device()
-        start = device_copies()
+        self._start = start = device_copies()
         self._direct = _Copies(start)
         self._stagings = [_Staging(start), _Staging(start)]
+        self._plans: dict[str, _SlotPlan] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device writes")
 
     def start(self, values: Iterable[tuple[Array, Array]], *, is_unused: bool = False) -> CudaWrite:
         """Implement `AdapterOps.write_async`."""
-        after = None if is_unused else self._compute.record(cupy.cuda.Event(disable_timing=True))
-        return CudaWrite(self._thread.submit(self._copy_all, after, values))
+        return CudaWrite(self._thread.submit(self._copy_all, self._submitted(is_unused), values))
+
+    def start_slot(
+        self,
+        values_of: Callable[[int], Iterable[tuple[Array, Array]]],
+        slot: int,
+        last_slot: int,
+        memory: tuple[str, np.ndarray],
+        *,
+        is_unused: bool = False,
+    ) -> CudaWrite:
+        """Implement `AdapterOps.write_slot_async`."""
+        after = self._submitted(is_unused)
+        return CudaWrite(self._thread.submit(self._copy_slot, after, values_of, slot, last_slot, memory))
+
+    def _submitted(self, is_unused: bool) -> cupy.cuda.Event | None:
+        return None if is_unused else self._compute.record(cupy.cuda.Event(disable_timing=True))
+
+    def _copy_slot(
+        self,
+        after: cupy.cuda.Event | None,
+        values_of: Callable[[int], Iterable[tuple[Array, Array]]],
+        slot: int,
+        last_slot: int,
+        memory: tuple[str, np.ndarray],
+    ) -> None:
+        self._device.use()
+        key, values = memory
+        if not _is_pinned(values):
+            self._copy_all(after, values_of(slot))
+            return
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = _SlotPlan(values_of, last_slot, values)
+            self._plans[key] = plan
+            if len(self._plans) > MAX_PLANS:
+                del self._plans[next(iter(self._plans))]
+        if after is not None:
+            self._stream.wait_event(after)
+        try:
+            plan.start(slot, _address(values), self._start, self._stream)
+        finally:
+            self._stream.synchronize()
 
     def pin(self, memory: np.ndarray) -> Callable[[], None]:
         """Implement `AdapterOps.pin`: from first to last in pieces of PIN_BYTES, as launches wait for each."""
@@ -171,27 +215,60 @@ class _Run:
 
     @property
     def is_pinned(self) -> bool:
-        """Return whether all memory around the arrays is pinned: its last byte is pinned last."""
-        if self._base is None:
-            return False
-        runtime = cupy.cuda.runtime
-        attributes = runtime.pointerGetAttributes(self.base_address + len(self._base) - 1)
-        return bool(attributes.type == runtime.memoryTypeHost)
+        """Return whether the memory around the arrays is pinned."""
+        return self._base is not None and _is_pinned(self._base)
 
     def pinned_pieces(self) -> Iterator[tuple[int, int, int]]:
         """Yield all `pieces`, none of which crosses a multiple of PIN_BYTES in the memory around."""
         for begin, end, address in self.pieces(0, len(self.memory)):
-            at = begin
-            while at < end:
-                stop = min(end, PIN_BYTES * ((self._begin + at) // PIN_BYTES + 1) - self._begin)
-                yield at, stop, address + at - begin
-                at = stop
+            for at, stop in _within_pins(self._begin + begin, self._begin + end):
+                yield at - self._begin, stop - self._begin, address + at - self._begin - begin
 
     def pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield (begin, end, device address) of the arrays' bytes from `begin` to `end`."""
         for first, last, address in self._targets:
             if first < end and begin < last:
                 yield max(begin, first), min(end, last), address + max(begin, first) - first
+
+
+class _SlotPlan:
+    """Copies of all values of a slot, for adapters of one layout in their memories. To find them for each adapter keeps
+    the interpreter from the engine for milliseconds."""
+
+    def __init__(self, values_of: Callable[[int], Iterable[tuple[Array, Array]]], last_slot: int, memory: np.ndarray):
+        """`memory` is uint8[n]. Values that do not lie there are kept in pinned memory."""
+        first, size = _address(memory), len(memory)
+        rows: list[tuple[int, int, int]] = []  # device address in slot 0 and in the last, bytes
+        sources: list[tuple[bool, int]] = []  # whether it lies in the memory, and its offset there or in the constants
+        constants = []
+        num_constant_bytes = 0
+        for (to, host), (to_last, _) in zip(values_of(0), values_of(last_slot), strict=True):
+            source = host.reshape(-1).view(np.uint8)
+            if not len(source):
+                continue
+            begin = _address(source) - first
+            is_inside = 0 <= begin < size
+            if not is_inside:
+                constants.append(source)
+                begin = num_constant_bytes
+                num_constant_bytes += len(source)
+            end = begin + len(source)
+            for at, stop in _within_pins(begin, end) if is_inside else ((begin, end),):
+                rows.append((to.data.ptr + at - begin, to_last.data.ptr + at - begin, stop - at))
+                sources.append((is_inside, at))
+        self._to, to_last, self._sizes = np.array(rows, np.uint64).T.copy()
+        self._strides = (to_last - self._to) // np.uint64(max(1, last_slot))
+        self._is_inside, self._offsets = np.array(sources, np.uint64).T.copy()
+        self._constants = cupy.cuda.alloc_pinned_memory(max(1, num_constant_bytes))
+        if constants:
+            kept = np.frombuffer(self._constants, np.uint8, num_constant_bytes)
+            np.concatenate(constants, out=kept)
+            self._offsets += (1 - self._is_inside) * np.uint64(_address(kept))
+
+    def start(self, slot: int, address: int, start: StartCopies, stream: cupy.cuda.Stream) -> None:
+        """Start the copies of the memory at `address`."""
+        to = self._to + self._strides * np.uint64(slot)
+        start(to, self._offsets + self._is_inside * np.uint64(address), self._sizes, stream.ptr)
 
 
 class _Copies:
@@ -214,7 +291,8 @@ class _Copies:
     def start(self, stream: cupy.cuda.Stream) -> None:
         columns, self._columns, self.num_bytes = self._columns, ([], [], []), 0
         if columns[0]:
-            self._start(*columns, stream.ptr)
+            to, sources, sizes = np.array(columns, np.uint64)
+            self._start(to, sources, sizes, stream.ptr)
 
 
 class _Staging:
@@ -263,6 +341,21 @@ def _runs(values: Iterable[tuple[Array, Array]]) -> Iterator[_Run]:
         run = _Run(array, source)
     if run is not None:
         yield run
+
+
+def _within_pins(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Split a range of a memory at multiples of PIN_BYTES."""
+    while begin < end:
+        stop = min(end, PIN_BYTES * (begin // PIN_BYTES + 1))
+        yield begin, stop
+        begin = stop
+
+
+def _is_pinned(memory: np.ndarray) -> bool:
+    """Return whether all of a memory is pinned: its last byte is pinned last."""
+    runtime = cupy.cuda.runtime
+    attributes = runtime.pointerGetAttributes(_address(memory) + len(memory) - 1)
+    return bool(attributes.type == runtime.memoryTypeHost)
 
 
 def _is_bytes(array: object) -> bool:

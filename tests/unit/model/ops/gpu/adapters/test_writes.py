@@ -44,7 +44,7 @@ class LateEvent:
 
 
 def start_late(to, sources, sizes, stream):
-    stream.waiting += zip(to, sources, sizes, strict=True)
+    stream.waiting += zip(to.tolist(), sources.tolist(), sizes.tolist(), strict=True)
 
 
 class FakeRuntime:
@@ -74,9 +74,7 @@ def writer(monkeypatch):
         runtime=FakeRuntime(),
     )
     monkeypatch.setattr(writes, "cupy", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(
-        writes, "device_copies", lambda: lambda *copies: copies[-1].waiting.extend(zip(*copies[:-1], strict=True))
-    )
+    monkeypatch.setattr(writes, "device_copies", lambda: start_late)
     monkeypatch.setattr(writes, "STAGING_BYTES", STAGING_BYTES)
     monkeypatch.setattr(writes, "PIN_BYTES", PIN_BYTES)
     return writes.AsyncWriter(LateStream())
@@ -149,3 +147,25 @@ def test_what_stops_a_write_is_raised(writer):
         write.wait()
     with pytest.raises(OSError, match="the file is gone"):
         write.is_done()
+
+
+def test_slots_of_one_layout_are_written_from_pinned_memory_by_one_plan(writer):
+    rng = np.random.default_rng(3)
+    arrays = np.zeros((4, 100), np.uint8), np.zeros((4, 70), np.uint8), np.zeros((4, 5), np.uint8)
+    memories = [rng.integers(1, 99, 200).astype(np.uint8) for _ in range(2)]
+
+    def values_of(slot, memory):
+        hosts = memory[20:120], memory[120:190], np.arange(5, dtype=np.uint8)
+        return ((on_device(array[slot]), host) for array, host in zip(arrays, hosts, strict=True))
+
+    def write(slot, memory):
+        writer.start_slot(lambda slot: values_of(slot, memory), slot, 3, ("layout", memory)).wait()
+        assert [array[slot].tolist() for array in arrays] == [host.tolist() for _, host in values_of(slot, memory)]
+
+    write(1, memories[0])
+    assert not writer._plans, "the memory is not pinned"
+    for memory in memories:
+        writer.pin(memory)
+    for slot, memory in ((2, memories[1]), (0, memories[0]), (1, memories[1]), (3, memories[0]), (1, memories[0])):
+        write(slot, memory)
+    assert list(writer._plans) == ["layout"]
