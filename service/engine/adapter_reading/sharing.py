@@ -1,4 +1,4 @@
-"""Processes that read an adapter together: threads of one would wait for its interpreter lock."""
+"""Processes that read an adapter together."""
 
 from __future__ import annotations
 
