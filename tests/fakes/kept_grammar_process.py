@@ -23,9 +23,11 @@ def kept_grammar_processes() -> Iterator[None]:
 
 
 @atexit.register
-def _kill_idle() -> None:
+def _end_idle() -> None:
     for process in [process for idle in _idle.values() for process in idle]:
         process.kill()
+        process._process.wait()  # without `end`: threads no longer start here
+        process._link.close()
 
 
 class KeptGrammarProcess:
