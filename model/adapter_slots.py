@@ -9,8 +9,9 @@ from functools import partial
 import numpy as np
 
 from model.config import ModelConfig
+from model.ops.adapter_interface import AdapterMatrix, AdapterOps, AdapterRows, AsyncWrite
 from model.ops.group.arrays import GroupArray, Split
-from model.ops.interface import AdapterMatrix, AdapterOps, AdapterRows, Array, AsyncWrite, ExpertGroups, Fp8Rows, Ops
+from model.ops.interface import Array, ExpertGroups, Fp8Rows, Ops
 from model.ops.weight import Weight
 from model.weights.lora.adapter import LoraAdapter
 from model.weights.lora.products import DOWN, GATE_UP, ROUTER, STACK_NAMES, Part, ProductPart, product_parts

@@ -8,12 +8,13 @@ import numpy as np
 
 from model.dtypes import NUMPY_DTYPES
 from model.errors import ModelError
+from model.ops.adapter_interface import AdapterOps
 from model.ops.collectives import NumpyCollectives
 from model.ops.cpu.heap import keep_freed_memory
 from model.ops.cpu.ops import NumpyOps
 from model.ops.group.adapters import GroupAdapterOps
 from model.ops.group.ops import GroupOps
-from model.ops.interface import AdapterOps, Ops
+from model.ops.interface import Ops
 
 FP8_WORDS = ("fp8", "fp8_e4m3")
 """An e4m3 cache, uint8 in arrays."""

@@ -1,6 +1,7 @@
 """Contracts of `Device` (memory, transfers, graphs, events) and `Ops` (operations), on each backend's own arrays.
 
-`cpu` is the specification, `gpu` launches the kernels of `cuda/`. Dimensions:
+Operations with LoRA adapters: `adapter_interface`. `cpu` is the specification, `gpu` launches the kernels of `cuda/`.
+Dimensions:
 
     T  tokens of this step       H  hidden size   V  vocabulary (width of the logits)
     S  sequences of this step    D  head_dim      I  intermediate size of the MLP
@@ -14,7 +15,7 @@ Returned arrays live until the surrounding `scratch()` ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -182,25 +183,6 @@ class HeadRotation:
     q_norm: Array | None = None  # [D]; None: no norm
     k_norm: Array | None = None  # [D]
     eps: float = 0.0
-
-
-@dataclass(frozen=True)
-class AdapterRows:
-    """The M rows of a step that have an adapter, ordered by slot, in G tiles of one adapter each."""
-
-    rows: Array  # int32[M], of the step's T
-    tiles: Array  # int32[G, 3]: slot, first of `rows`, number of rows; 0 rows: padding
-    tile_rows: int  # most rows of a tile
-
-
-@dataclass(frozen=True)
-class AdapterMatrix:
-    """Adapters of one product x [T, K] -> [T, N], by slot, whose outputs are P parts with an A each."""
-
-    a: Array  # [S, P, R, K] in `Ops.dtype`; undefined beyond an adapter's rank
-    b: Array  # [S, N, R] in `Ops.dtype`, multiplied by the adapter's scale; zeros beyond its rank
-    ranks: Array  # int32[S], at most R; 0: the adapter does not change this product
-    part_ends: tuple[int, ...]  # P, rows of `b` where parts end; the last is N
 
 
 class Device(Protocol):
@@ -506,82 +488,6 @@ class Ops(Device, Protocol):
         The token is argmax(logit / temperature + Gumbel noise), ties to the lower id. Token v's noise comes from word v
         % 4 of Philox4x32-10 with key (seed low, seed high) and counter (v // 4, position, branch, 0): u = ((word >> 9)
         + 0.5) * 2^-23, noise = -log(-log(u)).
-        """
-
-
-class AsyncWrite(Protocol):
-    """A copy to the device that runs while others compute."""
-
-    def is_done(self) -> bool:
-        """Return whether it is done. Raises what stopped it."""
-
-    def wait(self) -> None:
-        """Wait for the copy. Raises what stopped it."""
-
-
-@runtime_checkable
-class AdapterOps(Protocol):
-    """LoRA products, on a backend that has them (`backend.adapter_ops`)."""
-
-    def lora_tile_rows(self, num_rows: int) -> int:
-        """Return `AdapterRows.tile_rows` for `num_rows` rows."""
-
-    def lora_linear(
-        self, x: Array | Fp8Rows, weight: Weight, bias: Array | None, matrix: AdapterMatrix, adapters: AdapterRows
-    ) -> Array | None:
-        """Return linear(x [T, K], weight, bias) plus the adapters' products [T, N], rounded once; None if no kernel
-        does both."""
-
-    def lora_shrink(self, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> Array:
-        """Return float32[C, M, P, R] for x [T, K], whose sum over C, the backend's choice, is x[rows] @ a[slot, p].T;
-        undefined beyond an adapter's rank."""
-
-    def lora_expand(self, shrunk: Array, matrix: AdapterMatrix, adapters: AdapterRows, out: Array) -> None:
-        """Add shrunk[:, m, p].sum(0) @ b[slot, rows of part p].T to row rows[m] of out [T, N]; summed in float32,
-        rounded once."""
-
-    def lora_add(
-        self,
-        x: Array,
-        matrix: AdapterMatrix,
-        slots: Array,
-        out: Array,
-        groups: ExpertGroups | None = None,
-        *,
-        is_sorted: bool = False,
-    ) -> None:
-        """Add b[i] @ a[i] @ x to out [P, N] for each sorted pair of a row and an expert, i = slots[row] * E + expert;
-        summed in float32, rounded once.
-
-        slots int32[T], -1: none. x is [T, K], or [P, K] of sorted pairs if `is_sorted`; out is in `Ops.dtype` or
-        float32. `groups` None: each row is a pair, of one expert.
-        """
-
-    def write_async(self, values: Iterable[tuple[Array, Array]], *, is_unused: bool = False) -> AsyncWrite:
-        """Start to copy host values to contiguous arrays of their shapes and dtypes, after all work submitted so far.
-
-        `is_unused`: no work uses the arrays, so that the copies need not wait. `values` may be read on another thread.
-        The arrays must not be used until the write is done.
-        """
-
-    def write_slot_async(
-        self,
-        values_of: Callable[[int], Iterable[tuple[Array, Array]]],
-        slot: int,
-        last_slot: int,
-        memory: tuple[str, np.ndarray],
-        *,
-        is_unused: bool = False,
-    ) -> AsyncWrite:
-        """Like `write_async` of a slot's values, whose arrays are linear in the slot.
-
-        `memory`: a key and uint8[n]. With equal keys, host values are the same parts of the memory, or are equal.
-        """
-
-    def pin(self, memory: np.ndarray) -> Callable[[], None]:
-        """Lock the pages of uint8[n], so that `write_async` copies from there; return what unlocks them.
-
-        Callable from any thread, which it holds for some 0.1 s, while others may launch kernels.
         """
 
 

@@ -10,8 +10,9 @@ from typing import Protocol
 from model.adapter_slots import AdapterSlots, slot_bytes
 from model.config import ModelConfig
 from model.errors import ModelError
+from model.ops.adapter_interface import AsyncWrite
 from model.ops.backend import adapter_ops
-from model.ops.interface import AsyncWrite, Ops
+from model.ops.interface import Ops
 from model.weights.lora.adapter import LoraAdapter, read_adapter
 from service.config.settings import Settings
 from service.engine.adapter_reading.process import AdapterProcess

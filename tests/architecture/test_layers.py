@@ -73,7 +73,7 @@ COMMON = (
     "config", "config_fields", "gguf_config", "gguf_file",
     "presets", "rope_config", "stored_names", "families.configs", "sampling_params", "dtypes", "json_files", "errors",
     "hub",
-    "ops.host_blocks", "ops.interface", "ops.packing", "ops.weight",
+    "ops.adapter_interface", "ops.host_blocks", "ops.interface", "ops.packing", "ops.weight",
 )  # fmt: skip
 TRAINING = "demo"
 """Makes the demo model. It may use all of `model`, and nothing of the service or the model uses it."""

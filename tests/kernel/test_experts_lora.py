@@ -3,9 +3,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from model.ops.adapter_interface import AdapterMatrix
 from model.ops.cpu.ops import NumpyOps
 from model.ops.gpu.adapters.pairs import MAX_SINGLE_PAIRS, MAX_SPLIT_PAIRS
-from model.ops.interface import AdapterMatrix, ExpertGroups
+from model.ops.interface import ExpertGroups
 from tests.support.expert_checks import REFERENCE, routed_ids, upload_groups
 from tests.support.kernel_checks import (
     DTYPES,

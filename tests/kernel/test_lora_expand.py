@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from model.ops.adapter_interface import AdapterMatrix, AdapterRows
 from model.ops.cpu.ops import NumpyOps
-from model.ops.interface import AdapterMatrix, AdapterRows
 from tests.support.kernel_checks import DTYPES, NUMPY_DTYPES, assert_close, normal, report_bandwidth, seconds_of
 from tests.support.lora_cases import PARTS, lora_case
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from model.adapter_slots import adapter_rows
+from model.ops.adapter_interface import AdapterMatrix, AdapterRows
 from model.ops.cpu.ops import NumpyOps
-from model.ops.interface import AdapterMatrix, AdapterRows
 from tests.support.kernel_checks import normal
 
 RANKS = (8, 0, 3, 64, 20)

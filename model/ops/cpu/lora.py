@@ -10,7 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from model.ops.interface import AdapterMatrix, AdapterRows, Array, ExpertGroups
+from model.ops.adapter_interface import AdapterMatrix, AdapterRows
+from model.ops.interface import Array, ExpertGroups
 
 
 def shrink(x: np.ndarray, matrix: AdapterMatrix, adapters: AdapterRows) -> np.ndarray:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from model.dtypes import all_finite
+from model.ops.adapter_interface import AdapterMatrix, AdapterRows, AsyncWrite
 from model.ops.attention import rope_decode_attention
 from model.ops.cpu import drafts, lora
 from model.ops.cpu import sampling as numpy_sampling
@@ -20,10 +21,7 @@ from model.ops.cpu.quantised import linear_quantised
 from model.ops.experts import add_norm_experts, gated_experts
 from model.ops.fp8 import E4M3, narrow, quantise, widen
 from model.ops.interface import (
-    AdapterMatrix,
-    AdapterRows,
     Array,
-    AsyncWrite,
     AttentionBatch,
     DraftPlan,
     DraftRuns,

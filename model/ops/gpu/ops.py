@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 
+from model.ops.adapter_interface import AdapterMatrix, AdapterRows
 from model.ops.attention import rope_decode_attention
 from model.ops.cpu.quantised import dequantise
 from model.ops.experts import add_norm_experts, gated_experts
@@ -35,8 +36,6 @@ from model.ops.gpu.w8 import linear as w8
 from model.ops.int4 import can_tile
 from model.ops.interface import (
     MAX_EXACT_ROWS,
-    AdapterMatrix,
-    AdapterRows,
     Array,
     AttentionBatch,
     DraftPlan,

@@ -7,18 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from model.ops.adapter_interface import AdapterMatrix, AdapterOps, AdapterRows, AsyncWrite
 from model.ops.group.arrays import GroupArray, joined, on_rank
 from model.ops.group.turns import in_turn
-from model.ops.interface import (
-    AdapterMatrix,
-    AdapterOps,
-    AdapterRows,
-    Array,
-    AsyncWrite,
-    ExpertGroups,
-    Fp8Rows,
-    PartOps,
-)
+from model.ops.interface import Array, ExpertGroups, Fp8Rows, PartOps
 from model.ops.weight import Weight
 
 

@@ -12,8 +12,9 @@ import numpy as np
 from model.adapter_slots import AdapterSlots
 from model.batch import StateRows
 from model.families.llama import Llama
+from model.ops.adapter_interface import AsyncWrite
 from model.ops.host_blocks import HostBlocks
-from model.ops.interface import Array, AsyncWrite
+from model.ops.interface import Array
 from model.step_inputs import StepInputs, no_blocks
 from model.weights.lora.adapter import LoraAdapter
 from service.engine.drafting.drafter import MAX_DRAFTS

@@ -16,17 +16,9 @@ from model.adapter_slots import AdapterSlots, BatchAdapters
 from model.batch import Batch, StateRows
 from model.cuda_graphs import CHUNK_ROWS, StepGraphs
 from model.families.llama import Llama
+from model.ops.adapter_interface import AsyncWrite
 from model.ops.host_blocks import HostBlocks, Transfer
-from model.ops.interface import (
-    SAMPLING_COLUMNS,
-    Array,
-    AsyncWrite,
-    Bias,
-    Ops,
-    Penalties,
-    SamplingArrays,
-    TokenMask,
-)
+from model.ops.interface import SAMPLING_COLUMNS, Array, Bias, Ops, Penalties, SamplingArrays, TokenMask
 from model.step_inputs import ForwardInputs, LogprobRows, SampleInputs, StepInputs
 from model.weights.lora.adapter import LoraAdapter
 

@@ -9,9 +9,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from model.ops.adapter_interface import AdapterMatrix, AdapterRows
 from model.ops.gpu.launcher import KernelLauncher
 from model.ops.gpu.linear_builds import SMALL_M_SPLITS, SmallMBuild, small_m_build
-from model.ops.interface import AdapterMatrix, AdapterRows, Array
+from model.ops.interface import Array
 
 MIN_ROWS, MAX_ROWS = 8, 96
 """Rows that gain. H200, a layer of Llama-3.1-8B, an adapter for each row, up to 32: 137 us for 144 at 8 rows, 154 for

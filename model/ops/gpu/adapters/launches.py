@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from model.ops.adapter_interface import AdapterMatrix, AdapterRows
 from model.ops.gpu.launcher import KernelLauncher, expect
-from model.ops.interface import AdapterMatrix, AdapterRows, Array
+from model.ops.interface import Array
 
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 

@@ -6,9 +6,10 @@ import math
 
 import numpy as np
 
+from model.ops.adapter_interface import AdapterMatrix
 from model.ops.gpu.experts.builds import MAX_EXPERTS
 from model.ops.gpu.launcher import KernelLauncher, expect
-from model.ops.interface import AdapterMatrix, Array, ExpertGroups
+from model.ops.interface import Array, ExpertGroups
 
 MAX_SINGLE_PAIRS = 256
 """Pairs up to which a block takes one: a decode's seldom share an adapter and an expert."""

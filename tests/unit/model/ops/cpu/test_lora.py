@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from model.adapter_slots import adapter_rows
+from model.ops.adapter_interface import AdapterMatrix
 from model.ops.cpu.ops import NumpyOps
-from model.ops.interface import AdapterMatrix
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from model.adapter_slots import adapter_rows
+from model.ops.adapter_interface import AdapterMatrix
 from model.ops.backend import adapter_ops
 from model.ops.cpu.ops import NumpyOps
 from model.ops.group.arrays import GroupArray, PartialSums, Section, Split, SplitArray
-from model.ops.interface import AdapterMatrix
 from tests.support.group import group_of
 
 ONE = NumpyOps()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from model.ops.adapter_interface import AdapterMatrix, AdapterRows
 from model.ops.gpu.adapters import fused
-from model.ops.interface import AdapterMatrix, AdapterRows
 from tests.support.fake_launcher import BFLOAT16, FakeStack, StackLauncher
 
 H200 = 132, (227 << 10) - fused.ROOM_BYTES

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from model.adapter_slots import adapter_rows, group_rows
+from model.ops.adapter_interface import AdapterMatrix, AdapterRows
 from model.ops.cpu.ops import NumpyOps
 from model.ops.gpu.adapters import launches as lora
-from model.ops.interface import AdapterMatrix, AdapterRows
 from tests.support.fake_launcher import BFLOAT16, FakeStack, StackLauncher
 from tests.support.lora_cases import lora_case
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from model.ops.adapter_interface import AdapterMatrix
 from model.ops.gpu.adapters.pairs import MAX_SINGLE_PAIRS, add
-from model.ops.interface import AdapterMatrix, ExpertGroups
+from model.ops.interface import ExpertGroups
 from tests.support.fake_launcher import BFLOAT16, FakeStack, StackLauncher
 
 EXPERTS, SLOTS, RANK, USED = 128, 4, 16, 8
