@@ -2,8 +2,8 @@
 
 1. A decode of `--sequences` over `--adapters` against the same of the base model, in one engine with --enable-lora.
 2. The base model's decode in that engine against one without --enable-lora, in turns.
-3. A decode during which a short request arrives every EVERY steps, in turn with an adapter that is in a slot and with
-   one that is read from disk: the gaps between tokens by what happens meanwhile, and the times from the start of a read
+3. A decode during which a short request arrives every EVERY steps, in turn with an adapter in a slot and with one from
+   disk: the gaps between tokens by what happens meanwhile, and the times from the start of a read
    to its end, to the end of the copies and to a written slot. Turns share the contexts, which grow.
 
 `--folder` should be in memory or the page cache. Rank and shape are those of `--model-config` with random weights.
