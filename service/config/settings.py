@@ -119,10 +119,12 @@ class Settings:
         None,
         "parser of the model's tool calls (default: chosen by the chat template)",
         (
+            "granite",
             "hermes",
             "llama3_json",
             "llama3_json_anywhere",
             "mistral",
+            "phi4_mini_json",
             "pythonic",
             "pythonic_anywhere",
             "qwen3_coder",

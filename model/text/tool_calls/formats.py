@@ -47,6 +47,20 @@ MISTRAL = CallFormat(
     end="]",
     short_ids=True,
 )
+GRANITE = replace(
+    MISTRAL,
+    syntax=CallSyntax(openings=("<|tool_call|>", "<tool_call>"), closings=("]",), fillers=BLANKS + "[,"),
+    short_ids=False,
+)
+PHI4_MINI_JSON = replace(
+    GRANITE,
+    syntax=replace(
+        GRANITE.syntax,
+        openings=("functools[", "<|tool_call|>", "<|tool_calls|>"),
+        closings=("]", "<|/tool_call|>", "<|/tool_calls|>"),
+    ),
+    begin="",
+)
 LLAMA3_JSON = CallFormat(
     syntax=CallSyntax(openings=("<|python_tag|>",), fillers=BLANKS + ";,", bare="{", at_start_only=True),
     between="; ",
@@ -79,10 +93,12 @@ PYTHONIC = CallFormat(
 )
 PYTHONIC_ANYWHERE = replace(PYTHONIC, syntax=replace(PYTHONIC.syntax, at_start_only=False))
 CALL_FORMATS: Mapping[str, CallFormat] = {
+    "granite": GRANITE,
     "hermes": HERMES,
     "llama3_json": LLAMA3_JSON,
     "llama3_json_anywhere": LLAMA3_JSON_ANYWHERE,
     "mistral": MISTRAL,
+    "phi4_mini_json": PHI4_MINI_JSON,
     "pythonic": PYTHONIC,
     "pythonic_anywhere": PYTHONIC_ANYWHERE,
     "qwen3_coder": QWEN3_CODER,
@@ -102,8 +118,8 @@ def detect_format(template: str) -> CallFormat:
     """Return the format that a chat template renders."""
     if BEGIN in template:
         return SEED_OSS if SEED_OSS.syntax.openings[0] in template else QWEN3_CODER
-    for call_format in (MISTRAL, HERMES):
-        if call_format.syntax.openings[0] in template:
+    for call_format in (PHI4_MINI_JSON, GRANITE, MISTRAL, HERMES):
+        if call_format.syntax.openings[0].rstrip("[") in template:
             return call_format
     return PYTHONIC if SHOWN_PYTHONIC.search(template) else LLAMA3_JSON
 

@@ -20,9 +20,11 @@ from model.text.grammar_matcher import GrammarCompiler
 from model.text.tokenizer import Tokenizer
 from model.text.tool_calls.formats import (
     CALL_FORMATS,
+    GRANITE,
     HERMES,
     LLAMA3_JSON,
     MISTRAL,
+    PHI4_MINI_JSON,
     QWEN3_CODER,
     SEED_OSS,
     calls_grammar,
@@ -70,6 +72,12 @@ READINGS = [
     ("mistral", f"[TOOL_CALLS] [{CALL}]", "", ONE),
     ("mistral", f"Let me see.[TOOL_CALLS]get_weather[ARGS]{WEATHER}[TOOL_CALLS]stop{{}}", "Let me see.", BOTH),
     ("mistral", "[TOOL_CALLS]rm{}", "[TOOL_CALLS]rm{}", []),
+    ("granite", f"<|tool_call|>[{CALL}, {STOP}]", "", BOTH),
+    ("granite", f"I look. <tool_call> [\n{CALL}]\n", "I look.", ONE),
+    ("granite", "<|tool_call|>[1, 2]", "<|tool_call|>[1, 2]", []),
+    ("phi4_mini_json", f"functools[{CALL}, {STOP}]", "", BOTH),
+    ("phi4_mini_json", f"<|tool_call|>[{CALL}]<|/tool_call|>", "", ONE),
+    ("phi4_mini_json", "functools[0] and functools.reduce", "functools[0] and functools.reduce", []),
     ("seed_oss", f"I look.\n{SEED}", "I look.", [("get_weather", '{"city": "Oslo"}')]),
     ("mistral", "an [array], [TOOL", "an [array], [TOOL", []),
 ]
@@ -157,6 +165,8 @@ def test_the_form_of_a_template():
     assert found["llama3"] is LLAMA3_JSON
     assert found["mistral"] is MISTRAL
     assert detect_format("<tool_call>\n<function=example>") is QWEN3_CODER
+    assert detect_format("respond only with <|tool_call|> followed by a JSON list of tools used") is GRANITE
+    assert detect_format("prefix function calls with functools marker") is PHI4_MINI_JSON
     assert detect_format("'<seed:tool_call>' + '\\n<function=' + name") is SEED_OSS
     assert detect_arguments_key((folder / "llama3.jinja").read_text()) == "parameters"
     assert detect_arguments_key((folder / "qwen2_5.jinja").read_text()) == "arguments"
@@ -293,8 +303,10 @@ def test_a_reply_calls_or_has_its_form(tokenizer, form, wanted):
 STRICT_ONE = [Function("f", {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"],
                              "additionalProperties": False}, True)]  # fmt: skip
 WRITTEN = {  # a call with a value, by form; where text may follow or not
+    "granite": '<|tool_call|>[{{"name": "f", "arguments": {{"a": {}}}}}]',
     "hermes": '<tool_call>\n{{"name": "f", "arguments": {{"a": {}}}}}\n</tool_call>',
     "mistral": '[TOOL_CALLS][{{"name": "f", "arguments": {{"a": {}}}}}]',
+    "phi4_mini_json": 'functools[{{"name": "f", "arguments": {{"a": {}}}}}]',
     "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>",
     "seed_oss": "<seed:tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</seed:tool_call>",
     "llama3_json": '{{"name": "f", "arguments": {{"a": {}}}}}',
