@@ -136,7 +136,7 @@ class Linear:
         is_aligned = (x.data.ptr | weight.data.ptr | out.data.ptr) % BEST_ALIGNMENT_BYTES == 0
         if one_row.kind != GEMV or not is_aligned:
             return False
-        build = exact_gemv_build(one_row.choice, len(x), self._device.max_shared_bytes)
+        build = exact_gemv_build(one_row.choice, len(x), weight.shape[1], self._device.max_shared_bytes)
         if build is None:
             return False
         self._launch_gemv(build, x, weight, bias, out)
@@ -177,7 +177,7 @@ class Linear:
             threads=32 * build.warps,
             shared_bytes=build.shared_bytes,
             overlaps=True,
-            shared_percent=100 if build.is_one_row else 0,
+            shared_percent=100 if build.kept_rows == 1 else 0,
             OUT_FLOAT=int(out.dtype == _FLOAT32),
             **build.defines,
         )

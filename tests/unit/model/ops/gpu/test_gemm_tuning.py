@@ -60,19 +60,19 @@ def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, caplog):
 def test_more_rows_are_summed_in_the_order_of_one_row():
     for index, one in enumerate(GEMV_BUILDS):
         for num_rows in range(1, 25):
-            build = exact_gemv_build(index, num_rows, 227 << 10)
+            build = exact_gemv_build(index, num_rows, 14336, 227 << 10)
             assert num_rows <= build.max_rows <= max(one.max_rows, num_rows + 7)
             assert (build.warps, build.span) == (one.warps, one.span)
             assert build.shared_bytes <= 227 << 10
-        assert exact_gemv_build(index, 25, 227 << 10) is None
-    assert exact_gemv_build(0, 4, 227 << 10) == GEMV_BUILDS[0]
+        assert exact_gemv_build(index, 25, 4096, 227 << 10) is None
+    assert exact_gemv_build(0, 1, 4096, 227 << 10) == GEMV_BUILDS[0]
 
 
 def test_exact_rows_without_room_for_wide_tiles_take_one_row_tiles():
     narrow = GEMV_BUILDS[0]._replace(col_tiles=2)
-    assert exact_gemv_build(0, 16, narrow.shared_bytes) == narrow
-    assert exact_gemv_build(0, 16, narrow.shared_bytes - 1) is None
-    wide = exact_gemv_build(0, 16, 227 << 10)
+    assert exact_gemv_build(0, 16, 4096, narrow.shared_bytes) == narrow
+    assert exact_gemv_build(0, 16, 4096, narrow.shared_bytes - 1) is None
+    wide = exact_gemv_build(0, 16, 4096, 227 << 10)
     assert wide.row_tiles == 2
     assert wide.defines["STEP"] == 64
 
@@ -149,6 +149,13 @@ def test_one_row_fills_rings_that_a_tile_fills(k, fills):
     assert build.fills == fills
     assert build.row_bytes == (2 * k if k <= 4096 else 0)
     assert build.shared_bytes < usual.shared_bytes
+
+
+@pytest.mark.parametrize(("rows", "is_ahead"), [(2, False), (5, True), (12, True)])
+@pytest.mark.parametrize(("k", "fills"), [(2048, False), (4096, True)])
+def test_few_exact_rows_fill_rings_that_a_tile_fills(rows, is_ahead, k, fills):
+    build = exact_gemv_build(0, rows, k, 227 << 10)
+    assert (build.fills, build.is_streamed, build.reads_x_ahead) == (fills, True, is_ahead)
 
 
 def shipped() -> list[Path]:

@@ -169,10 +169,10 @@ def attention_builds(dtype_code: int, architecture: str, kv_dtype: type) -> list
 def gemv_builds(dtype_code: int) -> list[dict[str, int]]:
     """All of them, in each type of result; there is none for float32."""
     one_row = [one_row_gemv(dtype_code, k) for k in (2048, 4096) if dtype_code != DTYPE_CODES["float32"]]
-    exact = [exact_gemv_build(index, MAX_EXACT_ROWS, H200[1]) for index in range(len(GEMV_BUILDS))]
+    exact = [exact_gemv_build(index, MAX_EXACT_ROWS, 4096, H200[1]) for index in range(len(GEMV_BUILDS))]
     return [
         {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": out_float, **build.defines}
-        for build in (*GEMV_BUILDS, exact_gemv_build(0, 8, H200[1]), *exact)
+        for build in (*GEMV_BUILDS, *(exact_gemv_build(0, rows, 4096, H200[1]) for rows in (5, 9)), *exact)
         for out_float in (0, 1)
         if dtype_code != DTYPE_CODES["float32"]
     ] + one_row
