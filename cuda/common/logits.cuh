@@ -10,9 +10,9 @@ struct LogitsRow {
     int vocab;
     bool aligned;
 
-    // logits [R, vocab], row blockIdx.x.
-    __device__ __forceinline__ LogitsRow(const float* logits, int vocab)
-        : at(logits + static_cast<i64>(blockIdx.x) * vocab),
+    // Row `row` of logits [R, vocab].
+    __device__ __forceinline__ LogitsRow(const float* logits, int vocab, u32 row = blockIdx.x)
+        : at(logits + static_cast<i64>(row) * vocab),
           vocab(vocab),
           aligned(vocab % 4 == 0 && is_aligned_16(logits)) {}
 
@@ -38,18 +38,19 @@ struct LogitsRow {
         }
     }
 
-    // visit(g, tokens) once per group, over the block's threads; UNROLL loads in flight.
-    template <int UNROLL, typename Visit>
-    __device__ __forceinline__ void for_each_group(Visit visit) const {
+    // visit(g, tokens) once per group, over the threads of NUM_SHARES blocks, this one `share`; UNROLL loads in flight.
+    template <int UNROLL, int NUM_SHARES = 1, typename Visit>
+    __device__ __forceinline__ void for_each_group(Visit visit, int share = 0) const {
+        constexpr int STRIDE = NUM_SHARES * LOGITS_THREADS;
         const int end = num_groups();
-        for (int first = threadIdx.x; first < end; first += UNROLL * LOGITS_THREADS) {
+        for (int first = share * LOGITS_THREADS + threadIdx.x; first < end; first += UNROLL * STRIDE) {
             Vec<float> tokens[UNROLL];
 #pragma unroll
             for (int n = 0; n < UNROLL; n++)
-                if (first + n * LOGITS_THREADS < end) tokens[n] = group(first + n * LOGITS_THREADS);
+                if (first + n * STRIDE < end) tokens[n] = group(first + n * STRIDE);
 #pragma unroll
             for (int n = 0; n < UNROLL; n++)
-                if (first + n * LOGITS_THREADS < end) visit(first + n * LOGITS_THREADS, tokens[n]);
+                if (first + n * STRIDE < end) visit(first + n * STRIDE, tokens[n]);
         }
     }
 };

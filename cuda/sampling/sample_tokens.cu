@@ -3,12 +3,36 @@
 //   logits float32 [R, V], V <= 2^19; temperature, top_p, min_p float32 [R]; top_k int32 [R]; seed uint64 [R];
 //   position,
 //   branch uint32 [R] -> token_ids int32 [R], is_nan bool [R]
-//   grid (R), block (1024)
+//   grid (R), block (1024); SHARES, on Hopper: grid (SHARES, R), a cluster finds the best token of a row
 //   reference: sample of numpy_sampling, philox.py
 //   roofline: reads of the row: one if greedy, two without filters, two or three more for top-k and top-p each; copy
 //   bandwidth from R = 132
 #include "common/philox.cuh"
 #include "sampling/threshold.cuh"
+
+#ifndef SHARES
+#define SHARES 1
+#endif
+#if SHARES > 1
+#include "common/wgmma.cuh"
+
+// The best of the cluster, in its first block; the others end.
+__device__ __forceinline__ u64 best_of_cluster(u64 best) {
+    __shared__ u64 received[SHARES];
+    wait_for_cluster();  // the first block has begun
+    if (threadIdx.x == 0)
+        asm volatile("st.shared::cluster.u64 [%0], %1;"
+                     :
+                     : "r"(address_in(0, shared_address(&received[blockIdx.x]))), "l"(best)
+                     : "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;" : : : "memory");
+    wait_for_cluster();
+    if (blockIdx.x != 0) return 0;
+#pragma unroll
+    for (int n = 0; n < SHARES; n++) best = max(best, received[n]);
+    return best;
+}
+#endif
 
 // The greatest distance e with exp(-e) >= min_p, to a few rounding steps.
 __device__ __forceinline__ float min_p_distance(float min_p) {
@@ -62,15 +86,24 @@ extern "C" __global__ void __launch_bounds__(LOGITS_THREADS)
                   const float* min_p, const u64* seed, const u32* position, const u32* branch, int* token_ids,
                   bool* is_nan, int vocab) {
     __shared__ Histogram histogram;
-    const LogitsRow row(logits, vocab);
-    const int r = blockIdx.x;
+    const int r = SHARES > 1 ? blockIdx.y : blockIdx.x;
+    const LogitsRow row(logits, vocab, r);
+#if SHARES > 1
+    arrive_at_cluster();
+#endif
 
     u64 best = 0;
-    row.for_each_group<4>([&](int g, const Vec<float>& tokens) {
+    row.for_each_group<4, SHARES>(
+        [&](int g, const Vec<float>& tokens) {
 #pragma unroll
-        for (int j = 0; j < 4; j++) best = max(best, token_key(tokens.at[j], 4 * g + j));
-    });
+            for (int j = 0; j < 4; j++) best = max(best, token_key(tokens.at[j], 4 * g + j));
+        },
+        SHARES > 1 ? blockIdx.x : 0);
     best = block_max(best, 0ull);
+#if SHARES > 1
+    best = best_of_cluster(best);
+    if (blockIdx.x != 0) return;
+#endif
     const bool has_best = is_finite(value_of(best));
 
     int token = has_best ? id_of(best) : 0;

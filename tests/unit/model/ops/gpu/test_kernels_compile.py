@@ -87,6 +87,9 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
         return gemv_builds(dtype_code)
     if name == "add_norm_gemv":
         return [] if dtype_code == 0 else [one_row_gemv(dtype_code, k) for k in (2048, 4096)]
+    if name == "sample_tokens":
+        shares = (1, 8) if architecture == "90a" else (1,)
+        return [{"QUIRE_DTYPE": dtype_code, "SHARES": count} for count in shares]
     if name == "small_m_sm90":
         return small_m_builds(dtype_code, architecture)
     if name in ("small_m_lora_sm90", "lora_shrink_few"):
