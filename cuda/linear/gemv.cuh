@@ -39,6 +39,8 @@ struct GivenRows {
         wait_for_previous_kernel();
         return x;
     }
+    __device__ __forceinline__ void announce() const {}
+    __device__ __forceinline__ void finish_early(int) const {}
 };
 
 // One row, copied to shared memory, from which each tile reads it.
@@ -54,6 +56,8 @@ struct SharedRow {
         __syncthreads();
         return row;
     }
+    __device__ __forceinline__ void announce() const {}
+    __device__ __forceinline__ void finish_early(int) const {}
 };
 
 using GemvSums = float[ROW_TILES][COL_TILES][4];
@@ -110,8 +114,8 @@ struct Gemv {
         commit_copies();
     }
 
-    // `rows` waits for the previous kernel and gives x; it may use shared memory after the sums. `product` multiplies and
-    // finishes sums.
+    // `rows` waits for the previous kernel and gives x; it may use shared memory after the sums. Without FILL it does
+    // the rest of its work at the barrier of the first tile. `product` multiplies and finishes sums.
     template <typename Rows, typename Product>
     static __device__ __forceinline__ void run(Rows& rows, const W* weight, Out* out, int num_rows, int n_size,
                                                int k_size, Product product) {
@@ -212,7 +216,10 @@ struct Gemv {
                     sum[i][c / 4][c % 4] = 0.0f;
                 }
             }
+            const bool finishes_row = !FILL && tile == static_cast<int>(blockIdx.x) * TILE_ROWS;
+            if (finishes_row) rows.announce();
             __syncthreads();
+            if (finishes_row) rows.finish_early(k_size);
             for (int task = threadIdx.x; task < num_rows * TILE_ROWS; task += blockDim.x) {
                 const int m = task / TILE_ROWS, n = tile + task % TILE_ROWS;
                 if (n >= n_size) continue;

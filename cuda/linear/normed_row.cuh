@@ -1,5 +1,5 @@
 // One row, normed by every block of a product while its first weights arrive. The last to have read the residual stream
-// writes it.
+// writes it: after its first tile, or at its end.
 #pragma once
 
 #include "common/types.cuh"
@@ -11,6 +11,7 @@ struct NormedRow {
     T* residual;
     const T* norm;
     float eps;
+    Vec<T> sum = {};       // the thread's elements of the residual stream
     bool is_last = false;  // in the first thread
 
     __device__ __forceinline__ Vec<T> sum_at(int i) const {
@@ -28,6 +29,7 @@ struct NormedRow {
         if (i < width) by = load_vec(norm + i);
         wait_for_previous_kernel();
         if (i < width) held = sum_at(i);
+        sum = held;
         float squares = 0.0f;
 #pragma unroll
         for (int j = 0; j < Vec<T>::SIZE; j++) squares += to_float(held.at[j]) * to_float(held.at[j]);
@@ -39,6 +41,22 @@ struct NormedRow {
         if (i < width) store_vec(normed + i, held);
         __syncthreads();
         return normed;
+    }
+
+    static __device__ __forceinline__ bool& shared_flag() {
+        __shared__ bool flag;
+        return flag;
+    }
+
+    // Before the barrier of the block's first tile.
+    __device__ __forceinline__ void announce() const {
+        if (threadIdx.x == 0) shared_flag() = is_last;
+    }
+
+    // After that barrier.
+    __device__ __forceinline__ void finish_early(int width) const {
+        const int i = threadIdx.x * Vec<T>::SIZE;
+        if (shared_flag() && i < width) store_vec(residual + i, sum);
     }
 
     __device__ __forceinline__ void finish(int width) const {
