@@ -12,8 +12,9 @@
 //   roofline: 3 k H I elements: 75 MB for Qwen3-30B-A3B, 18 us on an H200
 //
 // Every block norms the row and finds the experts from all blocks' logits. Its warps then read their weights through
-// rings, `down`'s right after `gate_up`'s, while blocks wait for each other's gated products. Blocks exchange logits and
-// products in words (row_words.cuh).
+// rings, `down`'s right after `gate_up`'s. Blocks exchange logits and gated products in words (row_words.cuh). They
+// publish the products of all but the last rounds of `down` early, and each warp waits for its own elements alone: when
+// the last products arrive, `down`'s weights are under way.
 #include "common/mma.cuh"
 #include "common/product_types.cuh"
 #include "experts/rank_of.cuh"
@@ -42,6 +43,9 @@ constexpr int GATE_PARTS = PARTS * rounds(HIDDEN, WARPS * SPAN);  // stages of a
 constexpr int DOWN_SPANS = rounds(INNER, SPAN);
 constexpr int DOWN_ROUNDS = rounds(DOWN_SPANS * NUM_USED, WARPS);
 constexpr int DOWN_PARTS = PARTS * DOWN_ROUNDS;
+constexpr int EARLY_SPANS = (DOWN_ROUNDS - 1) * WARPS;  // of gated products, which all but the last round multiplies
+constexpr int EARLY_ITEMS = EARLY_SPANS / DOWN_SPANS * NUM_TILES + EARLY_SPANS % DOWN_SPANS * (SPAN / GATED_ROWS);
+constexpr int EARLY_UNITS = rounds(EARLY_ITEMS, BLOCKS);
 constexpr int NUM_LOGITS = larger(NUM_EXPERTS, BLOCKS);  // one of each block at least
 constexpr int LOGIT_WORDS = rounds(NUM_LOGITS, 2) * 2;   // keeps the next words aligned
 
@@ -171,7 +175,7 @@ struct RowBlock {
     char* ring;          // of the warp
     T* normed;           // [HIDDEN], in whole rounds of spans
     T* gated_rows;       // [NUM_USED][PADDED_INNER]; before that the logits
-    float* sums;         // [units][WARPS][TILE_ROWS]
+    float* sums;         // [GATE_UNITS + DOWN_ROUNDS][WARPS][TILE_ROWS]
     u64 *logit_words, *gated_words;
     int column, warp, stage;
     bool has_column;
@@ -257,61 +261,64 @@ struct RowBlock {
         __syncthreads();
     }
 
+    // Publishes the gated products of units from `begin` to `end`, whose sums all warps have kept.
+    __device__ __forceinline__ void publish_units(int begin, int end) const {
+#pragma unroll 1
+        for (int first = begin * GATED_ROWS; first < end * GATED_ROWS; first += THREADS) {
+            const int n = first + threadIdx.x, unit = n / GATED_ROWS, row = n % GATED_ROWS;
+            const int item = blockIdx.x + unit * BLOCKS;  // items of an expert are in the order of its rows
+            const bool exists = n < end * GATED_ROWS && item < NUM_ITEMS;
+            T value = from_float<T>(0.0f);
+            if (exists) {
+                const float gate = sum_of_warps(unit, row, 0.0f), up = sum_of_warps(unit, row + GATED_ROWS, 0.0f);
+                value = gated(from_float<T>(gate), from_float<T>(up));
+            }
+            if (first + warp * WARP_SIZE < end * GATED_ROWS)
+                publish_pair(gated_words + (item * GATED_ROWS + row) / 2, value, exists, in.launch);
+        }
+    }
+
     __device__ __forceinline__ void multiply_gate_up() {
+        int published = 0;
 #pragma unroll 1
         for (int unit = 0; unit < GATE_UNITS; unit++) {
+            if (EARLY_UNITS > 0 && unit == EARLY_UNITS) {
+                __syncthreads();
+                publish_units(0, EARLY_UNITS);
+                published = EARLY_UNITS;
+            }
             float sum[4] = {};
 #pragma unroll 1
             for (int part = 0; part < GATE_PARTS; part++) add_stage(sum, normed + column_of(part, warp));
             keep_sums(unit, sum);
         }
         __syncthreads();
-#pragma unroll 1
-        for (int first = 0; first < GATE_UNITS * GATED_ROWS; first += THREADS) {
-            const int n = first + threadIdx.x, unit = n / GATED_ROWS, row = n % GATED_ROWS;
-            const int item = blockIdx.x + unit * BLOCKS;  // items of an expert are in the order of its rows
-            const bool exists = n < GATE_UNITS * GATED_ROWS && item < NUM_ITEMS;
-            T value = from_float<T>(0.0f);
-            if (exists) {
-                const float gate = sum_of_warps(unit, row, 0.0f), up = sum_of_warps(unit, row + GATED_ROWS, 0.0f);
-                value = gated(from_float<T>(gate), from_float<T>(up));
-            }
-            if (first + warp * WARP_SIZE < GATE_UNITS * GATED_ROWS)
-                publish_pair(gated_words + (item * GATED_ROWS + row) / 2, value, exists, in.launch);
-        }
+        publish_units(published, GATE_UNITS);
     }
 
-    __device__ __forceinline__ void receive_gated() const {
-        constexpr int AT_ONCE = 2;
-        constexpr int NUM_VECS = NUM_USED * PADDED_INNER / SIZE;
-#pragma unroll 1
-        for (int first = threadIdx.x; first < NUM_VECS; first += AT_ONCE * THREADS) {
-            const u64* from[AT_ONCE];
-            uint4 received[AT_ONCE] = {};
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) {
-                const int n = first + i * THREADS, pair = n * SIZE / PADDED_INNER, k = n * SIZE % PADDED_INNER;
-                from[i] = n < NUM_VECS && k < INNER ? gated_words + (pair * INNER + k) / 2 : nullptr;
-            }
-            receive_vecs(received, from, in.launch);
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++)
-                if (first + i * THREADS < NUM_VECS) reinterpret_cast<uint4*>(gated_rows)[first + i * THREADS] = received[i];
-        }
-        __syncthreads();
+    // Gets the gated products of a span, which this warp alone multiplies.
+    __device__ __forceinline__ void receive_span(int span) const {
+        const int four = threadIdx.x % WARP_SIZE * 4, k = span % DOWN_SPANS * SPAN + four;
+        uint2 received = {};
+        if (k < INNER) received = receive_four(gated_words + (span / DOWN_SPANS * INNER + k) / 2, in.launch);
+        *reinterpret_cast<uint2*>(gated_rows + span * SPAN + four) = received;
+        __syncwarp();
     }
 
     // `of_pairs` [NUM_USED][TILE_ROWS] in shared memory.
     __device__ __forceinline__ void multiply_down(const float* weights, float* of_pairs) {
+        const float* of_spans = sums + GATE_UNITS * WARPS * TILE_ROWS;
 #pragma unroll 1
-        for (int unit = 0; unit < DOWN_UNITS; unit++) {
+        for (int unit = 0; unit < DOWN_UNITS && (blockIdx.x + unit * BLOCKS) * TILE_ROWS < HIDDEN; unit++) {
 #pragma unroll 1
             for (int round = 0; round < DOWN_ROUNDS; round++) {
-                const int both = min(round * WARPS + warp, NUM_USED * DOWN_SPANS - 1);  // past the last: not read
+                const int span = round * WARPS + warp, last = NUM_USED * DOWN_SPANS - 1;
+                if (unit == 0 && span <= last) receive_span(span);
                 float sum[4] = {};
-#pragma unroll
-                for (int part = 0; part < PARTS; part++) add_stage(sum, gated_rows + both * SPAN + part * STEP);
-                keep_sums(round, sum);
+#pragma unroll 1
+                for (int part = 0; part < PARTS; part++)  // sums of spans past the last are not read
+                    add_stage(sum, gated_rows + min(span, last) * SPAN + part * STEP);
+                keep_sums(GATE_UNITS + round, sum);
             }
             __syncthreads();
             const int row = threadIdx.x % TILE_ROWS;
@@ -319,7 +326,7 @@ struct RowBlock {
                 float of_pair = 0.0f;
 #pragma unroll 4
                 for (int span = 0; span < DOWN_SPANS; span++)
-                    of_pair += sums[(threadIdx.x / TILE_ROWS * DOWN_SPANS + span) * TILE_ROWS + row];
+                    of_pair += of_spans[(threadIdx.x / TILE_ROWS * DOWN_SPANS + span) * TILE_ROWS + row];
                 of_pairs[threadIdx.x] = to_float(from_float<T>(of_pair));
             }
             __syncthreads();
@@ -377,7 +384,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int n = 0; n < STAGES; n++) block.start_copies(n);
     weigh(logits, experts, weights, renormalise);
     block.multiply_gate_up();
-    block.receive_gated();
     block.multiply_down(weights, of_pairs);
     wait_for_copies<0>();
 }

@@ -29,22 +29,13 @@ __device__ __forceinline__ u32 receive(const u64* from, u32 launch) {
     }
 }
 
-// COUNT vectors of T at once, each from four words; null: none.
-template <int COUNT>
-__device__ __forceinline__ void receive_vecs(uint4 (&to)[COUNT], const u64* const (&from)[COUNT], u32 launch) {
+// Four elements of T in two words, `from` aligned to 16 bytes.
+__device__ __forceinline__ uint2 receive_four(const u64* from, u32 launch) {
 #pragma unroll 1
     for (u32 polls = 0;; ++polls) {
-        bool is_there = true;
-#pragma unroll
-        for (int n = 0; n < COUNT; n++) {
-            if (from[n] == nullptr) continue;
-            u64 a, b, c, d;
-            asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(from[n]) : "memory");
-            asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(c), "=l"(d) : "l"(from[n] + 2) : "memory");
-            is_there = is_there && a >> 32 == launch && b >> 32 == launch && c >> 32 == launch && d >> 32 == launch;
-            to[n] = make_uint4(static_cast<u32>(a), static_cast<u32>(b), static_cast<u32>(c), static_cast<u32>(d));
-        }
-        if (is_there) return;
+        u64 a, b;
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(from) : "memory");
+        if (a >> 32 == launch && b >> 32 == launch) return make_uint2(static_cast<u32>(a), static_cast<u32>(b));
         if (polls == MAX_POLLS) __trap();
     }
 }

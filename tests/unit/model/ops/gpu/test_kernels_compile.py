@@ -76,7 +76,7 @@ W8_KINDS = (
     {"X_FP8": 0, "WEIGHT_INT8": 1, "BLOCK_SCALES": 0},
 )
 H200 = 132, 227 << 10
-ONE_ROW = {"HIDDEN": 2048, "INNER": 768, "NUM_USED": 8, "NUM_EXPERTS": 128, "BLOCKS": 132, "STAGES": 4}
+ONE_ROW = {"HIDDEN": 2048, "INNER": 768, "NUM_USED": 8, "NUM_EXPERTS": 128, "BLOCKS": 132, "STAGES": 3}
 """Builds for Qwen3-30B-A3B on an H200."""
 NAMES = sorted(path.stem for path in (ROOT / "cuda").glob("*/*.cu"))
 
