@@ -14,7 +14,8 @@
 // Every block norms the row and finds the experts from all blocks' logits. Its warps then read their weights through
 // rings, `down`'s right after `gate_up`'s. Blocks exchange logits and gated products in words (row_words.cuh). They
 // publish the products of all but the last rounds of `down` early, and each warp waits for its own elements alone: when
-// the last products arrive, `down`'s weights are under way.
+// the last products arrive, `down`'s weights are under way. A block asks for all but one stage of them after the end of
+// its `gate_up`, which others still read.
 #include "common/mma.cuh"
 #include "common/product_types.cuh"
 #include "experts/rank_of.cuh"
@@ -180,6 +181,7 @@ struct RowBlock {
     int column, warp, stage;
     bool has_column;
     Position ahead;
+    int held = 0;  // stages of the ring that wait for the end of gate_up
 
     __device__ __forceinline__ RowBlock(const Operands& in, char* shared, const int* experts)
         : in(in), experts(experts), ahead{false, 0, 0} {
@@ -195,8 +197,13 @@ struct RowBlock {
         gated_words = logit_words + LOGIT_WORDS;
     }
 
-    // Copies the stage that is next, if it has rows, and commits.
-    __device__ __forceinline__ void start_copies(int to_stage) {
+    // Copies the stage that is next, if it has rows, and commits; `holds`: but for its first, `down` waits.
+    __device__ __forceinline__ void start_copies(int to_stage, bool holds) {
+        if (holds && ahead.is_down && ahead.part > 0) {
+            held++;
+            commit_copies();
+            return;
+        }
         const u32 to = shared_address(ring + to_stage * STAGE_BYTES);
         const int index = blockIdx.x + ahead.unit * BLOCKS;
         if (!ahead.is_down) {
@@ -216,12 +223,12 @@ struct RowBlock {
     }
 
     // Multiplies the ring's oldest stage, then fills it again.
-    __device__ __forceinline__ void add_stage(float (&sum)[4], const T* by) {
+    __device__ __forceinline__ void add_stage(float (&sum)[4], const T* by, bool holds) {
         wait_for_copies<STAGES - 1>();
         __syncwarp();
         add_products(sum, ring + stage * STAGE_BYTES, by);
         __syncwarp();  // all lanes have read it
-        start_copies(stage);
+        start_copies(stage, holds);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
 
@@ -278,22 +285,21 @@ struct RowBlock {
         }
     }
 
-    __device__ __forceinline__ void multiply_gate_up() {
-        int published = 0;
+    // Multiplies units from `begin` to `end` and publishes their gated products.
+    __device__ __forceinline__ void multiply_gate_up(int begin, int end) {
 #pragma unroll 1
-        for (int unit = 0; unit < GATE_UNITS; unit++) {
-            if (EARLY_UNITS > 0 && unit == EARLY_UNITS) {
-                __syncthreads();
-                publish_units(0, EARLY_UNITS);
-                published = EARLY_UNITS;
-            }
+        for (int unit = begin; unit < end; unit++) {
             float sum[4] = {};
 #pragma unroll 1
-            for (int part = 0; part < GATE_PARTS; part++) add_stage(sum, normed + column_of(part, warp));
+            for (int part = 0; part < GATE_PARTS; part++) add_stage(sum, normed + column_of(part, warp), true);
             keep_sums(unit, sum);
         }
+        if (end == GATE_UNITS) {
+#pragma unroll 1
+            for (; held > 0; held--) start_copies((stage + STAGES - held) % STAGES, false);
+        }
         __syncthreads();
-        publish_units(published, GATE_UNITS);
+        publish_units(begin, end);
     }
 
     // Gets the gated products of a span, which this warp alone multiplies.
@@ -317,7 +323,7 @@ struct RowBlock {
                 float sum[4] = {};
 #pragma unroll 1
                 for (int part = 0; part < PARTS; part++)  // sums of spans past the last are not read
-                    add_stage(sum, gated_rows + min(span, last) * SPAN + part * STEP);
+                    add_stage(sum, gated_rows + min(span, last) * SPAN + part * STEP, false);
                 keep_sums(GATE_UNITS + round, sum);
             }
             __syncthreads();
@@ -381,9 +387,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     pick(ranks, experts);
 #pragma unroll 1
-    for (int n = 0; n < STAGES; n++) block.start_copies(n);
-    weigh(logits, experts, weights, renormalise);
-    block.multiply_gate_up();
+    for (int n = 0; n < STAGES; n++) block.start_copies(n, true);
+#pragma unroll 1
+    for (int half = 0; half < 2; half++) {
+        block.multiply_gate_up(half == 0 ? 0 : EARLY_UNITS, half == 0 ? EARLY_UNITS : GATE_UNITS);
+        if (half == 0) weigh(logits, experts, weights, renormalise);
+    }
     block.multiply_down(weights, of_pairs);
     wait_for_copies<0>();
 }
