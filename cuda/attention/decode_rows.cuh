@@ -254,7 +254,10 @@ constexpr int THREADS = WARPS * WARP_SIZE;
 constexpr int ROWS = QUIRE_DTYPE == 0 ? 1 : at_most(GROUP, 16);  // query rows of a CTA
 constexpr int SLICES = ceil_div(GROUP, ROWS);  // CTAs of a kv head
 constexpr int GROUP_ROWS = MEMBERS * ROWS;  // query rows of a group's CTA
-constexpr int SUM_STRIDE = HEAD_DIM + 4;  // avoids bank conflicts
+#ifndef KEPT_STAGES
+#define KEPT_STAGES 0  // of the ring, which results do not replace
+#endif
+constexpr int SUM_STRIDE = HEAD_DIM + (KEPT_STAGES > 0 ? 0 : 4);  // avoids bank conflicts, as sum_place does
 constexpr int MAX_PAIRS = 1 << 14;
 
 // Splits written, by (sequence, blockIdx.x); atomicInc wraps to 0 for the next launch.
@@ -268,6 +271,10 @@ __device__ __forceinline__ bool is_last_to_arrive(int pair, int count) {
     __threadfence();
     return is_last;
 }
+
+// The place of a row's dimension; with kept tiles there is no room for padding.
+__device__ __forceinline__ int sum_place(int row, int d) { return KEPT_STAGES > 0 ? d ^ row / 2 % 4 * 8 : d; }
+static_assert(KEPT_STAGES == 0 || HEAD_DIM % 32 == 0, "places are permuted within 32 dimensions");
 
 // Results of a CTA's warps, in place of the tiles.
 template <int NUM_ROWS>
@@ -299,7 +306,7 @@ __device__ __forceinline__ void merge_warps(const Results<NUM_ROWS>& results, co
             const float weight = exp2_approx(results.stats[w][row].x - finite_base(maximum));
             total += weight * results.stats[w][row].y;
 #pragma unroll
-            for (int j = 0; j < 4; ++j) sum[j] += weight * results.sum[w][row][d + j];
+            for (int j = 0; j < 4; ++j) sum[j] += weight * results.sum[w][row][sum_place(row, d) + j];
         }
         destination.store(row, d, sum, maximum, total);
     }
@@ -403,8 +410,8 @@ __device__ __forceinline__ void store_state(const WarpState<Q_TILES>& state, Res
 #pragma unroll
             for (int m = 0; m < STEPS; ++m) {
                 const int d = m * 16 + lane / 4 * (QUIRE_KV_FP8 ? 2 : 1);
-                results.sum[warp][row][d] = state.sum[n][m][j];
-                results.sum[warp][row][d + (QUIRE_KV_FP8 ? 1 : 8)] = state.sum[n][m][j + 2];
+                results.sum[warp][row][sum_place(row, d)] = state.sum[n][m][j];
+                results.sum[warp][row][sum_place(row, d + (QUIRE_KV_FP8 ? 1 : 8))] = state.sum[n][m][j + 2];
             }
         }
     }

@@ -3,15 +3,20 @@
 //   as paged_decode, and int num_slots; grid (Hkv * SLICES, stripes): a CTA takes each gridDim.y-th slot
 //   reference: NumpyOps.paged_decode_attention; roofline: that of paged_decode
 //
-// A CTA computes a split for up to MEMBERS rows of a sequence, each up to its own end. The last CTA of a row to arrive
-// combines its splits. POLLS, for CTAs that all run at once: the CTA of split r % count combines row r, and polls for
-// the others; if it gives up, the last CTA does. FETCH_EARLY: tokens of earlier steps are copied while the previous
-// kernel runs, which needs a plan from before it.
+// A CTA computes a split for up to MEMBERS rows of a sequence, each up to its own end, and the same split for the next
+// group from tiles that are still in KEPT_STAGES of shared memory. The last CTA of a row to arrive combines its splits.
+// POLLS, for CTAs that all run at once: warps of the CTAs combine a query head each, and poll for the others; if one gives
+// up, the last CTA does. FETCH_EARLY: tokens of earlier steps are copied while the previous kernel runs, which needs a
+// plan from before it.
 #include "attention/decode_rows.cuh"
 
 constexpr int MAX_POLLS = 1 << 12;  // a few ms; never reached while all CTAs run at once
 constexpr int ROW_CHUNKS = HEAD_DIM / 4;
 constexpr int LANE_SPLITS = ceil_div(MAX_SPLITS, WARP_SIZE);
+constexpr int NUM_COUNTERS = POLLS ? ROWS : 1;  // of a row and CTA column
+constexpr int LIST_INTS = 64;  // of combine_parts, at the end of shared memory
+static_assert(GROUP_ROWS <= WARP_SIZE, "a lane for each query row");
+static_assert(SHARED_BYTES >= WARPS * MAX_SPLITS * static_cast<int>(sizeof(float)), "the weights of the splits must fit");
 
 // ROWS a member. `q`, `out` and `workspace` point to sequence 0 and row 0.
 struct MemberRows {
@@ -63,7 +68,7 @@ struct MemberRows {
 #if QUIRE_DTYPE == 0
 
 __device__ __forceinline__ void attend_members(const MemberRows& rows, const PagedHead& head, const KvSplit& split,
-                                               float scale_log2, unsigned char* shared, bool is_early) {
+                                               float scale_log2, unsigned char* shared, bool is_early, bool) {
     Results<ROWS>& results = *reinterpret_cast<Results<ROWS>*>(shared);
     if (is_early) wait_for_previous_kernel();
     for (int m = 0; m < split.num_members; ++m) {
@@ -83,6 +88,8 @@ __device__ __forceinline__ void attend_members(const MemberRows& rows, const Pag
 #else
 
 constexpr int MOST_TILES = ceil_div(GROUP_ROWS, 8);
+constexpr int STAGE_BYTES = WARPS * 2 * TILE_BYTES;
+static_assert(SHARED_BYTES >= KEPT_STAGES * STAGE_BYTES + sizeof(Results<GROUP_ROWS>), "kept tiles and results must fit");
 
 // A warp's tiles of a split, in its part of the ring.
 struct WarpTiles {
@@ -95,13 +102,13 @@ struct WarpTiles {
     __device__ __forceinline__ WarpTiles(const PagedHead& head, const KvSplit& split, unsigned char* bytes)
         : head(head), split(split) {
         const int warp = threadIdx.x / WARP_SIZE;
-        ring = shared_address(bytes) + warp * (STAGES * 2 * TILE_BYTES);
+        ring = shared_address(bytes) + warp * (2 * TILE_BYTES);
         tile = split.begin / TILE + warp;
         num_tiles = ceil_div(split.end, TILE);
     }
     __device__ __forceinline__ void copy(u32 stage, int2 ids, int number) const {
         if (number < num_tiles)
-            copy_tile(ring + stage * 2 * TILE_BYTES, head, ids, number, split.first, split.end);
+            copy_tile(ring + stage * STAGE_BYTES, head, ids, number, split.first, split.end);
         commit_copies();
     }
     // Fills the ring; if `is_early`, with tokens of earlier steps until the previous kernel has ended.
@@ -146,7 +153,7 @@ __device__ __forceinline__ void attend_rows(const MemberRows& rows, WarpTiles& t
     for (int tile = tiles.tile; tile < tiles.num_tiles; tile += WARPS) {
         wait_for_copies<STAGES - 1>();
         __syncwarp();
-        attend_tile(state, queries, tiles.ring + stage * 2 * TILE_BYTES, split.first - tile * TILE,
+        attend_tile(state, queries, tiles.ring + stage * STAGE_BYTES, split.first - tile * TILE,
                     split.end - tile * TILE, ends, tile * TILE, scale);
         __syncwarp();
         const int ahead = tile + STAGES * WARPS;
@@ -156,16 +163,18 @@ __device__ __forceinline__ void attend_rows(const MemberRows& rows, WarpTiles& t
     }
     wait_for_copies<0>();
     __syncthreads();
-    auto& results = *reinterpret_cast<Results<at_most(GROUP_ROWS, 8 * NUM_TILES)>*>(shared);
+    auto& results =
+        *reinterpret_cast<Results<at_most(GROUP_ROWS, 8 * NUM_TILES)>*>(shared + KEPT_STAGES * STAGE_BYTES);
     store_state(state, results);
     __syncthreads();
     merge_warps(results, rows);
 }
 
 __device__ __forceinline__ void attend_members(const MemberRows& rows, const PagedHead& head, const KvSplit& split,
-                                               float scale_log2, unsigned char* shared, bool is_early) {
+                                               float scale_log2, unsigned char* shared, bool is_early,
+                                               bool is_held) {
     WarpTiles tiles(head, split, shared);
-    tiles.begin(is_early);
+    if (!is_held) tiles.begin(is_early);
     const int num_tiles = ceil_div(split.num_members * ROWS, 8);
     if (MOST_TILES <= 1 || num_tiles <= 1)
         attend_rows<at_most(MOST_TILES, 1)>(rows, tiles, scale_log2, shared);
@@ -185,19 +194,52 @@ __device__ __forceinline__ u32 load_acquire(const u32* from) {
     return value;
 }
 
-__device__ __forceinline__ bool combines(const PrefixGroupMember& member, int split_row) {
-    return POLLS && member.sequence % member.count == split_row;
+// After a barrier of the CTA also its other threads' stores are seen by who acquires.
+__device__ __forceinline__ bool arrives_last(u32* counter, u32 count) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(counter), "r"(count - 1)
+                 : "memory");
+    return before == count - 1;
 }
 
-// Returns whether this CTA, which combines the row, is the last to arrive.
-__device__ __forceinline__ bool waits_for_others(u32* counter, u32 count) {
-    for (int poll = 0; poll < MAX_POLLS; ++poll) {
-        if (load_acquire(counter) != count - 1) continue;
-        *counter = 0;
-        return true;
+// Query rows of a member that are combined together: a lane's, or all of a member, by its first lane.
+struct Part {
+    PrefixGroupMember member = {};
+    int head = 0, num_rows = 0;  // 0: none
+
+    __device__ __forceinline__ Part(const MemberRows& rows, int lane) {
+        if (lane >= rows.num_members * ROWS) return;
+        member = rows.members[lane / ROWS];
+        head = lane % ROWS;
+        if (member.count <= 1 || head >= (POLLS ? rows.num_rows : 1)) return;
+        num_rows = POLLS ? 1 : rows.num_rows;
     }
-    return atomicInc(counter, count - 1) == count - 1;
-}
+    // Rows are dealt to the CTAs of a member's splits, then to their warps.
+    __device__ __forceinline__ int number() const { return member.sequence * ROWS + head; }
+    __device__ __forceinline__ bool is_for(int split_row) const {
+        return POLLS && num_rows > 0 && number() % member.count == split_row;
+    }
+    __device__ __forceinline__ bool is_for_warp(int split_row) const {
+        return is_for(split_row) && number() / member.count % WARPS == static_cast<int>(threadIdx.x) / WARP_SIZE;
+    }
+    __device__ __forceinline__ u32* counter() const {
+        return &num_arrived[(member.sequence * gridDim.x + blockIdx.x) * NUM_COUNTERS + head];
+    }
+    __device__ __forceinline__ bool arrives_last() const { return ::arrives_last(counter(), member.count); }
+
+    // Returns whether this CTA, which combines the part, is the last to arrive.
+    __device__ __forceinline__ bool waits_for_others() const {
+#pragma unroll 1
+        for (int poll = 0; poll < MAX_POLLS; ++poll) {
+            if (load_acquire(counter()) != static_cast<u32>(member.count) - 1) continue;
+            *counter() = 0;
+            return true;
+        }
+        return arrives_last();
+    }
+};
 
 // Weights of a row's splits, shared float[count], as in combine_splits. Called by a warp.
 __device__ __forceinline__ void weigh_splits(const float2* stats, int count, int stride, float* weights,
@@ -226,75 +268,116 @@ __device__ __forceinline__ void weigh_splits(const float2* stats, int count, int
     }
 }
 
-// combine_splits of `num` members, whose sums are brought to shared memory at once. `most`: splits of one.
-__device__ __forceinline__ void combine_together(const MemberRows& rows, const int* members, int num, int most,
+// combine_splits of `num` rows, whose sums are brought to shared memory at once. `most`: splits of one.
+__device__ __forceinline__ void combine_together(const MemberRows& rows, const int* numbers, int num, int most,
                                                  unsigned char* shared) {
     const int stride = rows.num_heads;
     float* sums = reinterpret_cast<float*>(shared);
-    float* weights = sums + num * most * ROWS * HEAD_DIM;
-    for (int e = 0; e < num; ++e) {
-        const PrefixGroupMember member = rows.members[members[e]];
-        const u32 to = shared_address(sums + e * most * ROWS * HEAD_DIM);
-        const float* from = rows.workspace.sums + static_cast<i64>(member.first_row) * stride * HEAD_DIM;
-        for (int i = threadIdx.x; i < member.count * ROWS * ROW_CHUNKS; i += THREADS) {
-            const int split = i / (ROWS * ROW_CHUNKS), at = i % (ROWS * ROW_CHUNKS);
-            if (at / ROW_CHUNKS < rows.num_rows)
-                copy_async_16(to + i * 16, from + static_cast<i64>(split) * stride * HEAD_DIM + at * 4, true);
-        }
+    float* weights = sums + num * most * HEAD_DIM;
+    const auto first_of = [&](int number) {
+        return static_cast<i64>(rows.members[number / ROWS].first_row) * stride + number % ROWS;
+    };
+    for (int i = threadIdx.x; i < num * most * ROW_CHUNKS; i += THREADS) {
+        const int split = i / ROW_CHUNKS % most, number = numbers[i / ROW_CHUNKS / most];
+        if (split >= rows.members[number / ROWS].count) continue;
+        const i64 from = (first_of(number) + static_cast<i64>(split) * stride) * HEAD_DIM + i % ROW_CHUNKS * 4;
+        copy_async_16(shared_address(sums) + i * 16, rows.workspace.sums + from, true);
     }
     commit_copies();
-    for (int i = threadIdx.x / WARP_SIZE; i < num * ROWS; i += WARPS) {
-        const PrefixGroupMember member = rows.members[members[i / ROWS]];
-        const float2* stats = rows.workspace.stats + static_cast<i64>(member.first_row) * stride + i % ROWS;
-        if (i % ROWS < rows.num_rows) weigh_splits(stats, member.count, stride, weights + i * most, rows.value_scale);
-    }
+    for (int e = threadIdx.x / WARP_SIZE; e < num; e += WARPS)
+        weigh_splits(rows.workspace.stats + first_of(numbers[e]), rows.members[numbers[e] / ROWS].count, stride,
+                     weights + e * most, rows.value_scale);
     wait_for_copies<0>();
     __syncthreads();
-    for (int i = threadIdx.x; i < num * ROWS * ROW_CHUNKS; i += THREADS) {
-        const int row = i / ROW_CHUNKS % ROWS, d = i % ROW_CHUNKS * 4, e = i / (ROWS * ROW_CHUNKS);
-        if (row >= rows.num_rows) continue;
-        const PrefixGroupMember member = rows.members[members[e]];
-        const float* from = sums + (e * most * ROWS + row) * HEAD_DIM + d;
-        const float* weight = weights + (e * ROWS + row) * most;
+    for (int i = threadIdx.x; i < num * ROW_CHUNKS; i += THREADS) {
+        const int e = i / ROW_CHUNKS, d = i % ROW_CHUNKS * 4;
+        const PrefixGroupMember member = rows.members[numbers[e] / ROWS];
+        const float* from = sums + e * most * HEAD_DIM + d;
+        const float* weight = weights + e * most;
         float sum[4] = {};
 #pragma unroll 8
         for (int split = 0; split < member.count; ++split) {
-            const float4 x = *reinterpret_cast<const float4*>(from + split * ROWS * HEAD_DIM);
+            const float4 x = *reinterpret_cast<const float4*>(from + split * HEAD_DIM);
             sum[0] += weight[split] * x.x, sum[1] += weight[split] * x.y;
             sum[2] += weight[split] * x.z, sum[3] += weight[split] * x.w;
         }
-        store_four(rows.out + rows.first_of(member.sequence) + row * HEAD_DIM + d, sum);
+        store_four(rows.out + rows.first_of(member.sequence) + numbers[e] % ROWS * HEAD_DIM + d, sum);
     }
     __syncthreads();
 }
 
-// Combines the members whose thread says so.
-__device__ __forceinline__ void combine_members(const MemberRows& rows, bool is_complete, unsigned char* shared) {
-    __shared__ int members[MEMBERS];
-    __shared__ int num, most;
-    __threadfence();
-    if (threadIdx.x == 0) num = most = 0;
-    __syncthreads();
-    if (is_complete) {
-        members[atomicAdd(&num, 1)] = threadIdx.x;
-        atomicMax(&most, rows.members[threadIdx.x].count);
+// Combines the parts for which lanes of one warp say so.
+__device__ __forceinline__ void combine_parts(const MemberRows& rows, const Part& part, bool is_complete,
+                                              unsigned char* shared) {
+    int* numbers = reinterpret_cast<int*>(shared + SHARED_BYTES) - LIST_INTS;
+    int &num = numbers[WARP_SIZE], &most = numbers[WARP_SIZE + 1];
+    const u32 complete = __ballot_sync(FULL_WARP, is_complete);
+    if (complete != 0) {
+        const int lane = threadIdx.x % WARP_SIZE, most_here = warp_max(is_complete ? part.member.count : 0);
+        int end = is_complete ? part.num_rows : 0;
+#pragma unroll
+        for (int offset = 1; offset < WARP_SIZE; offset *= 2) {
+            const int before = __shfl_up_sync(FULL_WARP, end, offset);
+            if (lane >= offset) end += before;
+        }
+        for (int i = 0; is_complete && i < part.num_rows; ++i) numbers[end - part.num_rows + i] = lane + i;
+        if (lane == WARP_SIZE - 1) num = end, most = most_here;
     }
     __syncthreads();
-    const int at_once = SHARED_BYTES / (max(most, 1) * ROWS * (HEAD_DIM + 1) * static_cast<int>(sizeof(float)));
-    const int num_here = num;
+    const int num_here = num, most_here = most;
+    const int at_once = (SHARED_BYTES - LIST_INTS * 4) / (most_here * (HEAD_DIM + 1) * static_cast<int>(sizeof(float)));
     if (at_once > 0) {
         for (int first = 0; first < num_here; first += at_once)
-            combine_together(rows, members + first, min(at_once, num_here - first), most, shared);
+            combine_together(rows, numbers + first, min(at_once, num_here - first), most, shared);
         return;
     }
     for (int e = 0; e < num_here; ++e) {
-        const PrefixGroupMember member = rows.members[members[e]];
-        const i64 row = static_cast<i64>(member.first_row) * rows.num_heads;
-        combine_splits(rows.workspace.sums + row * HEAD_DIM, rows.workspace.stats + row, rows.num_rows, member.count,
+        const PrefixGroupMember member = rows.members[numbers[e] / ROWS];
+        const int head = numbers[e] % ROWS;
+        const i64 row = static_cast<i64>(member.first_row) * rows.num_heads + head;
+        combine_splits(rows.workspace.sums + row * HEAD_DIM, rows.workspace.stats + row, 1, member.count,
                        rows.num_heads, reinterpret_cast<float*>(shared), rows.value_scale,
-                       rows.out + rows.first_of(member.sequence));
+                       rows.out + rows.first_of(member.sequence) + head * HEAD_DIM);
         __syncthreads();  // the weights are read
     }
+}
+
+// combine_splits of one query row, by a warp. `weights`: shared float[count].
+__device__ __forceinline__ void combine_row(const MemberRows& rows, int first_row, int sequence, int count, int head,
+                                            float* weights) {
+    constexpr int AT_ONCE = 12;
+    const int lane = threadIdx.x % WARP_SIZE, stride = rows.num_heads;
+    const i64 first = static_cast<i64>(first_row) * stride + head;
+    const float* sums = rows.workspace.sums + first * HEAD_DIM + lane * 4;
+    float4 held[AT_ONCE];
+    const auto at = [&](int split, int d) {
+        return reinterpret_cast<const float4*>(sums + static_cast<i64>(split) * stride * HEAD_DIM + d);
+    };
+    const auto load = [&](int base, int d) {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            if (base + i < count && lane * 4 + d < HEAD_DIM)
+                held[i] = __ldcg(at(base + i, d));
+    };
+    load(0, 0);
+    weigh_splits(rows.workspace.stats + first, count, stride, weights, rows.value_scale);
+    __syncwarp();
+    for (int d = 0; lane * 4 + d < HEAD_DIM; d += 4 * WARP_SIZE) {
+        float sum[4] = {};
+#pragma unroll 1
+        for (int base = 0; base < count; base += AT_ONCE) {
+            if (base > 0 || d > 0) load(base, d);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                if (base + i >= count) break;
+                const float weight = weights[base + i];
+                sum[0] += weight * held[i].x, sum[1] += weight * held[i].y;
+                sum[2] += weight * held[i].z, sum[3] += weight * held[i].w;
+            }
+        }
+        store_four(rows.out + rows.first_of(sequence) + head * HEAD_DIM + lane * 4 + d, sum);
+    }
+    __syncwarp();  // the weights are read
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS
@@ -316,12 +399,18 @@ paged_decode_exact(T* __restrict__ out, const T* __restrict__ q, const Kv* __res
         return MemberRows{q + head_row * HEAD_DIM, out + head_row * HEAD_DIM, workspace, members + split.first_row,
                           split.first_row, split.num_members, num_rows, num_heads, split.row, scales.value(kv_head)};
     };
-    const auto counter_of = [&](int sequence) { return &num_arrived[sequence * gridDim.x + blockIdx.x]; };
+    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     bool is_early = FETCH_EARLY;
+    int held_sequence = -1, held_begin = 0, held_end = 0;  // tiles in shared memory
+    KvSplit split = {};
+    int num_computed = 0;
+    u32 late = 0;  // slots in which this lane was the last to arrive
 
     for (int slot = blockIdx.y; slot < num_slots; slot += gridDim.y) {
-        const KvSplit split = splits[slot];
-        if (split.sequence >= num_sequences) break;
+        const KvSplit next = splits[slot];
+        if (next.sequence >= num_sequences) break;
+        split = next;
+        ++num_computed;
         const MemberRows rows = rows_of(split);
         if (split.end <= split.begin) {
             if (is_early) wait_for_previous_kernel();
@@ -332,29 +421,55 @@ paged_decode_exact(T* __restrict__ out, const T* __restrict__ q, const Kv* __res
         const PagedHead head(kv, block_tables + static_cast<i64>(split.sequence) * max_blocks, num_blocks, max_blocks,
                              num_layers, layer, num_kv_heads, kv_head);
         __syncthreads();  // shared memory of the previous slot is free
-        attend_members(rows, head, split, scale_log2, shared, is_early);
+        const bool is_held = KEPT_STAGES > 0 && split.sequence == held_sequence && split.begin == held_begin &&
+                             split.end == held_end;
+        attend_members(rows, head, split, scale_log2, shared, is_early, is_held);
         is_early = false;
-        __threadfence();
-        __syncthreads();
-        bool is_last = false;
-        if (threadIdx.x < split.num_members) {
-            const PrefixGroupMember member = rows.members[threadIdx.x];
-            if (member.count > 1 && !combines(member, split.row))
-                is_last = atomicInc(counter_of(member.sequence), member.count - 1) == member.count - 1;
-        }
-        if (__syncthreads_or(is_last)) combine_members(rows, is_last, shared);
+        __syncthreads();  // its results are stored
+        const Part part(rows, warp == 0 ? lane : WARP_SIZE);
+        const bool is_last = part.num_rows > 0 && !part.is_for(split.row) && part.arrives_last();
+        if (POLLS)
+            late |= static_cast<u32>(is_last) << (num_computed - 1);
+        else if (__syncthreads_or(is_last))
+            combine_parts(rows, part, is_last, shared);
+        if (split.end - split.begin <= KEPT_STAGES * WARPS * TILE)
+            held_sequence = split.sequence, held_begin = split.begin, held_end = split.end;
+        else
+            held_sequence = -1;
     }
     if (is_early) wait_for_previous_kernel();
-    for (int slot = blockIdx.y; POLLS && slot < num_slots; slot += gridDim.y) {
-        const KvSplit split = splits[slot];
-        if (split.sequence >= num_sequences) break;
-        const MemberRows rows = rows_of(split);
-        bool is_complete = false, is_ours = false;
-        if (threadIdx.x < split.num_members) {
-            const PrefixGroupMember member = rows.members[threadIdx.x];
-            is_ours = member.count > 1 && combines(member, split.row);
-            if (is_ours) is_complete = waits_for_others(counter_of(member.sequence), member.count);
+    if (!POLLS) return;
+
+    // Not read again if it is the only one.
+    const auto split_of = [&](int i) { return num_computed == 1 ? split : splits[blockIdx.y + i * gridDim.y]; };
+    float* weights = reinterpret_cast<float*>(shared) + warp * MAX_SPLITS;
+    const auto combine = [&](const MemberRows& rows, const Part& part, u32 items) {
+        for (; items != 0; items &= items - 1) {
+            const int item = __ffs(items) - 1;
+            combine_row(rows, __shfl_sync(FULL_WARP, part.member.first_row, item),
+                        __shfl_sync(FULL_WARP, part.member.sequence, item),
+                        __shfl_sync(FULL_WARP, part.member.count, item), item % ROWS, weights);
         }
-        if (__syncthreads_or(is_ours)) combine_members(rows, is_complete, shared);
+    };
+#pragma unroll 1
+    for (int i = 0; i < num_computed; ++i) {
+        const KvSplit own = split_of(i);
+        const MemberRows rows = rows_of(own);
+        const Part part(rows, lane);
+        const bool is_complete = part.is_for_warp(own.row) && part.waits_for_others();
+        const u32 items = __ballot_sync(FULL_WARP, is_complete);
+        if (items != 0) __threadfence();  // what this lane has acquired, the others read
+        __syncwarp();
+        combine(rows, part, items);
+    }
+    if (warp != 0 || !__any_sync(FULL_WARP, late != 0)) return;
+#pragma unroll 1
+    for (int i = 0; i < num_computed; ++i) {
+        const KvSplit own = split_of(i);
+        const MemberRows rows = rows_of(own);
+        const Part part(rows, lane);
+        const u32 items = __ballot_sync(FULL_WARP, (late >> i & 1) != 0);
+        __syncwarp();
+        combine(rows, part, items);
     }
 }

@@ -3,8 +3,9 @@
 //
 //   context_lens int32 [S], block_tables int32 [S, max_blocks] -> splits KvSplit [num_slots], members PrefixGroupMember
 //   [S]
-//   A split names its group's last row, the first member with tokens there and how many follow; tokens from its `count`
-//   on may be of this step. num_stripes slots past the last name sequence S.
+//   A split names the last row of its sequence and ends with its tokens, so that the splits of two groups are equal but
+//   for their rows: the first member with tokens there and how many follow; tokens from its `count` on may be of this
+//   step. num_stripes slots past the last name sequence S.
 //   A build defines WARPS, MEMBERS, BLOCK_SIZE, MAX_SPLITS, MIN_SPLIT in tokens.
 //   grid (1), block (32)
 //   reference: NumpyOps.plan_decode_attention
@@ -71,7 +72,8 @@ extern "C" __global__ void __launch_bounds__(WARP_SIZE)
         const int slot = __shfl_sync(FULL_WARP, first_slot, leader);
         const int most = __shfl_sync(FULL_WARP, num_splits, leader);
         const int of_group = __shfl_sync(FULL_WARP, num_members, leader), last = leader + of_group - 1;
-        const int last_end = __shfl_sync(FULL_WARP, visible.end, last);
+        const int of_run = __shfl_sync(FULL_WARP, run.end, leader) - 1;
+        const int run_end = __shfl_sync(FULL_WARP, visible.end, of_run);
         const int first_new = __shfl_sync(FULL_WARP, visible.end, leader) - num_sequences;
         int counts[MEMBERS];
 #pragma unroll
@@ -80,8 +82,8 @@ extern "C" __global__ void __launch_bounds__(WARP_SIZE)
             int ended = 0;  // members without tokens in this split
 #pragma unroll
             for (int m = 0; m < MEMBERS; ++m) ended += m < of_group && counts[m] <= i;
-            const int begin = origin + i * size, end = min(begin + size, last_end);
-            splits[slot + i] = {last, first, begin, end, first_new, leader + ended, i, of_group - ended};
+            const int begin = origin + i * size, end = min(begin + size, run_end);
+            splits[slot + i] = {of_run, first, begin, end, first_new, leader + ended, i, of_group - ended};
         }
     }
     const int last_slot = min(num_slots, total + num_stripes);

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.gpu
 
 CASES = [
     (Heads("bfloat16", 128, 4, 2, 16), NO_WINDOW),
+    (Heads("bfloat16", 128, 4, 8, 16), NO_WINDOW),
     (Heads("bfloat16", 128, 8, 1, 8), NO_WINDOW),
     (Heads("bfloat16", 128, 20, 1, 16), 300),
     (Heads("bfloat16", 64, 1, 2, 16), NO_WINDOW),
@@ -37,7 +38,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("heads", "window"), CASES, ids=str)
-@pytest.mark.parametrize("drafted", [[(1500, 5)], [(130, 9), (2300, 3), (0, 1)], [(4100, 9)], [(4219, 17)]], ids=str)
+@pytest.mark.parametrize(
+    "drafted", [[(1500, 5)], [(130, 9), (2300, 3), (0, 1)], [(4100, 9)], [(4219, 17)], [(26000, 2)]], ids=str
+)
 def test_each_row_has_the_bits_of_a_batch_of_one(open_ops, rng, heads, window, drafted):
     ops, (owners, lengths) = open_ops(heads.dtype, heads.kv_dtype), drafted_rows(drafted)
     longest = [max(1, first + count - 1) for first, count in drafted]

@@ -49,6 +49,10 @@ _MAX_EXACT_GROUP_ROWS = 24
 """Most query rows of an exact group's block, unless two members have more. H200, a step with 8 drafts at 4,096 tokens:
 1.145 times one without, 1.165 with 40 (queries in shared memory)."""
 
+_KEPT_STAGES, _MAX_KEPT_BYTES = 2, 113 << 10
+"""Stages of an exact block's ring that hold a split of 128 tokens, and most bytes of a block of which two fit an SM of
+an H100."""
+
 _MAX_PAIRS = 1 << 14
 """MAX_PAIRS of paged_decode.cu."""
 
@@ -120,6 +124,7 @@ def decode_attention(device: KernelLauncher, q: Array, batch: AttentionBatch, ou
     by_members = batch.exact or split.is_drafted
     if by_members:
         tiles |= {"POLLS": int(batch.exact), "FETCH_EARLY": int(batch.plan is not None)}
+        tiles |= _exact_tiles(device, num_heads, batch, tiles)
     sizes = map(np.int32, (num_sequences, num_blocks, num_layers, batch.layer, tables.shape[1]))
     args = (out, q, kv, tables, plan, partial_sums, partial_stats, *sizes, scale_log2(batch.scale), batch.kv_scales)
     device.launch(
@@ -288,6 +293,27 @@ def _tiles_of(device: KernelLauncher, num_heads: int, batch: AttentionBatch) -> 
     if not batch.exact and not _reads_drafts_once(device, num_heads, batch):
         return tiles
     return tiles | {"MEMBERS": min(tiles["MEMBERS"], max(2, _MAX_EXACT_GROUP_ROWS // min(group, 16)))}
+
+
+def _exact_tiles(
+    device: KernelLauncher, num_heads: int, batch: AttentionBatch, tiles: dict[str, int]
+) -> dict[str, int]:
+    """Return macros of exact rows where they are measured.
+
+    The ring holds a least split, which stays in shared memory if rows may form a second group.
+    """
+    kv, warps = batch.kv, tiles["WARPS"]
+    head_dim, num_rows = kv.shape[5], tiles["MEMBERS"] * min(num_heads // kv.shape[3], 16)
+    is_measured = device.arch == "90a" and device.dtype_code != _FP32 and head_dim == 128 and not is_e4m3(kv)
+    if not batch.exact or not is_measured:
+        return {}
+    ring_bytes = _KEPT_STAGES * warps * 2 * 16 * _shared_row_bytes(2 * head_dim)
+    if len(batch.block_tables) <= tiles["MEMBERS"]:
+        result_bytes = warps * num_rows * (4 * (head_dim + 4) + 8)
+        weight_bytes = 8 * min(num_heads // kv.shape[3], 16) * _MAX_SPLITS
+        return {"STAGES": _KEPT_STAGES, "SHARED_BYTES": max(ring_bytes, result_bytes, weight_bytes)}
+    shared_bytes = max(tiles["SHARED_BYTES"], ring_bytes + warps * num_rows * (4 * head_dim + 8))
+    return {"KEPT_STAGES": _KEPT_STAGES, "SHARED_BYTES": shared_bytes} if shared_bytes <= _MAX_KEPT_BYTES else {}
 
 
 def _prefill_tiles(dtype_code: int, head_dim: int, max_rows: int) -> dict[str, int]:

@@ -220,6 +220,30 @@ def test_exact_groups_have_24_query_rows_or_two_members(heads, members):
     assert ops.build[1]["MEMBERS"] == members
 
 
+def exact_build(num_rows=9, arch="90a", heads=(32, 8), head_dim=128, kv_dtype=np.float32, dtype_code=BF16):
+    ops, kv = RecordingOps(dtype_code, arch), np.empty((1, 1, 2, heads[1], 16, head_dim), kv_dtype)
+    tables, lens = np.empty((num_rows, 64), np.int32), np.empty(num_rows, np.int32)
+    q = np.empty((num_rows, heads[0], head_dim), np.float32)
+    decode_attention(ops, q, AttentionBatch(kv, 0, tables, lens, 0.1, exact=True), q)
+    return ops.build[1]
+
+
+def test_exact_blocks_keep_tiles_for_a_second_group_where_two_fit_a_multiprocessor():
+    kept = exact_build()
+    assert (kept["STAGES"], kept["KEPT_STAGES"]) == (3, 2)
+    assert 2 * (kept["SHARED_BYTES"] + 1024) <= 228 << 10
+    few = exact_build(6)
+    assert (few["STAGES"], few["SHARED_BYTES"]) == (2, 64 << 10)
+    for other in (
+        {"arch": "80"},
+        {"heads": (16, 1)},  # 32 query rows
+        {"head_dim": 64},
+        {"kv_dtype": np.uint8},
+        {"dtype_code": FP32},
+    ):
+        assert "KEPT_STAGES" not in exact_build(**{"arch": "90a", **other})
+
+
 def test_parts_are_not_shorter_than_they_are_worth():
     assert decoded(max_blocks=32).grid == (8, 4)  # 512 tokens
     assert decoded(max_blocks=2048, window=200).grid == (8, 2)
