@@ -2,8 +2,9 @@
 //
 // A build defines WARPS, ROW_TILES (sixteens of weight rows), COL_TILES (eights of rows of x), SPAN (elements of K a
 // warp takes in turn), STEP (elements of a stage, default SPAN), STAGES (of a warp's ring), X_AHEAD (reads x a step
-// ahead, default 0), STREAMED (weights leave the L2 first, default 0). Sums of warps are added in their order: a row's
-// bits depend on K, WARPS and SPAN alone.
+// ahead, default 0), STREAMED (weights leave the L2 first, default 0), GATED_ROWS (N = 2 I, a multiple of the tiles; a
+// tile has rows of gate, then of up, and out is silu_mul's T [M, I], default 0). Sums of warps are added in their order: a
+// row's bits depend on K, WARPS and SPAN alone.
 #pragma once
 
 #include "common/mma.cuh"
@@ -21,6 +22,9 @@
 #ifndef STREAMED
 #define STREAMED 0
 #endif
+#ifndef GATED_ROWS
+#define GATED_ROWS 0
+#endif
 
 constexpr int MMA_COLS = 8;  // rows of x
 constexpr int MAX_ROWS = MMA_COLS * COL_TILES;
@@ -35,6 +39,7 @@ template <typename X>
 struct GivenRows {
     const X* x;
 
+    static __device__ __forceinline__ int stride(int width) { return width; }
     __device__ __forceinline__ const X* get(float*, int) const {
         wait_for_previous_kernel();
         return x;
@@ -43,18 +48,30 @@ struct GivenRows {
     __device__ __forceinline__ void finish_early(int) const {}
 };
 
-// One row, copied to shared memory, from which each tile reads it.
-template <typename X>
-struct SharedRow {
-    const X* x;
+// Elements from a row in shared memory to the next: lanes that read two rows use different banks.
+__device__ __forceinline__ int shared_stride(int width) { return (width + 63) / 64 * 64 + 32; }
 
+// Up to KEPT_ROWS rows, copied to shared memory, from which each tile reads them.
+template <typename X>
+struct SharedRows {
+    const X* x;
+    int num_rows;
+
+    static __device__ __forceinline__ int stride(int width) { return shared_stride(width); }
     __device__ __forceinline__ const X* get(float* shared, int width) {
-        X* row = reinterpret_cast<X*>(shared);
+        X* rows = reinterpret_cast<X*>(shared);
         wait_for_previous_kernel();
-        for (int i = threadIdx.x * Vec<X>::SIZE; i < width; i += blockDim.x * Vec<X>::SIZE)
-            store_vec(row + i, load_vec(x + i));
+        for (int i = threadIdx.x * Vec<X>::SIZE; i < width; i += blockDim.x * Vec<X>::SIZE) {
+            Vec<X> held[KEPT_ROWS];
+#pragma unroll
+            for (int m = 0; m < KEPT_ROWS; m++)
+                if (m < num_rows) held[m] = load_vec(x + static_cast<i64>(m) * width + i);
+#pragma unroll
+            for (int m = 0; m < KEPT_ROWS; m++)
+                if (m < num_rows) store_vec(rows + m * stride(width) + i, held[m]);
+        }
         __syncthreads();
-        return row;
+        return rows;
     }
     __device__ __forceinline__ void announce() const {}
     __device__ __forceinline__ void finish_early(int) const {}
@@ -98,11 +115,12 @@ struct Gemv {
                                                         int k_size) {
         const int lane = threadIdx.x % WARP_SIZE;
         const int first = lane / VECS, vec = lane % VECS, k = at.k + vec * SIZE;
-        const W* from = weight + static_cast<i64>(at.tile + first) * k_size + k;
+        const W* from = weight + static_cast<i64>((GATED_ROWS ? at.tile / 2 : at.tile) + first) * k_size + k;
 #pragma unroll
         for (int n = 0; n < COPIES; n++) {
             const int row = first + n * (WARP_SIZE / VECS);
-            const bool wanted = k < k_size && at.tile + row < n_size;
+            if (GATED_ROWS && n == COPIES / 2) from += static_cast<i64>(n_size / 2 - TILE_ROWS / 2) * k_size;
+            const bool wanted = k < k_size && at.tile + (GATED_ROWS ? 0 : row) < n_size;
             const u32 to = stage + shared_offset(row, vec);
             if (STREAMED) {
                 copy_streamed_16(to, wanted ? from : weight, wanted);
@@ -140,7 +158,7 @@ struct Gemv {
         const X* x_rows[COL_TILES];
 #pragma unroll
         for (int j = 0; j < COL_TILES; j++)
-            x_rows[j] = x + static_cast<i64>(min(j * MMA_COLS + g, num_rows - 1)) * k_size + t * SIZE;
+            x_rows[j] = x + static_cast<i64>(min(j * MMA_COLS + g, num_rows - 1)) * rows.stride(k_size) + t * SIZE;
         GemvSums sum = {};
         const auto load_x = [&](XVecs& to, int first) {
 #pragma unroll
@@ -220,6 +238,20 @@ struct Gemv {
             if (finishes_row) rows.announce();
             __syncthreads();
             if (finishes_row) rows.finish_early(k_size);
+#if GATED_ROWS
+            constexpr int HALF = TILE_ROWS / 2;
+            for (int task = threadIdx.x; task < num_rows * HALF; task += blockDim.x) {
+                const int m = task / HALF, row = task % HALF, n = tile / 2 + row;
+                const float* from = partial + m * TILE_ROWS + row;
+                float gate = 0.0f, up = 0.0f;
+#pragma unroll
+                for (int w = 0; w < WARPS; w++) {
+                    gate += from[w * KEPT_ROWS * TILE_ROWS];
+                    up += from[w * KEPT_ROWS * TILE_ROWS + HALF];
+                }
+                out[static_cast<i64>(m) * (n_size / 2) + n] = gated(from_float<T>(gate), from_float<T>(up));
+            }
+#else
             for (int task = threadIdx.x; task < num_rows * TILE_ROWS; task += blockDim.x) {
                 const int m = task / TILE_ROWS, n = tile + task % TILE_ROWS;
                 if (n >= n_size) continue;
@@ -228,6 +260,7 @@ struct Gemv {
                 for (int w = 0; w < WARPS; w++) total += partial[w * KEPT_ROWS * TILE_ROWS + task];
                 out[static_cast<i64>(m) * n_size + n] = from_float<Out>(product.finish(total, m, n));
             }
+#endif
         }
     }
 };

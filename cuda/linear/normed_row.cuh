@@ -22,6 +22,7 @@ struct NormedRow {
         return sum;
     }
 
+    static __device__ __forceinline__ int stride(int width) { return width; }
     __device__ __forceinline__ const T* get(float* shared, int width) {
         T* normed = reinterpret_cast<T*>(shared);
         const int i = threadIdx.x * Vec<T>::SIZE;

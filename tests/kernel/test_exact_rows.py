@@ -57,6 +57,24 @@ def assert_rows_are_exact(ops, x: Array, weight: Weight, most: int = MAX_EXACT_R
 
 
 @pytest.mark.parametrize("build", [0, 1, 2])
+@pytest.mark.parametrize(("n", "k"), [(28672, 4096), (64, 264), (4096, 14336)])
+def test_gated_rows_are_single_rows(gemv_ops, rng, build, n, k):
+    ops = gemv_ops(build)
+    x, weight = normal(rng, (MAX_EXACT_ROWS, k), "bfloat16"), ops.upload(normal(rng, (n, k), "bfloat16", scale=k**-0.5))
+    whole = [ops.upload(row) for row in x]  # each aligned as a batch of one is
+    alone = []
+    for row in whole:
+        with ops.scratch():
+            alone.append(ops.download(ops.silu_mul(ops.linear(row.reshape(1, k), Weight(weight)))))
+    for count in NUM_ROWS:
+        with ops.scratch():
+            out = ops.temporary((count, n // 2), ops.dtype)
+            assert ops._linear.gated(ops.upload(x[:count]), weight, out)
+            together = ops.download(out)
+        np.testing.assert_array_equal(together.view(np.uint16), np.concatenate(alone[:count]).view(np.uint16))
+
+
+@pytest.mark.parametrize("build", [0, 1, 2])
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336), (1000, 264)])
 def test_dense_products(gemv_ops, rng, build, n, k):
     ops = gemv_ops(build)

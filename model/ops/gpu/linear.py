@@ -50,6 +50,7 @@ MIN_GAIN = 0.02
 """Share of time to save over cuBLASLt's first choice; less is noise."""
 
 _THREADS = 256
+_GATED_STEP = 32  # divides the weight rows of a gated product: the most of a tile
 _FLOAT32 = np.dtype(np.float32)
 _log = logging.getLogger(__name__)
 
@@ -130,16 +131,26 @@ class Linear:
         self._tuning = {**read_tuning(self._path), **self._tuning, **found}
         write_tuning(self._path, self._tuning)
 
-    def _by_exact_gemv(self, x: Array, weight: Array, bias: Array | None, out: Array) -> bool:
+    def gated(self, x: Array, weight: Array, out: Array) -> bool:
+        """Return whether gemv computed out [M, I], silu_mul of x [M, K] @ weight [2 I, K].T.
+
+        It has the bits of single rows and of separate kernels.
+        """
+        return len(weight) % _GATED_STEP == 0 and self._by_exact_gemv(x, weight, None, out, is_gated=True)
+
+    def _by_exact_gemv(
+        self, x: Array, weight: Array, bias: Array | None, out: Array, *, is_gated: bool = False
+    ) -> bool:
         """Return whether gemv computed it, in the order of sums of one row."""
+        device = self._device
         one_row = self._tuning.get(_shape_of(x, weight, bias, out)._replace(m=1), FIRST_CHOICE)
         is_aligned = (x.data.ptr | weight.data.ptr | out.data.ptr) % BEST_ALIGNMENT_BYTES == 0
         if one_row.kind != GEMV or not is_aligned:
             return False
-        build = exact_gemv_build(one_row.choice, len(x), weight.shape[1], self._device.max_shared_bytes)
+        build = exact_gemv_build(one_row.choice, len(x), weight.shape, device.num_sms, device.max_shared_bytes)
         if build is None:
             return False
-        self._launch_gemv(build, x, weight, bias, out)
+        self._launch_gemv(build, x, weight, bias, out, is_gated=is_gated)
         return True
 
     def share_tuning(self, other: Linear) -> None:
@@ -165,7 +176,9 @@ class Linear:
         """Return whether cuBLASLt added the bias."""
         return not self._device.kernels.are_compiled_ahead and self._gemm(x, weight, bias, out, choice)
 
-    def _launch_gemv(self, build: GemvBuild, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
+    def _launch_gemv(
+        self, build: GemvBuild, x: Array, weight: Array, bias: Array | None, out: Array, *, is_gated: bool = False
+    ) -> None:
         device, (n, k) = self._device, weight.shape
         if len(x) == 1 and build == GEMV_BUILDS[_ONE_ROW.choice]:
             build = one_row_build(build, k)
@@ -180,6 +193,7 @@ class Linear:
             shared_percent=100 if build.kept_rows == 1 else 0,
             OUT_FLOAT=int(out.dtype == _FLOAT32),
             **build.defines,
+            **({"GATED_ROWS": 1} if is_gated else {}),
         )
 
     def _small_m_build(self, index: int, m: int, n: int) -> SmallMBuild | None:

@@ -23,8 +23,12 @@ _MIN_ROWS_AHEAD, _MIN_WIDE_ROWS, _MAX_ROWS_AHEAD = 5, 13, 16
 """Exact rows: least that read x a step ahead, least in wide tiles, most of these that read ahead (registers). H200, a
 layer of Llama-3.1-8B: 107.7 us for 108.5 (8 rows), 118.6 for 128.5 (16), 130.4 for 154.8 (24)."""
 
-_MAX_SHARED_K = 4096
-"""Most elements of a row of x in shared memory: as many as add_norm_gemv takes."""
+_MAX_SHARED_K, _ROW_PADDING_BYTES = 4096, 64
+"""Most elements of a row of x in shared memory: as many as add_norm_gemv takes; bytes between rows past whole lines."""
+
+_MIN_SHARED_TILES = 8
+"""Least tiles of a block for which a few exact rows of x are copied to shared memory, unless they are read ahead in one
+column of tiles. H200, a step of Llama-3.1-8B at 1,024 tokens: 4,089 us for 4,203 (9 rows), 3,867 for 3,823 (5)."""
 
 _SPAN_BYTES = 128
 _TILE_ROWS = 128  # at most
@@ -74,7 +78,7 @@ class GemvBuild(NamedTuple):
         if self.is_streamed:
             sizes["STREAMED"] = 1
         if self.row_bytes > 0:
-            sizes["SHARES_ROW"] = 1
+            sizes["SHARES_ROWS"] = 1
         if self.fills:
             sizes["FILL"] = 1
         return sizes | {"X_AHEAD": 1} if self.reads_x_ahead else sizes
@@ -121,10 +125,12 @@ def _filled(build: GemvBuild, k: int) -> GemvBuild:
     return build._replace(is_streamed=True, fills=k > build.warps * build.span)
 
 
-def exact_gemv_build(index: int, num_rows: int, k: int, max_shared_bytes: int) -> GemvBuild | None:
-    """Return a build for `num_rows` rows of x, of K `k`, in the order of sums of GEMV_BUILDS[index], or None.
+def exact_gemv_build(
+    index: int, num_rows: int, shape: tuple[int, int], num_sms: int, max_shared_bytes: int
+) -> GemvBuild | None:
+    """Return a build for `num_rows` rows of x and weights [N, K] in the order of sums of GEMV_BUILDS[index], or None.
 
-    Wide tiles have twice the weight rows, in half steps: x is read half as often. Others fill their rings as
+    Wide tiles have twice the weight rows, in half steps: x is read half as often. Fewer rows fill their rings as
     `one_row_build`. H200, a step of Llama-3.1-8B at 256 tokens: 3,878 us for 4,016 (5 rows), 4,178 for 4,235 (9).
     """
     if num_rows > MAX_EXACT_ROWS:
@@ -133,12 +139,32 @@ def exact_gemv_build(index: int, num_rows: int, k: int, max_shared_bytes: int) -
     build = one_row._replace(col_tiles=max(one_row.col_tiles, math.ceil(num_rows / _EIGHT)))
     builds = [build]
     if index == 0:
-        wide = build._replace(row_tiles=2 * build.row_tiles, steps=2)
         if num_rows >= _MIN_WIDE_ROWS:
-            builds.insert(0, wide._replace(reads_x_ahead=num_rows <= _MAX_ROWS_AHEAD))
+            builds.insert(0, _wide(build)._replace(reads_x_ahead=num_rows <= _MAX_ROWS_AHEAD))
         elif num_rows > 1:
-            builds = [_filled(build, k)._replace(reads_x_ahead=num_rows >= _MIN_ROWS_AHEAD)]
+            builds = _few_rows_builds(build, num_rows, shape, num_sms)
     return next((build for build in builds if build.shared_bytes <= max_shared_bytes), None)
+
+
+def _wide(build: GemvBuild) -> GemvBuild:
+    return build._replace(row_tiles=2 * build.row_tiles, steps=2)
+
+
+def _few_rows_builds(build: GemvBuild, num_rows: int, shape: tuple[int, int], num_sms: int) -> list[GemvBuild]:
+    """Return the preferred builds first: x in shared memory where a block has many tiles, wide tiles for more than
+    eight rows where a block has one.
+    """
+    n, k = shape
+    filled = _filled(build, k)._replace(reads_x_ahead=num_rows >= _MIN_ROWS_AHEAD)
+    builds = [filled]
+    if num_rows > _EIGHT and n <= 32 * build.row_tiles * num_sms:
+        builds.insert(0, _wide(filled)._replace(kept_rows=num_rows))
+    has_many_tiles = n >= _MIN_SHARED_TILES * 16 * build.row_tiles * num_sms
+    if has_many_tiles and k <= _MAX_SHARED_K and not _MIN_ROWS_AHEAD <= num_rows <= _EIGHT:
+        row_bytes = _SPAN_BYTES * math.ceil(2 * k / _SPAN_BYTES) + _ROW_PADDING_BYTES
+        shared = filled._replace(row_bytes=num_rows * row_bytes, reads_x_ahead=False)
+        builds = [shared, shared._replace(kept_rows=num_rows), *builds]
+    return builds
 
 
 @dataclass(frozen=True, order=True)

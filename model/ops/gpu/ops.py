@@ -47,7 +47,7 @@ from model.ops.interface import (
     Sampled,
     SamplingArrays,
 )
-from model.ops.mlp import add_norm_gated_mlp, gated_mlp
+from model.ops.mlp import add_norm_gated_mlp, gated_mlp, takes_fp8
 from model.ops.norm import add_norm_linear
 from model.ops.weight import ExpertWeights, Weight, WeightFormat
 
@@ -379,6 +379,10 @@ class CudaOps(CudaDevice):
         elif gate_up.format is WeightFormat.INT4_TILED:
             gated = self._linear_int4.gated(x, gate_up)
             if gated is not None:
+                return self.linear(gated, down)
+        elif self._is_exact and len(x) > 1 and gate_up.format is WeightFormat.DENSE and not takes_fp8(self, down):
+            gated = self.temporary((len(x), gate_up.shape[0] // 2), self.dtype)
+            if self._linear.gated(x, gate_up.data, gated):
                 return self.linear(gated, down)
         return gated_mlp(self, x, gate_up, down)
 

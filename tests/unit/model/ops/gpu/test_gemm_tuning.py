@@ -16,6 +16,8 @@ tuning = pytest.importorskip(
     "model.ops.gpu.gemm_tuning", reason="no compiler: needs the packages of the compile extra", exc_type=ImportError
 )
 
+H200 = 132, 227 << 10
+"""SMs and bytes of shared memory of a block."""
 MEASURED_ON = [("NVIDIA H200", 130100)]
 """Device name and cuBLASLt version of each shipped file."""
 
@@ -60,19 +62,19 @@ def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, caplog):
 def test_more_rows_are_summed_in_the_order_of_one_row():
     for index, one in enumerate(GEMV_BUILDS):
         for num_rows in range(1, 25):
-            build = exact_gemv_build(index, num_rows, 14336, 227 << 10)
+            build = exact_gemv_build(index, num_rows, (4096, 14336), *H200)
             assert num_rows <= build.max_rows <= max(one.max_rows, num_rows + 7)
             assert (build.warps, build.span) == (one.warps, one.span)
             assert build.shared_bytes <= 227 << 10
-        assert exact_gemv_build(index, 25, 4096, 227 << 10) is None
-    assert exact_gemv_build(0, 1, 4096, 227 << 10) == GEMV_BUILDS[0]
+        assert exact_gemv_build(index, 25, (6144, 4096), *H200) is None
+    assert exact_gemv_build(0, 1, (6144, 4096), *H200) == GEMV_BUILDS[0]
 
 
 def test_exact_rows_without_room_for_wide_tiles_take_one_row_tiles():
     narrow = GEMV_BUILDS[0]._replace(col_tiles=2)
-    assert exact_gemv_build(0, 16, 4096, narrow.shared_bytes) == narrow
-    assert exact_gemv_build(0, 16, 4096, narrow.shared_bytes - 1) is None
-    wide = exact_gemv_build(0, 16, 4096, 227 << 10)
+    assert exact_gemv_build(0, 16, (6144, 4096), 132, narrow.shared_bytes) == narrow
+    assert exact_gemv_build(0, 16, (6144, 4096), 132, narrow.shared_bytes - 1) is None
+    wide = exact_gemv_build(0, 16, (6144, 4096), *H200)
     assert wide.row_tiles == 2
     assert wide.defines["STEP"] == 64
 
@@ -154,8 +156,25 @@ def test_one_row_fills_rings_that_a_tile_fills(k, fills):
 @pytest.mark.parametrize(("rows", "is_ahead"), [(2, False), (5, True), (12, True)])
 @pytest.mark.parametrize(("k", "fills"), [(2048, False), (4096, True)])
 def test_few_exact_rows_fill_rings_that_a_tile_fills(rows, is_ahead, k, fills):
-    build = exact_gemv_build(0, rows, k, 227 << 10)
+    build = exact_gemv_build(0, rows, (6144, k), *H200)
     assert (build.fills, build.is_streamed, build.reads_x_ahead) == (fills, True, is_ahead)
+
+
+@pytest.mark.parametrize(("rows", "kept"), [(2, 0), (4, 0), (9, 9)])
+def test_few_exact_rows_are_in_shared_memory_for_many_tiles(rows, kept):
+    build = exact_gemv_build(0, rows, (28672, 4096), *H200)
+    assert build.row_bytes == rows * (8192 + 64)
+    assert (build.kept_rows, build.reads_x_ahead) == (kept, False)
+    for others in (5, 8, 10):
+        assert exact_gemv_build(0, others, (28672, 4096), *H200).row_bytes == 0
+    assert exact_gemv_build(0, rows, (16000, 4096), *H200).row_bytes == 0
+
+
+@pytest.mark.parametrize(("rows", "n", "row_tiles"), [(8, 4096, 1), (9, 4096, 2), (9, 6144, 1), (12, 4224, 2)])
+def test_more_than_eight_exact_rows_have_wide_tiles_where_a_block_has_one(rows, n, row_tiles):
+    build = exact_gemv_build(0, rows, (n, 14336), *H200)
+    assert build.row_tiles == row_tiles
+    assert build.kept_rows == (rows if row_tiles == 2 else 0)
 
 
 def shipped() -> list[Path]:

@@ -171,14 +171,18 @@ def attention_builds(dtype_code: int, architecture: str, kv_dtype: type) -> list
 
 def gemv_builds(dtype_code: int) -> list[dict[str, int]]:
     """All of them, in each type of result; there is none for float32."""
-    one_row = [one_row_gemv(dtype_code, k) for k in (2048, 4096) if dtype_code != DTYPE_CODES["float32"]]
-    exact = [exact_gemv_build(index, MAX_EXACT_ROWS, 4096, H200[1]) for index in range(len(GEMV_BUILDS))]
-    return [
+    if dtype_code == DTYPE_CODES["float32"]:
+        return []
+    shapes = (6144, 4096), (4096, 14336), (28672, 4096)
+    few = [exact_gemv_build(0, rows, shape, *H200) for shape in shapes for rows in (5, 9)]
+    exact = [exact_gemv_build(index, MAX_EXACT_ROWS, (6144, 4096), *H200) for index in range(len(GEMV_BUILDS))]
+    builds = [
         {"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": out_float, **build.defines}
-        for build in (*GEMV_BUILDS, *(exact_gemv_build(0, rows, 4096, H200[1]) for rows in (5, 9)), *exact)
+        for build in (*GEMV_BUILDS, *few, *exact)
         for out_float in (0, 1)
-        if dtype_code != DTYPE_CODES["float32"]
-    ] + one_row
+    ]
+    gated = [{"QUIRE_DTYPE": dtype_code, "OUT_FLOAT": 0, "GATED_ROWS": 1, **build.defines} for build in few[-2:]]
+    return [*builds, *(one_row_gemv(dtype_code, k) for k in (2048, 4096)), *gated]
 
 
 def one_row_gemv(dtype_code: int, k: int) -> dict[str, int]:
