@@ -5,9 +5,9 @@
 //
 // A CTA computes a split for up to MEMBERS rows of a sequence, each up to its own end, and the same split for the next
 // group from tiles that are still in KEPT_STAGES of shared memory. The last CTA of a row to arrive combines its splits.
-// POLLS, for CTAs that all run at once: warps of the CTAs combine a query head each, and poll for the others; if one gives
-// up, the last CTA does. FETCH_EARLY: tokens of earlier steps are copied while the previous kernel runs, which needs a
-// plan from before it.
+// POLLS, for CTAs that all run at once: warps of the CTAs combine a query head each, and poll for the others; if one
+// gives up, the last CTA does. FETCH_EARLY: tokens of earlier steps are copied while the previous kernel runs, which
+// needs a plan from before it.
 #include "attention/decode_rows.cuh"
 
 constexpr int MAX_POLLS = 1 << 12;  // a few ms; never reached while all CTAs run at once
@@ -16,7 +16,7 @@ constexpr int LANE_SPLITS = ceil_div(MAX_SPLITS, WARP_SIZE);
 constexpr int NUM_COUNTERS = POLLS ? ROWS : 1;  // of a row and CTA column
 constexpr int LIST_INTS = 64;  // of combine_parts, at the end of shared memory
 static_assert(GROUP_ROWS <= WARP_SIZE, "a lane for each query row");
-static_assert(SHARED_BYTES >= WARPS * MAX_SPLITS * static_cast<int>(sizeof(float)), "the weights of the splits must fit");
+static_assert(SHARED_BYTES >= WARPS * MAX_SPLITS * sizeof(float), "the weights of the splits must fit");
 
 // ROWS a member. `q`, `out` and `workspace` point to sequence 0 and row 0.
 struct MemberRows {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void attend_members(const MemberRows& rows, const Pag
 
 constexpr int MOST_TILES = ceil_div(GROUP_ROWS, 8);
 constexpr int STAGE_BYTES = WARPS * 2 * TILE_BYTES;
-static_assert(SHARED_BYTES >= KEPT_STAGES * STAGE_BYTES + sizeof(Results<GROUP_ROWS>), "kept tiles and results must fit");
+static_assert(SHARED_BYTES >= KEPT_STAGES * STAGE_BYTES + sizeof(Results<GROUP_ROWS>), "tiles and results must fit");
 
 // A warp's tiles of a split, in its part of the ring.
 struct WarpTiles {
@@ -356,8 +356,7 @@ __device__ __forceinline__ void combine_row(const MemberRows& rows, int first_ro
     const auto load = [&](int base, int d) {
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i)
-            if (base + i < count && lane * 4 + d < HEAD_DIM)
-                held[i] = __ldcg(at(base + i, d));
+            if (base + i < count && lane * 4 + d < HEAD_DIM) held[i] = __ldcg(at(base + i, d));
     };
     load(0, 0);
     weigh_splits(rows.workspace.stats + first, count, stride, weights, rows.value_scale);

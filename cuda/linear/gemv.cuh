@@ -3,8 +3,8 @@
 // A build defines WARPS, ROW_TILES (sixteens of weight rows), COL_TILES (eights of rows of x), SPAN (elements of K a
 // warp takes in turn), STEP (elements of a stage, default SPAN), STAGES (of a warp's ring), X_AHEAD (reads x a step
 // ahead, default 0), STREAMED (weights leave the L2 first, default 0), GATED_ROWS (N = 2 I, a multiple of the tiles; a
-// tile has rows of gate, then of up, and out is silu_mul's T [M, I], default 0). Sums of warps are added in their order: a
-// row's bits depend on K, WARPS and SPAN alone.
+// tile has rows of gate, then of up, and out is silu_mul's T [M, I], default 0). Sums of warps are added in their order:
+// a row's bits depend on K, WARPS and SPAN alone.
 #pragma once
 
 #include "common/mma.cuh"
