@@ -33,21 +33,21 @@ def expected(case: LoraCase, weight: np.ndarray, bias: np.ndarray | None, dtype:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.parametrize("num_rows", [8, 17, 64, 96])
+@pytest.mark.parametrize("num_rows", [8, 17, 32, 96])
 @pytest.mark.parametrize("num_inputs", [264, 4096])
 def test_rows_of_mixed_ranks(open_hopper_ops, rng, dtype, parts, num_rows, num_inputs):
     """B of the adapter of rank 0 is NaN: a slot's matrix is not written where its adapter has none."""
     case = lora_case(rng, dtype, parts, num_rows, num_inputs)
     case.matrix.b[list(case.matrix.ranks).index(0)] = np.nan
     weight = normal(rng, (PARTS[parts][-1], num_inputs), dtype, num_inputs**-0.5)
-    bias = normal(rng, weight.shape[:1], dtype) if num_rows == 64 else None
+    bias = normal(rng, weight.shape[:1], dtype) if num_rows == 32 else None
     out = product(open_hopper_ops(dtype), case, weight, bias)
     assert_close(out, expected(case, weight, bias, dtype), dtype)
 
 
 def test_tiles_in_rounds(open_hopper_ops, rng):
     """More tiles than blocks, whose second has another part."""
-    case = lora_case(rng, "bfloat16", "two", 64)
+    case = lora_case(rng, "bfloat16", "two", 96)
     b = normal(rng, (5, 17400, 64), "bfloat16")
     b[case.matrix.ranks == 3, :, 3:], b[case.matrix.ranks == 8, :, 8:], b[case.matrix.ranks == 20, :, 20:] = 0, 0, 0
     case = replace(case, matrix=replace(case.matrix, b=b, part_ends=(8800, 17400)))
@@ -57,14 +57,14 @@ def test_tiles_in_rounds(open_hopper_ops, rng):
 
 
 def test_a_row_has_its_bits_in_any_batch(open_hopper_ops, rng):
-    ops, case = open_hopper_ops("bfloat16"), lora_case(rng, "bfloat16", "three", 64)
+    ops, case = open_hopper_ops("bfloat16"), lora_case(rng, "bfloat16", "three", 96)
     weight = normal(rng, (PARTS["three"][-1], 264), "bfloat16", 264**-0.5)
-    slots = np.full(64, -1, np.int32)
+    slots = np.full(96, -1, np.int32)
     for slot, first, count in case.rows.tiles:
         slots[case.rows.rows[first : first + count]] = slot
     whole = product(ops, case, weight, None)
-    for count in (64, 50, 33):
-        some = rng.permutation(64)[:count]
+    for count in (96, 80, 65):
+        some = rng.permutation(96)[:count]
         part = replace(case, x=case.x[some], rows=adapter_rows(slots[some], NumpyOps()))
         np.testing.assert_array_equal(product(ops, part, weight, None).view(np.uint16), whole[some].view(np.uint16))
 

@@ -18,6 +18,7 @@ from model.ops.experts import add_norm_experts, gated_experts
 from model.ops.gpu import drafts
 from model.ops.gpu.adapters import fused, pairs
 from model.ops.gpu.adapters import launches as lora
+from model.ops.gpu.adapters.product import AdaptedProduct
 from model.ops.gpu.adapters.writes import AsyncWriter, CudaWrite
 from model.ops.gpu.attention.paged import decode_attention, kv_build, plan_decode_attention, prefill_attention
 from model.ops.gpu.attention.rotated_decode import rotate_and_decode, should_rotate
@@ -73,6 +74,7 @@ class CudaOps(CudaDevice):
         self._linear_w8 = w8.W8Linear(self, self._linear)
         self._linear_fp8 = Fp8Linear(self, self._linear_w8)
         self._linear_int4 = int4.Int4Linear(self, self._linear)
+        self._adapted_product = AdaptedProduct(self)
         self._writer: AsyncWriter | None = None  # until adapters need it
         self._is_exact = False
         # of experts_row
@@ -436,8 +438,11 @@ class CudaOps(CudaDevice):
     def lora_linear(
         self, x: Array | Fp8Rows, weight: Weight, bias: Array | None, matrix: AdapterMatrix, adapters: AdapterRows
     ) -> Array | None:
-        is_dense = not isinstance(x, Fp8Rows) and weight.format is WeightFormat.DENSE
-        return None if self._is_exact or not is_dense else fused.linear(self, (x, weight.data, bias), matrix, adapters)
+        if self._is_exact or isinstance(x, Fp8Rows) or weight.format is not WeightFormat.DENSE:
+            return None
+        operands = x, weight.data, bias
+        out = self._adapted_product(operands, matrix, adapters)
+        return fused.linear(self, operands, matrix, adapters) if out is None else out
 
     def lora_shrink(self, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> Array:
         return lora.shrink(self, x, matrix, adapters)

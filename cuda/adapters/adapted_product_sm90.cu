@@ -1,0 +1,195 @@
+// adapted_product_sm90: out = x @ weight.T + bias, plus what the rows' LoRA adapters add, rounded once.
+//
+//   x, weight, bias, out, grid, reference of the product: as in small_m_sm90; block ADAPTED_THREADS
+//   rows int32 [M], tiles int32 [G, 3] of at most 16 rows, ranks int32 [S]: as in lora_shrink;
+//   a [S, P, R, K], b [S, N, R], finite and of b zeros beyond the rank; R = 16 RANK_STEPS, M <= COLS; ends of the parts
+//   are first_end, second_end, N, multiples of 8
+//   a_map: 2-D map of a, boxes of 64 x unit_outputs in the 128-byte swizzle; unit_outputs divides P R
+//   shrunk float32 [C, M, P, R]: room; done u32 [2]: zeros before and after
+//   reference: NumpyOps.linear, lora_shrink, lora_expand
+//   roofline: as small_m_sm90, and A and B of each adapter of the step read once, R (P K + N) elements
+//
+// Some warps, the helpers, work on adapters while the others sum over K. The grid's helpers share the units of x @ A
+// and count the finished ones in `done`; then each block's compute what adapters add to its tile and leave it in shared
+// memory. All blocks run at once, one an SM. A row has one adapter and each of its sums one order: they do not depend
+// on the batch. Where two blocks split K, each adds to the rows of x that it stores.
+#define WEIGHT_ELEMENTS 64
+#define X_BOXES 1
+#define OUT_FLOAT 0
+#define ADDED_ROWS (COLS / SPLIT)
+#define ADDED_STRIDE ((ROWS + 15) / 16 * 16 + 4)
+#define COMPACT_BYTES (COLS * RANK_STEPS * 64)
+#define MAX_RING_PIECES 6
+#define BARRIERS_BYTES (32 + 8 * 2 * 8 * MAX_RING_PIECES)
+#define SCALE_BYTES (BARRIERS_BYTES + COMPACT_BYTES + 4 * ADDED_ROWS * ADDED_STRIDE + 16 * COLS + 1024 + RINGS_BYTES)
+#include "adapters/adapted_expand.cuh"
+#include "adapters/adapted_shrink.cuh"
+
+constexpr int ADAPTED_THREADS = CONSUMERS + WARP_SIZE + HELPER_THREADS;
+static_assert(ADAPTED_THREADS == 416, "the launcher's threads are not these");
+
+struct Stage {
+    static __device__ __forceinline__ void multiply(Sums& sum, u32 weights, u32 x) {
+#pragma unroll
+        for (int k = 0; k < 128; k += 32) multiply_add(sum, operand(weights + k, 0), operand(x + k, 0));
+    }
+};
+
+// A warp's rows of the output tile; bias of this thread's two.
+struct OutputTile {
+    const Adapters& adapters;
+    Out* out;
+    int first, end;  // weight rows of this warp
+    int tile_row, parity, num_rows, n_size;
+    float bias[2];
+
+    __device__ __forceinline__ OutputTile(const Adapters& adapters, Out* out, const T* add, int tile_row, int parity,
+                                          int num_rows, int n_size)
+        : adapters(adapters),
+          out(out),
+          end(min(tile_row + ROWS, n_size)),
+          tile_row(tile_row),
+          parity(parity),
+          num_rows(num_rows),
+          n_size(n_size) {
+        first = tile_row + threadIdx.x / WARP_SIZE * 16;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = first + 8 * half + threadIdx.x % WARP_SIZE / 4;
+            bias[half] = add != nullptr && row < end ? to_float(add[row]) : 0.0f;
+        }
+    }
+
+    // Stores rows 8 chunk .. 8 chunk + 7 of x, transposed for adjacent stores; N is even.
+    __device__ __forceinline__ void store(int chunk, const float (&four)[4]) const {
+        const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
+        wait_for(adapters.ready, parity);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float low = four[2 * half] + bias[half], high = four[2 * half + 1] + bias[half];
+            if (first + 8 * half + g < end) {
+                const int row = first + 8 * half + g - tile_row;
+                low += adapters.row(8 * chunk + 2 * t)[row];
+                high += adapters.row(8 * chunk + 2 * t + 1)[row];
+            }
+            const u32 pair = transpose_matrix(pack_pair(low, high));
+            const int m = 8 * chunk + g, n = first + 8 * half + 2 * t;
+            if (m < num_rows && n < end) *reinterpret_cast<u32*>(out + static_cast<i64>(m) * n_size + n) = pair;
+        }
+    }
+};
+
+// Registers are limited: a block of add_rms_norm, 512 threads of 56, begins while this runs.
+extern "C" __global__ void SMALL_M_CLUSTER __maxnreg__(80)
+    adapted_product_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map,
+                         const __grid_constant__ TensorMap a_map, const T* x, const T* b, const T* bias, Out* out,
+                         float* shrunk, const int* rows, const int* tiles, const int* ranks, u32* done, int num_rows,
+                         int n_size, int k_size, int num_splits, int num_sorted, int num_tiles, int num_parts,
+                         int max_rank, int first_end, int second_end, int unit_outputs) {
+    extern __shared__ unsigned char memory[];
+    const Shared shared{(shared_address(memory) + 1023) / 1024 * 1024};
+    const BlockWork work(n_size, k_size);
+    const Adapters adapters(shared, memory);
+    const Producer producer{shared, work, weight_map, x_map, policy_of_read_once()};
+    const bool is_producer = threadIdx.x == CONSUMERS;
+    const int helper_thread = threadIdx.x - CONSUMERS - WARP_SIZE, helper = helper_thread / WARP_SIZE;
+    const int lane = threadIdx.x % WARP_SIZE;
+
+    start_next_kernel();
+    if (is_producer) {
+        prefetch_map(weight_map);
+        prefetch_map(x_map);
+        prefetch_map(a_map);
+        make_ring_barriers(shared, CONSUMERS / WARP_SIZE);
+        make_barrier(shared.all_sent(), 1);
+        make_barrier(adapters.ready, HELPERS);
+        make_barrier(adapters.taken, CONSUMERS / WARP_SIZE);
+        for (int i = 0; i < 2 * HELPERS * MAX_PIECES; ++i) make_barrier(adapters.a_full(0, i), 1);
+        publish_barriers();
+        if (SPLIT == 2) arrive_expecting(shared.all_sent(), SENT_BYTES);
+        producer.fetch_ahead();
+    }
+    __syncthreads();
+    if (SPLIT == 2) arrive_at_cluster();
+
+    if (threadIdx.x < CONSUMERS) {
+        for (int tile = 0; tile < work.num_tiles; ++tile) {
+            Sums sum;
+            sum_tile<Stage>(sum, shared, work, tile * work.num_spans);
+            const OutputTile output(adapters, out, bias, work.first_row(tile), tile % 2, num_rows, n_size);
+            store(sum, output, shared, work.split);
+            __syncwarp();
+            if (lane == 0) arrive(adapters.taken);
+        }
+        return;
+    }
+    if (is_producer) {
+        wait_for_previous_kernel();
+        producer.fetch_all();
+    }
+    if (helper_thread >= 0) {
+        const Parts parts{first_end, second_end, n_size};
+        const Shrunk sums{shrunk, num_splits, num_sorted, num_parts, max_rank};
+        const B all_b{b, n_size, max_rank};
+        const int num_outputs = num_parts * max_rank, num_passes = num_outputs / unit_outputs;
+        if (helper == 0) list_groups(adapters, tiles, ranks, num_tiles);
+        meet_helpers();
+        const auto unit_of = [&](int number) {
+            return ShrinkUnit(adapters, number, num_splits, num_passes, unit_outputs, k_size, helper);
+        };
+        APieces a(adapters, a_map, helper, unit_outputs, num_outputs);
+        const int own_unit = blockIdx.x, num_units = *adapters.num_groups * num_splits * num_passes;
+        if (lane == 0 && own_unit < num_units) a.fetch_first(unit_of(own_unit));
+        const auto row_of = [&](const ShrinkUnit& unit) {
+            const int row = lane / 4 < unit.group.num_rows() ? rows[unit.group.first() + lane / 4] : 0;
+            return x + static_cast<i64>(row) * k_size;
+        };
+        const T* own_row = own_unit < num_units ? row_of(unit_of(own_unit)) : x;
+        if (helper == 0) list_columns(adapters, rows, work.split);
+        for (int at = helper_thread; at < ADDED_ROWS * ADDED_STRIDE; at += HELPER_THREADS) adapters.added[at] = 0.0f;
+        meet_helpers();
+        wait_for_previous_kernel();
+
+        int num_own = 0;
+        for (int number = own_unit; number < num_units; number += gridDim.x, ++num_own) {
+            const ShrinkUnit unit = unit_of(number);
+            if (number != own_unit) {
+                meet_helpers();  // the previous unit's sums are read
+                publish_stores();
+                __syncwarp();
+                if (lane == 0) a.fetch_first(unit);
+            }
+            sum_unit(reinterpret_cast<float*>(adapters.ring_memory + helper * RING_BYTES), a, unit,
+                     number == own_unit ? own_row : row_of(unit), k_size);
+            meet_helpers();
+            store_unit(adapters, a, unit, shrunk, num_sorted, helper_thread);
+        }
+        meet_helpers();
+        if (helper_thread == 0 && num_own > 0) add_done(done, num_own);
+        publish_stores();
+        __syncwarp();
+
+        BPieces ahead(adapters, all_b, helper), now(adapters, all_b, helper);
+        for (int tile = 0; tile < work.num_tiles; ++tile) {
+            const int row = work.first_row(tile), first_part = parts.first(row);
+            if (tile > 0) wait_for(adapters.taken, (tile - 1) % 2);
+            for (int part = first_part; part < first_part + parts.num_parts(row); ++part) {
+                const PartRows own = parts.rows(part, row);
+                const bool is_first = tile == 0 && part == first_part;
+                ahead.start(own);
+                now.start(own);
+                ahead.fetch_first();
+                if (is_first && helper_thread == 0) wait_for_all(done, num_units);
+                meet_helpers();  // the other part's operands are read
+                round_part(adapters, sums, part, helper_thread);
+                meet_helpers();
+                expand(adapters, now, ahead, row);
+            }
+            __syncwarp();
+            if (lane == 0) arrive(adapters.ready);
+        }
+        if (helper_thread == 0) leave(done);
+    }
+    __syncwarp();
+    if (SPLIT == 2) wait_for_cluster();
+}
