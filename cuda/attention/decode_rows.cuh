@@ -1,5 +1,4 @@
 // Attention of one query token per row, for both paged_decode kernels.
-//
 // 16 bits: a warp streams tiles of 16 tokens through its own STAGES of shared memory, with no wider barrier in the
 // loop. S^T = K Q^T, O^T = V^T P^T: eight query rows cost one instruction. fp32: CUDA cores, one query row a CTA.
 #pragma once
@@ -272,9 +271,8 @@ __device__ __forceinline__ bool is_last_to_arrive(int pair, int count) {
     return is_last;
 }
 
-// The place of a row's dimension; with kept tiles there is no room for padding.
+// The place of a row's dimension, permuted within 32: with kept tiles there is no room for padding.
 __device__ __forceinline__ int sum_place(int row, int d) { return KEPT_STAGES > 0 ? d ^ row / 2 % 4 * 8 : d; }
-static_assert(KEPT_STAGES == 0 || HEAD_DIM % 32 == 0, "places are permuted within 32 dimensions");
 
 // Results of a CTA's warps, in place of the tiles.
 template <int NUM_ROWS>

@@ -16,6 +16,7 @@ constexpr int LANE_SPLITS = ceil_div(MAX_SPLITS, WARP_SIZE);
 constexpr int NUM_COUNTERS = POLLS ? ROWS : 1;  // of a row and CTA column
 constexpr int LIST_INTS = 64;  // of combine_parts, at the end of shared memory
 static_assert(GROUP_ROWS <= WARP_SIZE, "a lane for each query row");
+static_assert(KEPT_STAGES == 0 || HEAD_DIM % 32 == 0, "sum_place permutes 32 dimensions");
 static_assert(SHARED_BYTES >= WARPS * MAX_SPLITS * sizeof(float), "the weights of the splits must fit");
 
 // ROWS a member. `q`, `out` and `workspace` point to sequence 0 and row 0.
