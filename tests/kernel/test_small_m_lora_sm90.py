@@ -8,27 +8,10 @@ import pytest
 from model.adapter_slots import adapter_rows
 from model.ops.cpu.ops import NumpyOps
 from model.ops.weight import Weight
-from tests.support.kernel_checks import NUMPY_DTYPES, assert_close, normal
-from tests.support.lora_cases import PARTS, LoraCase, lora_case
+from tests.support.kernel_checks import assert_close, normal
+from tests.support.lora_cases import PARTS, adapted_product, expected_product, lora_case
 
 pytestmark = pytest.mark.gpu
-
-FLOAT32 = np.dtype(np.float32)
-
-
-def product(ops, case: LoraCase, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-    with ops.scratch():
-        bias = None if bias is None else ops.upload(bias)
-        out = ops.lora_linear(ops.upload(case.x), Weight(ops.upload(weight)), bias, *case.on(ops, 16))
-        assert out is not None
-        return ops.download(out)
-
-
-def expected(case: LoraCase, weight: np.ndarray, bias: np.ndarray | None, dtype: str) -> np.ndarray:
-    reference = NumpyOps(NUMPY_DTYPES[dtype])
-    out = reference.linear(case.x, Weight(weight), bias, dtype=FLOAT32)
-    reference.lora_expand(reference.lora_shrink(case.x, case.matrix, case.rows), case.matrix, case.rows, out)
-    return out.astype(NUMPY_DTYPES[dtype])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -41,8 +24,8 @@ def test_rows_of_mixed_ranks(open_hopper_ops, rng, dtype, parts, num_rows, num_i
     case.matrix.b[list(case.matrix.ranks).index(0)] = np.nan
     weight = normal(rng, (PARTS[parts][-1], num_inputs), dtype, num_inputs**-0.5)
     bias = normal(rng, weight.shape[:1], dtype) if num_rows == 32 else None
-    out = product(open_hopper_ops(dtype), case, weight, bias)
-    assert_close(out, expected(case, weight, bias, dtype), dtype)
+    out = adapted_product(open_hopper_ops(dtype), case, weight, bias)
+    assert_close(out, expected_product(case, weight, bias, dtype), dtype)
 
 
 def test_tiles_in_rounds(open_hopper_ops, rng):
@@ -52,8 +35,8 @@ def test_tiles_in_rounds(open_hopper_ops, rng):
     b[case.matrix.ranks == 3, :, 3:], b[case.matrix.ranks == 8, :, 8:], b[case.matrix.ranks == 20, :, 20:] = 0, 0, 0
     case = replace(case, matrix=replace(case.matrix, b=b, part_ends=(8800, 17400)))
     weight = normal(rng, (17400, 264), "bfloat16", 264**-0.5)
-    out = product(open_hopper_ops("bfloat16"), case, weight, None)
-    assert_close(out, expected(case, weight, None, "bfloat16"), "bfloat16")
+    out = adapted_product(open_hopper_ops("bfloat16"), case, weight, None)
+    assert_close(out, expected_product(case, weight, None, "bfloat16"), "bfloat16")
 
 
 def test_a_row_has_its_bits_in_any_batch(open_hopper_ops, rng):
@@ -62,11 +45,13 @@ def test_a_row_has_its_bits_in_any_batch(open_hopper_ops, rng):
     slots = np.full(96, -1, np.int32)
     for slot, first, count in case.rows.tiles:
         slots[case.rows.rows[first : first + count]] = slot
-    whole = product(ops, case, weight, None)
+    whole = adapted_product(ops, case, weight, None)
     for count in (96, 80, 65):
         some = rng.permutation(96)[:count]
         part = replace(case, x=case.x[some], rows=adapter_rows(slots[some], NumpyOps()))
-        np.testing.assert_array_equal(product(ops, part, weight, None).view(np.uint16), whole[some].view(np.uint16))
+        np.testing.assert_array_equal(
+            adapted_product(ops, part, weight, None).view(np.uint16), whole[some].view(np.uint16)
+        )
 
 
 def test_other_products_take_two_kernels(open_hopper_ops, rng):

@@ -9,7 +9,8 @@ import numpy as np
 from model.adapter_slots import adapter_rows
 from model.ops.adapter_interface import AdapterMatrix, AdapterRows
 from model.ops.cpu.ops import NumpyOps
-from tests.support.kernel_checks import normal
+from model.ops.weight import Weight
+from tests.support.kernel_checks import NUMPY_DTYPES, normal
 
 RANKS = (8, 0, 3, 64, 20)
 PARTS = {"one": (512,), "two": (640, 1280), "three": (1032, 1160, 1288)}
@@ -58,3 +59,20 @@ def lora_case(rng: np.random.Generator, dtype: str, parts: str, num_rows: int, n
         adapter_rows(slots, NumpyOps()),
         normal(rng, (num_rows, ends[-1]), dtype),
     )
+
+
+def adapted_product(ops, case: LoraCase, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+    """Return what the GPU gives for x @ weight.T + bias and the rows' adapters, in one call."""
+    with ops.scratch():
+        bias = None if bias is None else ops.upload(bias)
+        out = ops.lora_linear(ops.upload(case.x), Weight(ops.upload(weight)), bias, *case.on(ops, 16))
+        assert out is not None
+        return ops.download(out)
+
+
+def expected_product(case: LoraCase, weight: np.ndarray, bias: np.ndarray | None, dtype: str) -> np.ndarray:
+    """Return the same of NumPy: `linear`, then `lora_expand`, rounded once."""
+    reference = NumpyOps(NUMPY_DTYPES[dtype])
+    out = reference.linear(case.x, Weight(weight), bias, dtype=np.dtype(np.float32))
+    reference.lora_expand(reference.lora_shrink(case.x, case.matrix, case.rows), case.matrix, case.rows, out)
+    return out.astype(NUMPY_DTYPES[dtype])

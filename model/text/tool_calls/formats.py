@@ -106,6 +106,9 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
 }
 """Formats by vLLM's --tool-call-parser names; `_anywhere`: bare calls may follow prose."""
 
+SHOWN_MARKS = {"functools": PHI4_MINI_JSON, "<|tool_call|>": GRANITE, "[TOOL_CALLS]": MISTRAL, "<tool_call>": HERMES}
+"""Formats by what their templates contain, the most specific first."""
+
 SHOWN_PYTHONIC = re.compile(r"\[\s*\w+\(\w+\s*=|<function_calls>|<\|tool_call_start\|>")
 """Pattern in templates with Python calls."""
 
@@ -118,8 +121,8 @@ def detect_format(template: str) -> CallFormat:
     """Return the format that a chat template renders."""
     if BEGIN in template:
         return SEED_OSS if SEED_OSS.syntax.openings[0] in template else QWEN3_CODER
-    for call_format in (PHI4_MINI_JSON, GRANITE, MISTRAL, HERMES):
-        if call_format.syntax.openings[0].rstrip("[") in template:
+    for mark, call_format in SHOWN_MARKS.items():
+        if mark in template:
             return call_format
     return PYTHONIC if SHOWN_PYTHONIC.search(template) else LLAMA3_JSON
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,7 +23,7 @@ MIN_ROWS, MAX_ROWS = 8, 96
 ROOM_BYTES = 28 << 10
 """Shared memory left to blocks of `lora_shrink_few`. All of the ring is filled while they run."""
 
-_STEP_RANKS = 16
+STEP_RANKS = 16
 _MAX_RANK_STEPS = 4
 _TILE_ROWS = 16
 _EIGHT = 8
@@ -33,6 +35,8 @@ _FLOAT32 = np.dtype(np.float32)
 
 _SPLIT_INPUTS = 1024
 """SPLIT_INPUTS of lora_shrink_few.cu."""
+
+Build = TypeVar("Build", bound=SmallMBuild)
 
 
 @dataclass(frozen=True, order=True)
@@ -60,15 +64,27 @@ class AdaptedBuild(SmallMBuild):
 @functools.cache
 def adapted_build(m: int, n: int, max_rank: int, num_sms: int, max_shared_bytes: int) -> AdaptedBuild | None:
     """Return the build for `m` rows of x, `n` of weights and adapters of `max_rank`, or None."""
-    rank_steps = max_rank // _STEP_RANKS
-    if max_rank % _STEP_RANKS or not 0 < rank_steps <= _MAX_RANK_STEPS:
+    return most_stages(AdaptedBuild, _MIN_STAGES, (m, n, max_rank), num_sms, max_shared_bytes)
+
+
+def most_stages(
+    kind: Callable[[int, int, int, int, int], Build],
+    min_stages: int,
+    sizes: tuple[int, int, int],
+    num_sms: int,
+    max_shared_bytes: int,
+) -> Build | None:
+    """Return the build of `kind` with the most stages that fit, or None; `sizes` as in `adapted_build`."""
+    m, n, max_rank = sizes
+    rank_steps = max_rank // STEP_RANKS
+    if max_rank % STEP_RANKS or not 0 < rank_steps <= _MAX_RANK_STEPS:
         return None
     for split in reversed(SMALL_M_SPLITS):
         plain = small_m_build(split, m, n, num_sms, max_shared_bytes)
         if plain is None:
             continue
-        most = AdaptedBuild(plain.rows, plain.cols, split, plain.stages, rank_steps)
-        builds = (replace(most, stages=stages) for stages in range(most.stages, _MIN_STAGES - 1, -1))
+        most = kind(plain.rows, plain.cols, split, plain.stages, rank_steps)
+        builds = (replace(most, stages=stages) for stages in range(most.stages, min_stages - 1, -1))
         found = next((build for build in builds if build.shared_bytes <= max_shared_bytes), None)
         if found is not None:
             return found
@@ -96,7 +112,7 @@ def shrink(device: KernelLauncher, x: Array, matrix: AdapterMatrix, adapters: Ad
     sizes = map(np.int32, (num_rows, num_inputs, num_parts, max_rank))
     device.launch(
         "lora_shrink_few",
-        (num_parts * max_rank // _STEP_RANKS, len(adapters.tiles), num_splits),
+        (num_parts * max_rank // STEP_RANKS, len(adapters.tiles), num_splits),
         (shrunk, x, matrix.a, adapters.rows, adapters.tiles, matrix.ranks, *sizes),
         threads=_SHRINK_THREADS,
         overlaps=True,
@@ -147,10 +163,14 @@ def _launch_product(
 
 
 def _build(device: KernelLauncher, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> AdaptedBuild | None:
-    (num_rows, k), (_, n, max_rank) = x.shape, matrix.b.shape
-    is_16_bits = device.dtype.itemsize == _FLOAT32.itemsize // 2
-    if device.arch != "90a" or not is_16_bits or not MIN_ROWS <= num_rows <= MAX_ROWS:
+    _, n, max_rank = matrix.b.shape
+    if not MIN_ROWS <= len(x) <= MAX_ROWS or not are_served(device, x, matrix, adapters):
         return None
-    if adapters.tile_rows > _TILE_ROWS or k % _EIGHT or any(end % _EIGHT for end in matrix.part_ends):
-        return None
-    return adapted_build(num_rows, n, max_rank, device.num_sms, device.max_shared_bytes - ROOM_BYTES)
+    return adapted_build(len(x), n, max_rank, device.num_sms, device.max_shared_bytes - ROOM_BYTES)
+
+
+def are_served(device: KernelLauncher, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> bool:
+    """Return whether products with adapters take such operands, of any number of rows."""
+    are_16_bits = device.dtype.itemsize == _FLOAT32.itemsize // 2
+    are_whole = x.shape[1] % _EIGHT == 0 and all(end % _EIGHT == 0 for end in matrix.part_ends)
+    return device.arch == "90a" and are_16_bits and adapters.tile_rows <= _TILE_ROWS and are_whole

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from model.ops.adapter_interface import AdapterMatrix, AdapterRows
+from model.ops.gpu.adapters.fused import STEP_RANKS, are_served, most_stages
 from model.ops.gpu.launcher import KernelLauncher
-from model.ops.gpu.linear_builds import SMALL_M_SPLITS, SmallMBuild, small_m_build
+from model.ops.gpu.linear_builds import SmallMBuild
 from model.ops.interface import Array
 
 MIN_ROWS, MAX_ROWS = 33, 64
-"""Rows that gain: at 64 over 32 adapters of rank 16, a step of Llama-3.1-8B takes 1.20 of the base step on an H200."""
+"""Rows served. H200: at 64 over 32 adapters of rank 16, a step of Llama-3.1-8B takes 1.18 times the base step."""
 
 RINGS_BYTES = 64 << 10
 """Shared memory of a block's helpers, for A and then for B."""
 
-_STEP_RANKS = 16
-_MAX_RANK_STEPS = 4
-_TILE_ROWS = 16
-_EIGHT = 8
 _MAX_PARTS = 3
 _MAX_UNIT_OUTPUTS = 48
 _NUM_SPLITS = 4
 _NUM_COUNTERS = 1024
 _THREADS = 416
 _MIN_STAGES = 3
+_BARRIERS_BYTES = 800
 _SPAN = 64  # elements of a swizzled row
 _FLOAT32 = np.dtype(np.float32)
 _UINT32 = np.dtype(np.uint32)
@@ -53,25 +51,13 @@ class ProductBuild(SmallMBuild):
         """Bytes of the product, and of the helpers' barriers, operands, sums, lists and rings."""
         operands = 64 * self.cols * self.rank_steps
         added = 4 * self.cols // self.split * (16 * math.ceil(self.rows / 16) + 4)
-        return super().shared_bytes + 800 + operands + added + 16 * self.cols + 1024 + RINGS_BYTES
+        return super().shared_bytes + _BARRIERS_BYTES + operands + added + 16 * self.cols + 1024 + RINGS_BYTES
 
 
 @functools.cache
 def product_build(m: int, n: int, max_rank: int, num_sms: int, max_shared_bytes: int) -> ProductBuild | None:
     """Return the build for `m` rows of x, `n` of weights and adapters of `max_rank`, or None."""
-    rank_steps = max_rank // _STEP_RANKS
-    if max_rank % _STEP_RANKS or not 0 < rank_steps <= _MAX_RANK_STEPS:
-        return None
-    for split in reversed(SMALL_M_SPLITS):
-        plain = small_m_build(split, m, n, num_sms, max_shared_bytes)
-        if plain is None:
-            continue
-        most = ProductBuild(plain.rows, plain.cols, split, plain.stages, rank_steps)
-        builds = (replace(most, stages=stages) for stages in range(most.stages, _MIN_STAGES - 1, -1))
-        found = next((build for build in builds if build.shared_bytes <= max_shared_bytes), None)
-        if found is not None:
-            return found
-    return None
+    return most_stages(ProductBuild, _MIN_STAGES, (m, n, max_rank), num_sms, max_shared_bytes)
 
 
 class AdaptedProduct:
@@ -128,15 +114,12 @@ class AdaptedProduct:
 
 def _unit_outputs(num_outputs: int) -> int:
     """Return the outputs of x @ A that a block sums at once."""
-    parts = (num_outputs // count for count in range(1, num_outputs) if num_outputs % (_STEP_RANKS * count) == 0)
+    parts = (num_outputs // count for count in range(1, num_outputs) if num_outputs % (STEP_RANKS * count) == 0)
     return next(part for part in parts if part <= _MAX_UNIT_OUTPUTS)
 
 
 def _build(device: KernelLauncher, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> ProductBuild | None:
-    (num_rows, k), (_, n, max_rank) = x.shape, matrix.b.shape
-    is_16_bits = device.dtype.itemsize == _FLOAT32.itemsize // 2
-    if device.arch != "90a" or not is_16_bits or not MIN_ROWS <= num_rows <= MAX_ROWS:
+    _, n, max_rank = matrix.b.shape
+    if not MIN_ROWS <= len(x) <= MAX_ROWS or not are_served(device, x, matrix, adapters):
         return None
-    if adapters.tile_rows > _TILE_ROWS or k % _EIGHT or any(end % _EIGHT for end in matrix.part_ends):
-        return None
-    return product_build(num_rows, n, max_rank, device.num_sms, device.max_shared_bytes)
+    return product_build(len(x), n, max_rank, device.num_sms, device.max_shared_bytes)
