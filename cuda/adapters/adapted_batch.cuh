@@ -1,4 +1,4 @@
-// A batch's adapters in shared memory, for the helpers of adapted_product_sm90: warps besides those of the product.
+// A batch's adapters in shared memory, for the helpers of adapted_product_sm90: warps other than the product's.
 // Included by that kernel alone.
 #pragma once
 

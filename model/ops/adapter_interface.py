@@ -1,4 +1,4 @@
-"""Contract of operations with LoRA adapters. Dimensions are those of `interface`."""
+"""Contract of operations with LoRA adapters. Dimensions as in `interface`."""
 
 from __future__ import annotations
 
