@@ -4,10 +4,13 @@
 
 #include "linear/small_m.cuh"
 
+constexpr int SPLITS = 4;                      // of K, of x @ A
 constexpr int HELPERS = 4 * (3 - WARPGROUPS);  // warps
 constexpr int HELPER_THREADS = HELPERS * WARP_SIZE;
 constexpr int RING_BYTES = RINGS_BYTES / HELPERS;
 constexpr int MAX_PIECES = MAX_RING_PIECES;  // of a ring
+constexpr int MAX_TILES = COLS + COLS / 8;
+static_assert(4 * (3 * MAX_TILES + HELPER_THREADS) <= PARTS_AT_ONCE * COMPACT_BYTES, "tiles and ranks fit");
 static_assert(COLS <= 255, "rows of a column have 8 bits");
 static_assert(RING_BYTES % 1024 == 0, "pieces of A begin with the swizzle");
 
@@ -45,11 +48,13 @@ struct Group {
 struct Adapters {
     u32 ready, taken;  // barriers of what is added
     int *num_columns, *num_groups;
-    unsigned char* compact;  // of one part: [column][rank step][rounded, rest][16] elements
+    unsigned char* compact;  // [part at once][column][rank step][rounded, rest][16] elements
     float* added;            // [row of x][weight row]
     u32 *of_sorted, *columns, *runs;  // adapters by sorted row; columns; adapters of each eight of them, then zeros
     u32* groups;
-    u32 rings;  // of the helpers, RING_BYTES each
+    int* sorted_rows;
+    int *tiles, *ranks;  // in `compact`, until operands are rounded
+    u32 rings;           // of the helpers, RING_BYTES each
     unsigned char* ring_memory;
 
     __device__ __forceinline__ Adapters(const Shared& shared, unsigned char* memory) {
@@ -59,12 +64,15 @@ struct Adapters {
         num_columns = reinterpret_cast<int*>(at);
         num_groups = num_columns + 1;
         compact = at + 16;
-        added = reinterpret_cast<float*>(compact + COMPACT_BYTES);
+        added = reinterpret_cast<float*>(compact + PARTS_AT_ONCE * COMPACT_BYTES);
         of_sorted = reinterpret_cast<u32*>(added + ADDED_ROWS * ADDED_STRIDE);
         columns = of_sorted + COLS;
         runs = columns + COLS;
         groups = runs + COLS;
-        rings = (shared_address(groups + COLS) + 1023) / 1024 * 1024;
+        sorted_rows = reinterpret_cast<int*>(groups + COLS);
+        tiles = reinterpret_cast<int*>(compact);
+        ranks = tiles + 3 * MAX_TILES;
+        rings = (shared_address(sorted_rows + COLS) + 1023) / 1024 * 1024;
         ring_memory = memory + (rings - shared_address(memory));
     }
     __device__ __forceinline__ u32 a_full(int helper, int piece) const {
@@ -95,61 +103,59 @@ struct Parts {
     }
 };
 
-// A warp lists groups, and adapters by sorted row; nothing of it is written by kernels of this step.
-__device__ __forceinline__ void list_groups(const Adapters& adapters, const int* tiles, const int* ranks,
-                                            int num_tiles) {
-    constexpr int STEPS = (COLS + WARP_SIZE - 1) / WARP_SIZE + 1;  // of a warp, loaded at once
+// The helpers copy rows, tiles and the first slots' ranks, which no kernel of this step writes.
+__device__ __forceinline__ void load_batch(const Adapters& adapters, const int* rows, const int* tiles,
+                                           const int* ranks, int num_sorted, int num_tiles, int num_slots,
+                                           int thread) {
+    const int word = thread < 3 * num_tiles ? tiles[thread] : 0, row = thread < num_sorted ? rows[thread] : 0;
+    const int rank = thread < num_slots ? ranks[thread] : 0;
+    if (thread < COLS) {
+        adapters.of_sorted[thread] = adapters.runs[thread] = 0;
+        adapters.sorted_rows[thread] = row;
+    }
+    adapters.ranks[thread] = rank;
+    if (thread < 3 * MAX_TILES) adapters.tiles[thread] = word;
+#pragma unroll 1
+    for (int i = thread + HELPER_THREADS; i < 3 * num_tiles; i += HELPER_THREADS) adapters.tiles[i] = tiles[i];
+}
+
+// A warp lists groups, and adapters by sorted row.
+__device__ __forceinline__ void list_groups(const Adapters& adapters, const int* ranks, int num_tiles) {
     const int lane = threadIdx.x % WARP_SIZE;
-#pragma unroll
-    for (int m = lane; m < COLS; m += WARP_SIZE) adapters.of_sorted[m] = adapters.runs[m] = 0;
+    const u32 before = (1u << lane) - 1;
     int num_groups = 0;
-    for (int base = 0; base < num_tiles; base += STEPS * WARP_SIZE) {
-        int slots[STEPS], firsts[STEPS], counts[STEPS], rank_of[STEPS];
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            const int tile = base + step * WARP_SIZE + lane;
-            const bool exists = tile < num_tiles;
-            slots[step] = exists ? tiles[3 * tile] : 0;
-            firsts[step] = exists ? tiles[3 * tile + 1] : 0;
-            counts[step] = exists ? tiles[3 * tile + 2] : 0;
-        }
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) rank_of[step] = counts[step] > 0 ? ranks[slots[step]] : 0;
-        __syncwarp();
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            const int slot = slots[step], first = firsts[step], count = counts[step], rank = rank_of[step];
-            const int own = rank > 0 ? (count + 7) / 8 : 0;
-            for (int m = first; m < first + count; ++m) adapters.of_sorted[m] = slot | rank << 16;
-            int end = own;
-#pragma unroll
-            for (int offset = 1; offset < WARP_SIZE; offset *= 2) {
-                const int before = __shfl_up_sync(FULL_WARP, end, offset);
-                if (lane >= offset) end += before;
-            }
-            for (int n = 0; n < own; ++n)
-                adapters.groups[num_groups + end - own + n] = slot | first + 8 * n << 16 | min(8, count - 8 * n) << 24;
-            num_groups += __shfl_sync(FULL_WARP, end, WARP_SIZE - 1);
-        }
+#pragma unroll 1
+    for (int base = 0; base < num_tiles; base += WARP_SIZE) {
+        const int* tile = adapters.tiles + 3 * min(base + lane, num_tiles - 1);
+        const int slot = tile[0], first = tile[1], count = base + lane < num_tiles ? tile[2] : 0;
+        int rank = 0;
+        if (count > 0) rank = slot < HELPER_THREADS ? adapters.ranks[slot] : ranks[slot];
+        const bool is_any = rank > 0, are_two = is_any && count > 8;
+        const u32 any = __ballot_sync(FULL_WARP, is_any), two = __ballot_sync(FULL_WARP, are_two);
+        u32* group = adapters.groups + num_groups + __popc(any & before) + __popc(two & before);
+        if (is_any) group[0] = slot | first << 16 | min(8, count) << 24;
+        if (are_two) group[1] = slot | first + 8 << 16 | count - 8 << 24;
+        num_groups += __popc(any) + __popc(two);
+#pragma unroll 1
+        for (int m = first; m < first + count; ++m) adapters.of_sorted[m] = slot | rank << 16;
     }
     if (lane == 0) *adapters.num_groups = num_groups;
 }
 
 // A warp lists the columns of this block's rows.
-__device__ __forceinline__ void list_columns(const Adapters& adapters, const int* rows, int split) {
+__device__ __forceinline__ void list_columns(const Adapters& adapters, int split) {
     const int lane = threadIdx.x % WARP_SIZE;
     int listed = 0;
-#pragma unroll
+#pragma unroll 1
     for (int m = lane; m < COLS; m += WARP_SIZE) {
-        const bool has_rank = Adapter{adapters.of_sorted[m]}.rank() > 0;
-        const int row = has_rank ? rows[m] : 0;
-        const bool is_own = has_rank && is_own_row(row, split);
+        const int row = adapters.sorted_rows[m];
+        const bool is_own = Adapter{adapters.of_sorted[m]}.rank() > 0 && is_own_row(row, split);
         const u32 own = __ballot_sync(FULL_WARP, is_own);
         if (is_own) adapters.columns[listed + __popc(own & ((1u << lane) - 1))] = row | m << 8;
         listed += __popc(own);
     }
     __syncwarp();
-#pragma unroll
+#pragma unroll 1
     for (int j = lane; j < COLS; j += WARP_SIZE) {
         const Column own{j < listed ? adapters.columns[j] : 0};
         const u32 adapter = j < listed ? adapters.of_sorted[own.sorted()] : 0;
@@ -162,3 +168,54 @@ __device__ __forceinline__ void list_columns(const Adapters& adapters, const int
     }
     if (lane == 0) *adapters.num_columns = listed;
 }
+
+__device__ __forceinline__ u32 load_relaxed(const u32* from) {
+    u32 value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_relaxed(u64* to, u64 value) {
+    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" : : "l"(to), "l"(value) : "memory");
+}
+
+// Sums of x @ A, each with its launch's tag in the upper half: [split][sorted row][part][rank].
+struct Shrunk {
+    u64* values;
+    u32 tag;
+    int num_sorted, num_parts, max_rank;
+
+    // Waits for the sums.
+    __device__ __forceinline__ float4 sum(int row, int part, int r) const {
+        const u64* from = values + (static_cast<i64>(row) * num_parts + part) * max_rank + r;
+        const i64 stride = static_cast<i64>(num_sorted) * num_parts * max_rank;
+        float4 sum = {};
+        u64 words[SPLITS][4];
+        bool are_there;
+        do {
+#pragma unroll
+            for (int c = 0; c < SPLITS; ++c) {
+#pragma unroll
+                for (int i = 0; i < 4; i += 2)
+                    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
+                                 : "=l"(words[c][i]), "=l"(words[c][i + 1])
+                                 : "l"(from + c * stride + i)
+                                 : "memory");
+            }
+            are_there = true;
+#pragma unroll
+            for (int c = 0; c < SPLITS; ++c) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) are_there &= static_cast<u32>(words[c][i] >> 32) == tag;
+            }
+        } while (!are_there);
+#pragma unroll
+        for (int c = 0; c < SPLITS; ++c) {
+            sum.x += __uint_as_float(static_cast<u32>(words[c][0]));
+            sum.y += __uint_as_float(static_cast<u32>(words[c][1]));
+            sum.z += __uint_as_float(static_cast<u32>(words[c][2]));
+            sum.w += __uint_as_float(static_cast<u32>(words[c][3]));
+        }
+        return sum;
+    }
+};

@@ -5,23 +5,27 @@
 //   a [S, P, R, K], b [S, N, R], finite and of b zeros beyond the rank; R = 16 RANK_STEPS, M <= COLS; ends of the parts
 //   are first_end, second_end, N, multiples of 8
 //   a_map: 2-D map of a, boxes of 64 x unit_outputs in the 128-byte swizzle; unit_outputs divides P R
-//   shrunk float32 [C, M, P, R]: room; done u32 [2]: zeros before and after
+//   shrunk u64 [ROOM_WORDS], at least 4 M P R, and left u32 [2]: zeros at first; blocks that have left, the last tag
+//   num_pieces: of A, in the ring of a helper
 //   reference: NumpyOps.linear, lora_shrink, lora_expand
 //   roofline: as small_m_sm90, and A and B of each adapter of the step read once, R (P K + N) elements
 //
-// Some warps, the helpers, work on adapters while the others sum over K. The grid's helpers share the units of x @ A
-// and count the finished ones in `done`; then each block's compute what adapters add to its tile and leave it in shared
-// memory. All blocks run at once, one an SM. A row has one adapter and each of its sums one order: they do not depend
-// on the batch. Where two blocks split K, each adds to the rows of x that it stores.
+// Some warps, the helpers, work on adapters while the others sum over K. The grid's helpers share the units of x @ A.
+// They store each sum in a word with the launch's tag, so that all blocks can wait for the sums without a fence; then
+// each block's helpers compute what adapters add to its tile and leave it in shared memory. All blocks run at once, one
+// an SM. A row has one adapter and each of its sums one order: they do not depend on the batch. Where two blocks split
+// K, each adds to the rows of x that it stores. Helpers run code once: 75 KB of it took 3 us a layer more than 48.
 #define WEIGHT_ELEMENTS 64
 #define X_BOXES 1
 #define OUT_FLOAT 0
 #define ADDED_ROWS (COLS / SPLIT)
 #define ADDED_STRIDE ((ROWS + 15) / 16 * 16 + 4)
 #define COMPACT_BYTES (COLS * RANK_STEPS * 64)
+#define PARTS_AT_ONCE (COLS * RANK_STEPS > 256 ? 1 : 2)
 #define MAX_RING_PIECES 6
 #define BARRIERS_BYTES (32 + 8 * 2 * 8 * MAX_RING_PIECES)
-#define SCALE_BYTES (BARRIERS_BYTES + COMPACT_BYTES + 4 * ADDED_ROWS * ADDED_STRIDE + 16 * COLS + 1024 + RINGS_BYTES)
+#define ADDED_BYTES (4 * ADDED_ROWS * ADDED_STRIDE)
+#define SCALE_BYTES (BARRIERS_BYTES + PARTS_AT_ONCE * COMPACT_BYTES + ADDED_BYTES + 20 * COLS + 1024 + RINGS_BYTES)
 #include "adapters/adapted_expand.cuh"
 #include "adapters/adapted_shrink.cuh"
 
@@ -83,9 +87,9 @@ struct OutputTile {
 extern "C" __global__ void SMALL_M_CLUSTER __maxnreg__(80)
     adapted_product_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map,
                          const __grid_constant__ TensorMap a_map, const T* x, const T* b, const T* bias, Out* out,
-                         float* shrunk, const int* rows, const int* tiles, const int* ranks, u32* done, int num_rows,
-                         int n_size, int k_size, int num_splits, int num_sorted, int num_tiles, int num_parts,
-                         int max_rank, int first_end, int second_end, int unit_outputs) {
+                         u64* shrunk, const int* rows, const int* tiles, const int* ranks, u32* left, int num_rows,
+                         int n_size, int k_size, int num_passes, int num_pieces, int num_sorted, int num_tiles,
+                         int num_slots, int num_parts, int max_rank, int first_end, int second_end, int unit_outputs) {
     extern __shared__ unsigned char memory[];
     const Shared shared{(shared_address(memory) + 1023) / 1024 * 1024};
     const BlockWork work(n_size, k_size);
@@ -104,10 +108,24 @@ extern "C" __global__ void SMALL_M_CLUSTER __maxnreg__(80)
         make_barrier(shared.all_sent(), 1);
         make_barrier(adapters.ready, HELPERS);
         make_barrier(adapters.taken, CONSUMERS / WARP_SIZE);
-        for (int i = 0; i < 2 * HELPERS * MAX_PIECES; ++i) make_barrier(adapters.a_full(0, i), 1);
         publish_barriers();
         if (SPLIT == 2) arrive_expecting(shared.all_sent(), SENT_BYTES);
         producer.fetch_ahead();
+    }
+    u32 tag = 0;
+    if (helper_thread >= 0) {
+        tag = load_relaxed(left + 1) + 1;
+        if (helper_thread < 2 * HELPERS * MAX_PIECES) make_barrier(adapters.a_full(0, helper_thread), 1);
+        publish_barriers();
+        load_batch(adapters, rows, tiles, ranks, num_sorted, num_tiles, num_slots, helper_thread);
+        meet_helpers();
+        if (helper == 0) {
+            list_groups(adapters, ranks, num_tiles);
+        } else {
+#pragma unroll 1
+            for (int at = 8 * (helper_thread - WARP_SIZE); at < ADDED_BYTES; at += 8 * (HELPER_THREADS - WARP_SIZE))
+                *reinterpret_cast<float2*>(adapters.added + at / 4) = float2{};
+        }
     }
     __syncthreads();
     if (SPLIT == 2) arrive_at_cluster();
@@ -129,66 +147,49 @@ extern "C" __global__ void SMALL_M_CLUSTER __maxnreg__(80)
     }
     if (helper_thread >= 0) {
         const Parts parts{first_end, second_end, n_size};
-        const Shrunk sums{shrunk, num_splits, num_sorted, num_parts, max_rank};
+        const Shrunk sums{shrunk, tag, num_sorted, num_parts, max_rank};
         const B all_b{b, n_size, max_rank};
-        const int num_outputs = num_parts * max_rank, num_passes = num_outputs / unit_outputs;
-        if (helper == 0) list_groups(adapters, tiles, ranks, num_tiles);
-        meet_helpers();
-        const auto unit_of = [&](int number) {
-            return ShrinkUnit(adapters, number, num_splits, num_passes, unit_outputs, k_size, helper);
-        };
-        APieces a(adapters, a_map, helper, unit_outputs, num_outputs);
-        const int own_unit = blockIdx.x, num_units = *adapters.num_groups * num_splits * num_passes;
-        if (lane == 0 && own_unit < num_units) a.fetch_first(unit_of(own_unit));
-        const auto row_of = [&](const ShrinkUnit& unit) {
-            const int row = lane / 4 < unit.group.num_rows() ? rows[unit.group.first() + lane / 4] : 0;
-            return x + static_cast<i64>(row) * k_size;
-        };
-        const T* own_row = own_unit < num_units ? row_of(unit_of(own_unit)) : x;
-        if (helper == 0) list_columns(adapters, rows, work.split);
-        for (int at = helper_thread; at < ADDED_ROWS * ADDED_STRIDE; at += HELPER_THREADS) adapters.added[at] = 0.0f;
-        meet_helpers();
-        wait_for_previous_kernel();
-
-        int num_own = 0;
-        for (int number = own_unit; number < num_units; number += gridDim.x, ++num_own) {
-            const ShrinkUnit unit = unit_of(number);
-            if (number != own_unit) {
-                meet_helpers();  // the previous unit's sums are read
-                publish_stores();
-                __syncwarp();
-                if (lane == 0) a.fetch_first(unit);
-            }
-            sum_unit(reinterpret_cast<float*>(adapters.ring_memory + helper * RING_BYTES), a, unit,
-                     number == own_unit ? own_row : row_of(unit), k_size);
-            meet_helpers();
-            store_unit(adapters, a, unit, shrunk, num_sorted, helper_thread);
-        }
-        meet_helpers();
-        if (helper_thread == 0 && num_own > 0) add_done(done, num_own);
-        publish_stores();
+        const int num_units = *adapters.num_groups * SPLITS * num_passes;
+        APieces a(adapters, a_map, helper, unit_outputs, num_parts * max_rank, num_pieces);
+        int number = blockIdx.x;
+        ShrinkUnit unit(adapters, number, num_passes, unit_outputs, k_size, helper);
+        if (lane == 0 && number < num_units) a.fetch_first(unit);
         __syncwarp();
+        if (helper == 0) list_columns(adapters, work.split);
+        meet_helpers();
+        BPieces ahead(adapters, all_b, parts, helper), now(adapters, all_b, parts, helper);
+        wait_for_previous_kernel();
+        while (number < num_units) {
+            const int row = lane / 4 < unit.group.num_rows() ? adapters.sorted_rows[unit.group.first() + lane / 4] : 0;
+            sum_unit(reinterpret_cast<float*>(adapters.ring_memory + helper * RING_BYTES), a, unit,
+                     x + static_cast<i64>(row) * k_size, k_size);
+            meet_helpers();
+            store_unit(adapters, a, unit, sums, helper_thread);
+            meet_helpers();
+            number += gridDim.x;
+            if (number >= num_units) break;
+            unit = ShrinkUnit(adapters, number, num_passes, unit_outputs, k_size, helper);
+            if (lane == 0) a.fetch_first(unit);
+            __syncwarp();
+        }
 
-        BPieces ahead(adapters, all_b, helper), now(adapters, all_b, helper);
         for (int tile = 0; tile < work.num_tiles; ++tile) {
-            const int row = work.first_row(tile), first_part = parts.first(row);
+            const int row = work.first_row(tile), first = parts.first(row), end = first + parts.num_parts(row);
             if (tile > 0) wait_for(adapters.taken, (tile - 1) % 2);
-            for (int part = first_part; part < first_part + parts.num_parts(row); ++part) {
-                const PartRows own = parts.rows(part, row);
-                const bool is_first = tile == 0 && part == first_part;
-                ahead.start(own);
-                now.start(own);
+            for (int part = first; part < end; part += PARTS_AT_ONCE) {
+                const int num_now = min(PARTS_AT_ONCE, end - part);
+                ahead.start(row, part, num_now);
+                now.start(row, part, num_now);
                 ahead.fetch_first();
-                if (is_first && helper_thread == 0) wait_for_all(done, num_units);
-                meet_helpers();  // the other part's operands are read
-                round_part(adapters, sums, part, helper_thread);
+                if (tile > 0 || part > first) meet_helpers();  // the operands before are read
+                round_parts(adapters, sums, part, num_now, helper_thread);
                 meet_helpers();
-                expand(adapters, now, ahead, row);
+                expand(adapters, now, ahead, row, part);
             }
             __syncwarp();
             if (lane == 0) arrive(adapters.ready);
         }
-        if (helper_thread == 0) leave(done);
+        if (helper_thread == 0) leave(left, sums);
     }
     __syncwarp();
     if (SPLIT == 2) wait_for_cluster();

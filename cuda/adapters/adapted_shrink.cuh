@@ -18,15 +18,16 @@ struct ShrinkUnit {
     Group group;
     int split, output, begin, num_chunks;  // chunks of 64 inputs: from `begin`, every HELPERS-th is this helper's
 
-    __device__ __forceinline__ ShrinkUnit(const Adapters& adapters, int number, int num_splits, int num_passes,
-                                          int width, int k_size, int helper)
-        : group{adapters.groups[number / (num_splits * num_passes)]} {
-        const int chunks = (k_size + 63) / 64;
-        split = number % num_splits;
-        output = number / num_splits % num_passes * width;
-        begin = chunks * split / num_splits + helper;
-        const int end = chunks * (split + 1) / num_splits;
-        num_chunks = max(0, (end - begin + HELPERS - 1) / HELPERS);
+    __device__ __forceinline__ ShrinkUnit(const Adapters& adapters, u32 number, u32 num_passes, int width, int k_size,
+                                          int helper) {
+        const u32 rest = number / SPLITS, of_group = num_passes == 1 ? rest : rest / num_passes;
+        const u32 chunks = (k_size + 63u) / 64;
+        group = {adapters.groups[of_group]};
+        split = number % SPLITS;
+        output = (rest - of_group * num_passes) * width;
+        begin = chunks * split / SPLITS + helper;
+        const int end = chunks * (split + 1) / SPLITS;
+        num_chunks = static_cast<u32>(max(0, end - begin + HELPERS - 1)) / HELPERS;
     }
 };
 
@@ -35,29 +36,38 @@ struct APieces {
     const Adapters& adapters;
     const TensorMap& map;
     int helper, width, num_outputs, num_pieces;  // outputs of a unit, of an adapter; pieces of the ring
-    u32 num_taken;                               // of earlier units
+    int next, now;                               // pieces of the ring to fetch, to multiply by
+    u32 parity;
 
     __device__ __forceinline__ APieces(const Adapters& adapters, const TensorMap& map, int helper, int width,
-                                       int num_outputs)
-        : adapters(adapters), map(map), helper(helper), width(width), num_outputs(num_outputs), num_taken(0) {
-        num_pieces = min(MAX_PIECES, RING_BYTES / (width * 128));
+                                       int num_outputs, int num_pieces)
+        : adapters(adapters),
+          map(map),
+          helper(helper),
+          width(width),
+          num_outputs(num_outputs),
+          num_pieces(num_pieces),
+          next(0),
+          now(0),
+          parity(0) {}
+    __device__ __forceinline__ u32 address(int piece) const {
+        return adapters.rings + helper * RING_BYTES + piece * width * 128;
     }
-    __device__ __forceinline__ u32 full(int chunk) const {
-        return adapters.a_full(helper, (num_taken + chunk) % num_pieces);
-    }
-    __device__ __forceinline__ u32 parity(int chunk) const { return (num_taken + chunk) / num_pieces % 2; }
-    __device__ __forceinline__ u32 address(int chunk) const {
-        return adapters.rings + helper * RING_BYTES + (num_taken + chunk) % num_pieces * width * 128;
-    }
-    __device__ __forceinline__ int first_output(const ShrinkUnit& unit) const {
-        return unit.group.slot() * num_outputs + unit.output;
+    __device__ __forceinline__ void advance() {
+        if (++now < num_pieces) return;
+        now = 0;
+        parity ^= 1;
     }
     // By one lane.
-    __device__ __forceinline__ void fetch(const ShrinkUnit& unit, int chunk) const {
-        arrive_expecting(full(chunk), width * 128);
-        copy_box(address(chunk), map, (unit.begin + chunk * HELPERS) * 64, first_output(unit), full(chunk));
+    __device__ __forceinline__ void fetch(const ShrinkUnit& unit, int chunk) {
+        const u32 full = adapters.a_full(helper, next);
+        arrive_expecting(full, width * 128);
+        copy_box(address(next), map, (unit.begin + chunk * HELPERS) * 64, unit.group.slot() * num_outputs + unit.output,
+                 full);
+        if (++next == num_pieces) next = 0;
     }
-    __device__ __forceinline__ void fetch_first(const ShrinkUnit& unit) const {
+    __device__ __forceinline__ void fetch_first(const ShrinkUnit& unit) {
+#pragma unroll 1
         for (int chunk = 0; chunk < min(num_pieces, unit.num_chunks); ++chunk) fetch(unit, chunk);
     }
 };
@@ -68,6 +78,7 @@ __device__ __forceinline__ void sum_unit(float* partial, APieces& a, const Shrin
     const int lane = threadIdx.x % WARP_SIZE, g = lane / 4, t = lane % 4;
     const bool is_row = g < unit.group.num_rows();
     float sums[OWN_SUMS][SHRINK_TILES][4] = {};
+#pragma unroll 1
     for (int base = 0; base < unit.num_chunks; base += BATCH) {
         u32 inputs[BATCH][8];
 #pragma unroll
@@ -83,7 +94,9 @@ __device__ __forceinline__ void sum_unit(float* partial, APieces& a, const Shrin
         for (int j = 0; j < BATCH; ++j) {
             const int chunk = base + j, row = lane % 16;
             if (chunk >= unit.num_chunks) break;
-            wait_for(a.full(chunk), a.parity(chunk));
+            wait_for(a.adapters.a_full(a.helper, a.now), a.parity);
+            const u32 piece = a.address(a.now);
+            a.advance();
 #pragma unroll
             for (int tile = 0; tile < SHRINK_TILES; ++tile) {
                 if (16 * tile >= a.width) break;
@@ -91,7 +104,7 @@ __device__ __forceinline__ void sum_unit(float* partial, APieces& a, const Shrin
                 for (int q = 0; q < 4; ++q) {
                     const u32 vec = (2 * q + lane / 16) ^ (row % 8);  // the 128-byte swizzle
                     u32 weights[4];
-                    load_matrices(weights, a.address(chunk) + (16 * tile + row) * 128 + vec * 16);
+                    load_matrices(weights, piece + (16 * tile + row) * 128 + vec * 16);
                     mma_16x8x16(sums[j % OWN_SUMS][tile], weights, inputs[j][2 * q], inputs[j][2 * q + 1]);
                 }
             }
@@ -99,7 +112,6 @@ __device__ __forceinline__ void sum_unit(float* partial, APieces& a, const Shrin
             if (lane == 0 && chunk + a.num_pieces < unit.num_chunks) a.fetch(unit, chunk + a.num_pieces);
         }
     }
-    a.num_taken += unit.num_chunks;
     __syncwarp();
 #pragma unroll
     for (int own = 0; own < OWN_SUMS; ++own) {
@@ -112,38 +124,33 @@ __device__ __forceinline__ void sum_unit(float* partial, APieces& a, const Shrin
                     sums[own][tile][c];
         }
     }
+    publish_stores();  // before more pieces are fetched there
 }
 
 // The helpers' sums in their order, to memory.
 __device__ __forceinline__ void store_unit(const Adapters& adapters, const APieces& a, const ShrinkUnit& unit,
-                                           float* shrunk, int num_sorted, int thread) {
+                                           const Shrunk& shrunk, int thread) {
     const float* partial = reinterpret_cast<const float*>(adapters.ring_memory);
-    float* to = shrunk + (static_cast<i64>(unit.split) * num_sorted + unit.group.first()) * a.num_outputs + unit.output;
-    for (int task = thread; task < unit.group.num_rows() * a.width; task += HELPER_THREADS) {
-        const int row = task / a.width, r = task % a.width;
+    const int row = thread / 16 % 8;
+    if (row >= unit.group.num_rows()) return;
+    u64* to = shrunk.values + (unit.split * shrunk.num_sorted + unit.group.first() + row) * a.num_outputs + unit.output;
+#pragma unroll 1
+    for (int r = thread / 128 * 16 + thread % 16; r < a.width; r += HELPER_THREADS / 8) {
         float sum = 0.0f;
 #pragma unroll
         for (int n = 0; n < SUMS; ++n)
             sum += partial[n % HELPERS * (RING_BYTES / 4) + n / HELPERS * PARTIAL + row * PARTIAL_STRIDE + r];
-        to[static_cast<i64>(row) * a.num_outputs + r] = sum;
+        store_relaxed(to + r, static_cast<u64>(shrunk.tag) << 32 | __float_as_uint(sum));
     }
 }
 
-// After the helpers have met: their stores are visible to blocks that have waited for them.
-__device__ __forceinline__ void add_done(u32* done, u32 num_units) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" : : "l"(done), "r"(num_units) : "memory");
-}
-
-__device__ __forceinline__ void wait_for_all(const u32* done, u32 num_units) {
-    u32 seen;
-    do {
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(done) : "memory");
-    } while (seen != num_units);
-}
-
-// By each block after its wait; the last clears done[0], and done[1], the blocks.
-__device__ __forceinline__ void leave(u32* done) {
+// By each block after its waits. The last counts the launch; before a tag comes again, it clears the room.
+__device__ __forceinline__ void leave(u32* left, const Shrunk& shrunk) {
     u32 count;
-    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(count) : "l"(done + 1) : "memory");
-    if (count + 1 == gridDim.x) done[0] = done[1] = 0;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(count) : "l"(left) : "memory");
+    if (count + 1 < gridDim.x) return;
+    const bool is_last_tag = shrunk.tag == 0xffffffffu;
+    for (int i = 0; is_last_tag && i < ROOM_WORDS; ++i) shrunk.values[i] = 0;
+    left[0] = 0;
+    left[1] = is_last_tag ? 0 : shrunk.tag;
 }

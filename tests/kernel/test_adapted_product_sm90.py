@@ -8,6 +8,7 @@ import pytest
 from model.adapter_slots import adapter_rows
 from model.ops.adapter_interface import AdapterMatrix
 from model.ops.cpu.ops import NumpyOps
+from model.ops.weight import Weight
 from tests.support.kernel_checks import assert_close, normal
 from tests.support.lora_cases import PARTS, LoraCase, adapted_product, expected_product, lora_case
 
@@ -16,21 +17,22 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.parametrize("num_rows", [33, 50, 64])
+@pytest.mark.parametrize("num_rows", [8, 17, 32, 33, 64, 96])
 @pytest.mark.parametrize("num_inputs", [264, 4096])
 def test_rows_of_mixed_ranks(open_hopper_ops, rng, dtype, parts, num_rows, num_inputs):
     """B of the adapter of rank 0 is NaN: a slot's matrix is not written where its adapter has none."""
     case = lora_case(rng, dtype, parts, num_rows, num_inputs)
     case.matrix.b[list(case.matrix.ranks).index(0)] = np.nan
     weight = normal(rng, (PARTS[parts][-1], num_inputs), dtype, num_inputs**-0.5)
-    bias = normal(rng, weight.shape[:1], dtype) if num_rows == 64 else None
+    bias = normal(rng, weight.shape[:1], dtype) if num_rows in (32, 64) else None
     out = adapted_product(open_hopper_ops(dtype), case, weight, bias)
     assert_close(out, expected_product(case, weight, bias, dtype), dtype)
 
 
-def test_tiles_in_rounds(open_hopper_ops, rng):
+@pytest.mark.parametrize("num_rows", [64, 96])
+def test_tiles_in_rounds(open_hopper_ops, rng, num_rows):
     """More tiles than blocks, whose second has another part."""
-    case = lora_case(rng, "bfloat16", "two", 64)
+    case = lora_case(rng, "bfloat16", "two", num_rows)
     b = normal(rng, (5, 17400, 64), "bfloat16")
     b[case.matrix.ranks == 3, :, 3:], b[case.matrix.ranks == 8, :, 8:], b[case.matrix.ranks == 20, :, 20:] = 0, 0, 0
     case = replace(case, matrix=replace(case.matrix, b=b, part_ends=(8800, 17400)))
@@ -61,16 +63,41 @@ def test_an_adapter_for_each_row(open_hopper_ops, rng):
         np.testing.assert_array_equal(adapted_product(ops, case, weight, None).view(np.uint16), out.view(np.uint16))
 
 
+def test_tags_begin_again(open_hopper_ops, rng):
+    """The sums of a launch long ago are not taken for this one's."""
+    product = pytest.importorskip("model.ops.gpu.adapters.product", reason="needs the packages of the cuda extra")
+    ops, case = open_hopper_ops("bfloat16"), lora_case(rng, "bfloat16", "two", 64)
+    weight = normal(rng, (PARTS["two"][-1], 264), "bfloat16", 264**-0.5)
+    first = adapted_product(ops, case, weight, None)
+    left = ops.zeros((product.NUM_ROOMS, 2), np.uint32)
+    left.set(np.tile(np.array([0, 2**32 - 3], np.uint32), (product.NUM_ROOMS, 1)), stream=ops.stream)
+    for _ in range(4 * product.NUM_ROOMS):
+        np.testing.assert_array_equal(adapted_product(ops, case, weight, None).view(np.uint16), first.view(np.uint16))
+    np.testing.assert_array_equal(ops.download(left), [[0, 2]] * product.NUM_ROOMS)
+
+
 def test_a_row_has_its_bits_in_any_batch(open_hopper_ops, rng):
-    ops, case = open_hopper_ops("bfloat16"), lora_case(rng, "bfloat16", "three", 64)
+    ops, case = open_hopper_ops("bfloat16"), lora_case(rng, "bfloat16", "three", 96)
     weight = normal(rng, (PARTS["three"][-1], 264), "bfloat16", 264**-0.5)
-    slots = np.full(64, -1, np.int32)
+    slots = np.full(96, -1, np.int32)
     for slot, first, count in case.rows.tiles:
         slots[case.rows.rows[first : first + count]] = slot
     whole = adapted_product(ops, case, weight, None)
-    for count in (64, 50, 33):
-        some = rng.permutation(64)[:count]
+    for count in (96, 80, 64, 40, 32, 8):
+        some = rng.permutation(96)[:count]
         part = replace(case, x=case.x[some], rows=adapter_rows(slots[some], NumpyOps()))
         np.testing.assert_array_equal(
             adapted_product(ops, part, weight, None).view(np.uint16), whole[some].view(np.uint16)
         )
+
+
+def test_other_products_take_two_kernels(open_hopper_ops, rng):
+    """Few rows, many rows, and rows with the bits of a batch of one."""
+    ops = open_hopper_ops("bfloat16")
+    for num_rows in (7, 64, 97):
+        case = lora_case(rng, "bfloat16", "one", num_rows)
+        operands = ops.upload(case.x), Weight(ops.upload(normal(rng, (512, 264), "bfloat16"))), None
+        with ops.scratch(), ops.exact_rows():
+            assert ops.lora_linear(*operands, *case.on(ops, 16)) is None
+        with ops.scratch():
+            assert (ops.lora_linear(*operands, *case.on(ops, 16)) is None) == (num_rows != 64)

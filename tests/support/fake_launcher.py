@@ -29,7 +29,7 @@ class FakeLauncher:
 
     def __init__(self, arch="90a", dtype=BFLOAT16, max_shared_bytes=227 << 10):
         self.arch, self.dtype, self.max_shared_bytes, self.num_sms = arch, np.dtype(dtype), max_shared_bytes, 132
-        self.tensor_maps = SimpleNamespace(get=lambda *_, **__: None, get_narrow=lambda *_: None)
+        self.tensor_maps = SimpleNamespace(get=lambda *_, **__: None)
         self.launched = []
 
     def launch(self, name, grid, args, **_):

@@ -123,7 +123,7 @@ class CudaDevice:
         return cupy.ndarray(shape, dtype, self._arena.take(math.prod(shape) * dtype.itemsize))
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Return the array of zeros of this shape, which kernels write and leave as zeros."""
+        """Return this shape's array, zeros at first, which kernels leave as their next launch needs it."""
         key = (shape, np.dtype(dtype))
         if key not in self._zeros:
             array = self._zeros[key] = self.empty(*key)

@@ -21,10 +21,6 @@ class TensorMapSource(Protocol):
         strides: tuple[int, ...] | None = None,
     ) -> np.ndarray: ...
 
-    def get_narrow(
-        self, array: Array, first: int, sizes: tuple[int, ...], strides: tuple[int, ...], num_rows: int
-    ) -> np.ndarray: ...
-
 
 class KernelLauncher(Protocol):
     """A device that launches the kernels of `cuda/`."""

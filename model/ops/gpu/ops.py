@@ -16,8 +16,8 @@ from model.ops.attention import rope_decode_attention
 from model.ops.cpu.quantised import dequantise
 from model.ops.experts import add_norm_experts, gated_experts
 from model.ops.gpu import drafts
-from model.ops.gpu.adapters import fused, pairs
 from model.ops.gpu.adapters import launches as lora
+from model.ops.gpu.adapters import pairs
 from model.ops.gpu.adapters.product import AdaptedProduct
 from model.ops.gpu.adapters.writes import AsyncWriter, CudaWrite
 from model.ops.gpu.attention.paged import decode_attention, kv_build, plan_decode_attention, prefill_attention
@@ -440,9 +440,7 @@ class CudaOps(CudaDevice):
     ) -> Array | None:
         if self._is_exact or isinstance(x, Fp8Rows) or weight.format is not WeightFormat.DENSE:
             return None
-        operands = x, weight.data, bias
-        out = self._adapted_product(operands, matrix, adapters)
-        return fused.linear(self, operands, matrix, adapters) if out is None else out
+        return self._adapted_product((x, weight.data, bias), matrix, adapters)
 
     def lora_shrink(self, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> Array:
         return lora.shrink(self, x, matrix, adapters)

@@ -23,9 +23,6 @@ _SWIZZLES = {
     2: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
 }
 
-_NARROW = 16  # elements
-_NARROW_SWIZZLE = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_32B
-
 
 class TensorMaps:
     """Makes tensor maps and caches the latest."""
@@ -50,17 +47,6 @@ class TensorMaps:
         if strides is None:
             strides = tuple(itertools.accumulate(sizes[:-1], operator.mul))
         return self._encode(array.data.ptr, sizes, box, item_bytes, strides, _SWIZZLES[item_bytes])
-
-    def get_narrow(
-        self, array: Array, first: int, sizes: tuple[int, ...], strides: tuple[int, ...], num_rows: int
-    ) -> np.ndarray:
-        """Return a map of 16-bit elements, the fastest dimension first, beginning with element `first` of `array`.
-
-        `strides` in elements, of all dimensions but the fastest. Boxes of `num_rows` rows of 16 elements arrive in the
-        32-byte swizzle. Otherwise like `get`.
-        """
-        box = (_NARROW, num_rows, *(1,) * (len(sizes) - 2))
-        return self._encode(array.data.ptr + 2 * first, sizes, box, 2, strides, _NARROW_SWIZZLE)
 
 
 def _encode(

@@ -1,35 +1,49 @@
-"""Products of 33 to 64 rows on Hopper that multiply by the rows' adapters themselves: `adapted_product_sm90`."""
+"""Products of few rows on Hopper that multiply by the rows' adapters themselves: `adapted_product_sm90`."""
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from model.ops.adapter_interface import AdapterMatrix, AdapterRows
-from model.ops.gpu.adapters.fused import STEP_RANKS, are_served, most_stages
 from model.ops.gpu.launcher import KernelLauncher
-from model.ops.gpu.linear_builds import SmallMBuild
+from model.ops.gpu.linear_builds import SMALL_M_SPLITS, SmallMBuild, small_m_build
 from model.ops.interface import Array
 
-MIN_ROWS, MAX_ROWS = 33, 64
-"""Rows served. H200: at 64 over 32 adapters of rank 16, a step of Llama-3.1-8B takes 1.18 times the base step."""
+MIN_ROWS, MAX_ROWS = 8, 96
+"""Rows that gain. H200, products of a layer of Llama-3.1-8B, an adapter of rank 16 for each row, up to 32: 125 us
+for 144 with `lora_shrink` and `lora_expand` at 8 rows, 138 for 172 at 24, 150 for 187 at 64."""
 
 RINGS_BYTES = 64 << 10
-"""Shared memory of a block's helpers, for A and then for B."""
+"""Shared memory of a block's helpers: a ring each, for whole pieces of A and then for B."""
 
+WIDE_RINGS_BYTES = 32 << 10
+"""The same of four helpers for more than 64 rows of x. H200, as above at 96 rows: 169 us for 188 with twice as much."""
+
+NUM_ROOMS = 4
+"""Launches whose sums have memory of their own."""
+
+STEP_RANKS = 16
+_MAX_RANK_STEPS = 4
+_TILE_ROWS = 16
+_EIGHT = 8
 _MAX_PARTS = 3
 _MAX_UNIT_OUTPUTS = 48
+_MAX_TWO_PARTS = 256  # sixteens of ranks of columns: two parts' operands are in shared memory
 _NUM_SPLITS = 4
-_NUM_COUNTERS = 1024
+_ROOM_WORDS = _NUM_SPLITS * MAX_ROWS * _MAX_PARTS * STEP_RANKS * _MAX_RANK_STEPS
 _THREADS = 416
+_WARPGROUP_ROWS = 64
+_FEW_HELPERS, _MANY_HELPERS = 4, 8
+_MANY_COLS = 64
+_MAX_PIECES = 6
 _MIN_STAGES = 3
 _BARRIERS_BYTES = 800
 _SPAN = 64  # elements of a swizzled row
-_FLOAT32 = np.dtype(np.float32)
-_UINT32 = np.dtype(np.uint32)
+_UINT32, _UINT64 = np.dtype(np.uint32), np.dtype(np.uint64)
 
 
 @dataclass(frozen=True, order=True)
@@ -37,6 +51,7 @@ class ProductBuild(SmallMBuild):
     """Macros of adapted_product_sm90.cu."""
 
     rank_steps: int
+    piece_bytes: int  # of A
 
     @functools.cached_property
     def threads(self) -> int:
@@ -44,20 +59,54 @@ class ProductBuild(SmallMBuild):
 
     @functools.cached_property
     def defines(self) -> dict[str, int]:
-        return super().defines | {"RANK_STEPS": self.rank_steps, "RINGS_BYTES": RINGS_BYTES}
+        sizes = {"RANK_STEPS": self.rank_steps, "RINGS_BYTES": self._rings_bytes, "ROOM_WORDS": _ROOM_WORDS}
+        return super().defines | sizes
+
+    @functools.cached_property
+    def num_pieces(self) -> int:
+        """Pieces of A in a ring."""
+        return min(_MAX_PIECES, self._rings_bytes // (self._helpers * self.piece_bytes))
 
     @functools.cached_property
     def shared_bytes(self) -> int:
         """Bytes of the product, and of the helpers' barriers, operands, sums, lists and rings."""
         operands = 64 * self.cols * self.rank_steps
+        if self.cols * self.rank_steps <= _MAX_TWO_PARTS:
+            operands *= 2
         added = 4 * self.cols // self.split * (16 * math.ceil(self.rows / 16) + 4)
-        return super().shared_bytes + _BARRIERS_BYTES + operands + added + 16 * self.cols + 1024 + RINGS_BYTES
+        return super().shared_bytes + _BARRIERS_BYTES + operands + added + 20 * self.cols + 1024 + self._rings_bytes
+
+    @functools.cached_property
+    def _helpers(self) -> int:
+        """Their warps."""
+        return _MANY_HELPERS if self.rows <= _WARPGROUP_ROWS else _FEW_HELPERS
+
+    @functools.cached_property
+    def _rings_bytes(self) -> int:
+        pieces = self._helpers * self.piece_bytes
+        is_wide = self.cols > _MANY_COLS and self._helpers == _FEW_HELPERS
+        return math.ceil((WIDE_RINGS_BYTES if is_wide else RINGS_BYTES) / pieces) * pieces
 
 
 @functools.cache
-def product_build(m: int, n: int, max_rank: int, num_sms: int, max_shared_bytes: int) -> ProductBuild | None:
-    """Return the build for `m` rows of x, `n` of weights and adapters of `max_rank`, or None."""
-    return most_stages(ProductBuild, _MIN_STAGES, (m, n, max_rank), num_sms, max_shared_bytes)
+def product_build(
+    m: int, n: int, num_parts: int, max_rank: int, num_sms: int, max_shared_bytes: int
+) -> ProductBuild | None:
+    """Return the build with the most stages for `m` rows of x, `n` of weights in parts, and adapters, or None."""
+    rank_steps = max_rank // STEP_RANKS
+    if max_rank % STEP_RANKS or not 0 < rank_steps <= _MAX_RANK_STEPS:
+        return None
+    piece_bytes = 2 * _SPAN * unit_outputs(num_parts * max_rank)
+    for split in reversed(SMALL_M_SPLITS):
+        plain = small_m_build(split, m, n, num_sms, max_shared_bytes)
+        if plain is None:
+            continue
+        most = ProductBuild(plain.rows, plain.cols, split, plain.stages, rank_steps, piece_bytes)
+        builds = (replace(most, stages=stages) for stages in range(most.stages, _MIN_STAGES - 1, -1))
+        found = next((build for build in builds if build.shared_bytes <= max_shared_bytes), None)
+        if found is not None:
+            return found
+    return None
 
 
 class AdaptedProduct:
@@ -77,26 +126,30 @@ class AdaptedProduct:
         (num_rows, k), (num_slots, n, max_rank), num_sorted = x.shape, matrix.b.shape, len(adapters.rows)
         num_parts = len(matrix.part_ends)
         num_outputs, first_end, second_end = num_parts * max_rank, *(*matrix.part_ends, n, n)[: _MAX_PARTS - 1]
-        unit_outputs = _unit_outputs(num_outputs)
         out = device.temporary((num_rows, n), device.dtype)
-        counts = _NUM_SPLITS, num_sorted, len(adapters.tiles), num_parts, max_rank
+        width = unit_outputs(num_outputs)
+        counts = num_sorted, len(adapters.tiles), num_slots, num_parts, max_rank
+        room, left = self._next_room()
         device.launch(
             "adapted_product_sm90",
             (build.num_blocks(n, device.num_sms),),
             (
                 maps.get(x, (k, num_rows), (_SPAN, build.cols)),
                 maps.get(weight, (k, n), (_SPAN, build.rows)),
-                maps.get(matrix.a, (k, num_slots * num_outputs), (_SPAN, unit_outputs)),
+                maps.get(matrix.a, (k, num_slots * num_outputs), (_SPAN, width)),
                 x,
                 matrix.b,
                 bias,
                 out,
-                device.temporary((_NUM_SPLITS, num_sorted, num_outputs), _FLOAT32),
+                room,
                 adapters.rows,
                 adapters.tiles,
                 matrix.ranks,
-                self._next_counters(),
-                *map(np.int32, (num_rows, n, k, *counts, first_end, second_end, unit_outputs)),
+                left,
+                *map(
+                    np.int32,
+                    (num_rows, n, k, num_outputs // width, build.num_pieces, *counts, first_end, second_end, width),
+                ),
             ),
             threads=build.threads,
             shared_bytes=build.shared_bytes,
@@ -105,14 +158,17 @@ class AdaptedProduct:
         )
         return out
 
-    def _next_counters(self) -> Array:
-        """Return uint32[2] of zeros: a product may start while the previous one still uses its own."""
-        counters = self._device.zeros((_NUM_COUNTERS, 2), _UINT32)
+    def _next_room(self) -> tuple[Array, Array]:
+        """Return uint64[_ROOM_WORDS] for tagged sums and uint32[2] of its launches.
+
+        A product may start while the previous one uses its own; not before the one ahead of that has ended.
+        """
         self._num_launched += 1
-        return counters[self._num_launched % _NUM_COUNTERS]
+        number, zeros = self._num_launched % NUM_ROOMS, self._device.zeros
+        return zeros((NUM_ROOMS, _ROOM_WORDS), _UINT64)[number], zeros((NUM_ROOMS, 2), _UINT32)[number]
 
 
-def _unit_outputs(num_outputs: int) -> int:
+def unit_outputs(num_outputs: int) -> int:
     """Return the outputs of x @ A that a block sums at once."""
     parts = (num_outputs // count for count in range(1, num_outputs) if num_outputs % (STEP_RANKS * count) == 0)
     return next(part for part in parts if part <= _MAX_UNIT_OUTPUTS)
@@ -120,6 +176,9 @@ def _unit_outputs(num_outputs: int) -> int:
 
 def _build(device: KernelLauncher, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> ProductBuild | None:
     _, n, max_rank = matrix.b.shape
-    if not MIN_ROWS <= len(x) <= MAX_ROWS or not are_served(device, x, matrix, adapters):
+    are_16_bits = device.dtype.itemsize == _UINT32.itemsize // 2
+    are_whole = x.shape[1] % _EIGHT == 0 and all(end % _EIGHT == 0 for end in matrix.part_ends)
+    are_served = device.arch == "90a" and are_16_bits and adapters.tile_rows <= _TILE_ROWS and are_whole
+    if not are_served or not MIN_ROWS <= len(x) <= MAX_ROWS:
         return None
-    return product_build(len(x), n, max_rank, device.num_sms, device.max_shared_bytes)
+    return product_build(len(x), n, len(matrix.part_ends), max_rank, device.num_sms, device.max_shared_bytes)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from model.ops.gpu.adapters import fused, product
+from model.ops.gpu.adapters.product import product_build
 from model.ops.gpu.attention.paged import decode_attention, plan_decode_attention, prefill_attention
 from model.ops.gpu.attention.rotated_decode import can_rotate, rotate_and_decode
 from model.ops.gpu.experts import builds as experts
@@ -92,8 +92,8 @@ def builds_of(name: str, dtype_code: int, architecture: str) -> list[dict[str, i
         return [{"QUIRE_DTYPE": dtype_code, "SHARES": count} for count in shares]
     if name == "small_m_sm90":
         return small_m_builds(dtype_code, architecture)
-    if name in ("small_m_lora_sm90", "lora_shrink_few", "adapted_product_sm90"):
-        return adapter_builds(name, dtype_code, architecture)
+    if name == "adapted_product_sm90":
+        return adapter_builds(dtype_code, architecture)
     if name == "gemv_w8":
         return gemv_w8_builds(dtype_code)
     if name == "small_m_fp8_sm90":
@@ -202,17 +202,13 @@ def small_m_builds(dtype_code: int, architecture: str) -> list[dict[str, int]]:
     ]
 
 
-def adapter_builds(name: str, dtype_code: int, architecture: str) -> list[dict[str, int]]:
+def adapter_builds(dtype_code: int, architecture: str) -> list[dict[str, int]]:
     """Return the builds of Llama-3.1-8B on an H200; none for other architectures or float32."""
     if architecture != "90a" or dtype_code == DTYPE_CODES["float32"]:
         return []
-    if name == "lora_shrink_few":
-        return [{"QUIRE_DTYPE": dtype_code}]
-    asked = [(m, n, rank) for m in (32, 64, 96) for n in (4096, 6144, 28672) for rank in (16, 64)]
-    if name == "adapted_product_sm90":
-        builds = {product.product_build(*sizes, 132, 227 << 10) for sizes in asked if sizes[0] == product.MAX_ROWS}
-        return [{"QUIRE_DTYPE": dtype_code, **build.defines} for build in builds if build is not None]
-    found = {fused.adapted_build(*sizes, 132, (227 << 10) - fused.ROOM_BYTES) for sizes in asked} - {None}
+    products = (4096, 1), (6144, 3), (28672, 2)
+    asked = [(m, *product, rank) for m in (32, 64, 96) for product in products for rank in (16, 64)]
+    found = {product_build(*sizes, 132, 227 << 10) for sizes in asked} - {None}
     return [{"QUIRE_DTYPE": dtype_code, **build.defines} for build in found]
 
 

@@ -37,10 +37,10 @@ def launched(num_rows: int, ends: tuple[int, ...], k: int, *, rank: int = 16, ti
 
 
 def test_a_decode_of_many_adapters():
-    """Two blocks split K of each of 64 tiles; 4 splits of A's inputs, 36 tiles of rows, units of 48 outputs."""
+    """Two blocks split K of each of 64 tiles; 3 pieces of A in a ring, 36 tiles of rows, units of 48 outputs."""
     ((name, grid, sizes, how),) = launched(64, (4096, 5120, 6144), 4096)
     assert (name, grid) == ("adapted_product_sm90", (128,))
-    assert sizes == [64, 6144, 4096, 4, 64, 36, 3, 16, 4096, 5120, 48]
+    assert sizes == [64, 6144, 4096, 1, 3, 64, 36, SLOTS, 3, 16, 4096, 5120, 48]
     assert how["threads"] == 2 * 128 + 32 + 4 * 32
     assert how["overlaps"]
 
@@ -57,8 +57,8 @@ def test_units_of_at_most_48_outputs(num_parts, rank, outputs):
 @pytest.mark.parametrize(
     "other",
     [
-        {"num_rows": 32},
-        {"num_rows": 65},
+        {"num_rows": 7},
+        {"num_rows": 97},
         {"k": 4100},
         {"rank": 8},
         {"rank": 128},
@@ -72,12 +72,13 @@ def test_other_products_have_no_kernel(other):
     assert launched(**{"num_rows": 64, "ends": (4096,), "k": 4096, **other}) == []
 
 
-@pytest.mark.parametrize("num_rows", [33, 64])
-@pytest.mark.parametrize("num_outputs", [512, 4096, 6144, 28672])
+@pytest.mark.parametrize("num_rows", [8, 32, 33, 64, 96])
+@pytest.mark.parametrize("weights", [(512, 3), (512, 1), (4096, 1), (6144, 3), (28672, 2)])
 @pytest.mark.parametrize("max_rank", [16, 32, 64])
-def test_a_build_fits_and_keeps_its_sums_order(num_rows, num_outputs, max_rank):
+def test_a_build_fits_and_keeps_its_sums_order(num_rows, weights, max_rank):
     """Blocks that split K do not depend on the number of rows."""
-    build = product.product_build(num_rows, num_outputs, max_rank, *H200)
+    build = product.product_build(num_rows, *weights, max_rank, *H200)
     assert build.shared_bytes <= H200[1]
     assert build.rank_steps == max_rank // 16
-    assert build.split == product.product_build(33, num_outputs, 16, *H200).split
+    assert build.num_pieces >= 2
+    assert build.split == product.product_build(96, *weights, 16, *H200).split
