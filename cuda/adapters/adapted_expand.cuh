@@ -1,4 +1,4 @@
-// What the rows' adapters add to a tile of the outputs, of what shrink has summed and B, by the helpers of
+// What the rows' adapters add to a tile of the outputs, from the sums of x @ A and B, by the helpers of
 // adapted_product_sm90. Included by that kernel alone.
 #pragma once
 
@@ -46,7 +46,7 @@ struct B {
     }
 };
 
-// A helper's pieces of B of some parts, in the order of its products: rows of up to RUNS adapters of eight
+// A helper's pieces of B of some parts, in the order of its products: B_ROWS rows of up to RUNS adapters, of eight
 // columns.
 struct BPieces {
     const Adapters& adapters;
@@ -61,7 +61,7 @@ struct BPieces {
     __device__ __forceinline__ BPieces(const Adapters& adapters, const B& b, const Parts& parts, int helper)
         : adapters(adapters), b(b), parts(parts), helper(helper), number(0) {
         num_columns = *adapters.num_columns;
-        int log = 0;  // of the warps that take other columns; the others share these' rows
+        int log = 0;  // of the eights of columns at once; with few of them several warps share the rows
         while (1 << log < HELPERS && 8 << log < num_columns) ++log;
         first_eight = 8 * (helper & (1 << log) - 1);
         skipped = B_ROWS * (helper >> log);
@@ -72,8 +72,8 @@ struct BPieces {
         end_part = num_columns > 0 ? first_part + num_parts : first_part;
         begin_part(first_part);
     }
-    __device__ __forceinline__ void begin_part(int number_of_part) {
-        part.part = number_of_part;
+    __device__ __forceinline__ void begin_part(int first_part) {
+        part.part = first_part;
         for (; part.part < end_part; ++part.part) {
             part = parts.rows(part.part, row);
             eight = first_eight;

@@ -2,8 +2,8 @@
 //
 //   x, weight, bias, out, grid, reference of the product: as in small_m_sm90; block ADAPTED_THREADS
 //   rows int32 [M], tiles int32 [G, 3] of at most 16 rows, ranks int32 [S]: as in lora_shrink;
-//   a [S, P, R, K], b [S, N, R], finite and of b zeros beyond the rank; R = 16 RANK_STEPS, M <= COLS; ends of the parts
-//   are first_end, second_end, N, multiples of 8
+//   a [S, P, R, K], b [S, N, R], finite and of b zeros beyond the rank; R = 16 RANK_STEPS, M <= COLS, G <= 9/8 M;
+//   ends of the parts are first_end, second_end, N, multiples of 8
 //   a_map: 2-D map of a, boxes of 64 x unit_outputs in the 128-byte swizzle; unit_outputs divides P R
 //   shrunk u64 [ROOM_WORDS], at least 4 M P R, and left u32 [2]: zeros at first; blocks that have left, the last tag
 //   num_pieces: of A, in the ring of a helper

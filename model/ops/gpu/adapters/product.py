@@ -179,6 +179,7 @@ def _build(device: KernelLauncher, x: Array, matrix: AdapterMatrix, adapters: Ad
     are_16_bits = device.dtype.itemsize == _UINT32.itemsize // 2
     are_whole = x.shape[1] % _EIGHT == 0 and all(end % _EIGHT == 0 for end in matrix.part_ends)
     are_served = device.arch == "90a" and are_16_bits and adapters.tile_rows <= _TILE_ROWS and are_whole
-    if not are_served or not MIN_ROWS <= len(x) <= MAX_ROWS:
+    is_listed = len(adapters.tiles) <= len(x) + len(x) // _EIGHT  # in shared memory
+    if not are_served or not is_listed or not MIN_ROWS <= len(x) <= MAX_ROWS:
         return None
     return product_build(len(x), n, len(matrix.part_ends), max_rank, device.num_sms, device.max_shared_bytes)

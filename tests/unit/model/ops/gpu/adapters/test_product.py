@@ -63,6 +63,7 @@ def test_units_of_at_most_48_outputs(num_parts, rank, outputs):
         {"rank": 8},
         {"rank": 128},
         {"tile_rows": 32},
+        {"num_rows": 31},  # of 36 tiles
         {"arch": "80"},
         {"dtype": np.float32},
     ],
