@@ -12,36 +12,6 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
 }
 
 
-BFLOAT16 = NUMPY_DTYPES["bfloat16"]
-
-
-def widen(array: np.ndarray, out: np.ndarray) -> None:
-    """Write floats to float32 `out`. bfloat16 is shifted, many times faster than its type's own cast."""
-    if array.dtype != BFLOAT16:
-        out[...] = array
-        return
-    bits = out.view(np.uint32)
-    bits[...] = array.view(np.uint16)
-    bits <<= 16
-
-
-def narrow(array: np.ndarray, out: np.ndarray, spare: np.ndarray) -> None:
-    """Write finite float32 to `out`, rounded to nearest even; infinity where that overflows.
-
-    `spare` float32 of the array's shape is overwritten.
-    """
-    if out.dtype != BFLOAT16:
-        out[...] = array
-        return
-    bits, odd = array.view(np.uint32), spare.view(np.uint32)
-    np.right_shift(bits, 16, out=odd)
-    odd &= 1
-    odd += 0x7FFF
-    odd += bits
-    odd >>= 16
-    out.view(np.uint16)[...] = odd
-
-
 def all_finite(array: np.ndarray) -> bool:
     """Return whether a contiguous float32, float16, bfloat16 or e4m3 array has no NaN or infinity.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,14 +22,15 @@ from model.weights.checkpoint import expected_shapes
 from model.weights.folding import row_orders
 from model.weights.lora.config import EXPERTS_ARE_OFF, AdapterConfig, read_adapter_config
 from model.weights.lora.experts import ExpertReader, ExpertSource, find_experts, parameter_names
+from model.weights.lora.modules import PlannedModule, PlannedTensor, read_modules
 from model.weights.lora.products import ROUTER, STACK_NAMES, Part, modules_of, two
 from model.weights.lora.scaler import Scaler
-from model.weights.safetensors_file import FLOAT_DTYPES, StoredTensor, read_safetensors
+from model.weights.safetensors_file import FLOAT_DTYPES, StoredFile, StoredTensor, read_safetensors
 
 TENSORS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
 PREFIX = "base_model.model."
-_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_NAME = re.compile(rf"{re.escape(PREFIX)}(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _REFUSED = {
     "lora_magnitude_vector": "DoRA is not supported (plain LoRA)",
     "lora_embedding_": "adapters of embeddings are not supported (attention and MLP projections)",
@@ -41,13 +44,14 @@ EXPERTS = ".experts"
 ROUTER_MODULE = "mlp.gate"
 """Name of every family's router in transformers 5."""
 
+_FLOATS = frozenset(FLOAT_DTYPES.values())
 _OF_EXPERTS = re.compile(r"\.experts(\.|$)|\.gate$")
 
 SPELLINGS = ("model.language_model.", "language_model.model.")
 """Prefixes of a wrapper's layers, in place of "model."."""
 
-READ_THREADS = 8
-"""Threads that hash and convert an adapter while its requests wait."""
+READ_THREADS = min(8, len(os.sched_getaffinity(0)))
+"""Threads that hash and convert an adapter while its requests wait: more than cores wait for one another."""
 
 ALIGNMENT_BYTES = 64
 
@@ -78,19 +82,14 @@ class _Place:
     row_order: np.ndarray | None  # of its outputs, where loading reorders them
 
 
-@dataclass(frozen=True)
-class Share:
-    """Every `count`-th module, from `number` on."""
-
-    number: int
-    count: int
-
-
 class OtherReaders(Protocol):
-    """Processes that call `read_share`: shares 1 to `count` of `count + 1`."""
+    """Processes that read modules of one adapter to the same memory, by `read_modules`."""
 
     @property
     def count(self) -> int: ...
+
+    def start(self, path: Path, shares: Sequence[Sequence[PlannedModule]]) -> None:
+        """Let each of them read a share of the modules of a file."""
 
     def digests(self) -> Sequence[Sequence[bytes]]:
         """Wait for them; return the digests of each share, in order. Raises ModelError."""
@@ -131,41 +130,21 @@ def read_adapter(
     return _read(directory, config, dtype, max_rank, new_bytes, with_experts=with_experts, others=others)
 
 
-def read_share(
-    directory: Path,
-    config: ModelConfig,
-    dtype: np.dtype,
-    max_rank: int,
-    new_bytes: Callable[[int], np.ndarray],
-    share: Share,
-    *,
-    with_experts: bool = False,
-) -> list[bytes]:
-    """Read a share of the modules to where `read_adapter` puts them; return their digests. Raises ModelError."""
-    planned = _plan(directory, config, dtype, max_rank, new_bytes, with_experts=with_experts)
-    return planned.read_modules(planned.names[share.number :: share.count])
-
-
 @dataclass(frozen=True)
 class _PlannedAdapter:
     """A checked adapter whose values are not read."""
 
     described: AdapterConfig
     dtype: np.dtype
-    names: Sequence[str]  # of modules without experts, sorted
-    places: Mapping[str, _Place]
-    tensors: Mapping[str, tuple[StoredTensor, StoredTensor]]
-    memory: Mapping[str, Part]
+    file: StoredFile
+    modules: Sequence[PlannedModule]  # without experts, sorted by name
+    memory: np.ndarray  # uint8[n]
     sources: Sequence[tuple[ExpertSource, np.ndarray | None]]  # of experts, with memory
     expert_reader: ExpertReader
 
-    def read_modules(self, names: Sequence[str]) -> list[bytes]:
+    def read_modules(self, modules: Sequence[PlannedModule]) -> list[bytes]:
         """Fill modules' memory; return their digests. Raises ModelError."""
-        scaler = Scaler(self.dtype)
-        return [
-            _read_part(self.described, name, self.places[name], self.tensors[name], self.memory[name], scaler)
-            for name in names
-        ]
+        return read_modules(self.file, modules, self.memory, self.dtype)
 
     def read_experts(
         self, some: Sequence[tuple[ExpertSource, np.ndarray | None]]
@@ -187,19 +166,21 @@ def _read(
 ) -> LoraAdapter:
     how = {"with_experts": with_experts, "keeps_experts": keeps_experts}
     planned = _plan(directory, config, dtype, max_rank, new_bytes, **how)
-    names, count = planned.names, 1 if others is None else 1 + others.count
+    modules = planned.modules
     with ThreadPoolExecutor(READ_THREADS) as pool:
         if others is None:
-            part_digests = _read_shares(pool, planned.read_modules, names)
+            part_digests = _read_shares(pool, planned.read_modules, modules)
         else:
-            part_digests = _in_turn([planned.read_modules(names[::count]), *others.digests()], len(names))
+            own, *shares = (modules[number :: 1 + others.count] for number in range(1 + others.count))
+            others.start(directory / TENSORS_FILE, shares)
+            part_digests = _in_turn([planned.read_modules(own), *others.digests()], len(modules))
         read_stacks = _read_shares(pool, planned.read_experts, planned.sources)
-    digest = hashlib.sha256(planned.described.key.encode())
+    digest, places = hashlib.sha256(planned.described.key.encode()), _places(config, with_experts)
     products: dict[tuple[int, str], dict[int, Part]] = {}
-    for module, part_digest in zip(names, part_digests, strict=True):
-        place = planned.places[module]
+    for module, part_digest in zip(modules, part_digests, strict=True):
+        place = places[module.name]
         digest.update(part_digest)
-        products.setdefault((place.layer, place.product), {})[place.part] = planned.memory[module]
+        products.setdefault((place.layer, place.product), {})[place.part] = module.part(planned.memory, dtype)
     for (source, _), (parts, part_digest) in zip(planned.sources, read_stacks, strict=True):
         digest.update(part_digest)
         products.setdefault((source.layer, source.product), {}).update(parts)
@@ -223,24 +204,52 @@ def _plan(
     path = directory / TENSORS_FILE
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such folder")
-    described = _read_config(directory, config, places, max_rank, with_experts)
+    described = _read_config(directory, config, max_rank, with_experts)
     if not path.exists() and (directory / PICKLE_FILE).exists():
         raise ModelError(f"{directory / PICKLE_FILE}: pickles are not read (save {TENSORS_FILE})")
-    modules = _by_module(path, read_safetensors(path), places, config, with_experts)
-    sources = find_experts(config, {name: pair for name, pair in modules.items() if name not in places})
-    _check_expected(path, described, modules, sources, places)
-    names = sorted(modules.keys() & places.keys())
-    for module in names:
-        _check_part(described.rank_and_scale(module)[0], places[module].shape, modules[module])
-    by_slot = [module for module in places if module in modules]
+    tensors = read_safetensors(path)
+    pairs = _by_module(path, tensors, places, config, with_experts)
+    sources = find_experts(config, {name: pair for name, pair in pairs.items() if name not in places})
+    _check_expected(path, described, pairs, sources, places)
     reader = ExpertReader(config, described, dtype, max_rank)
-    shapes = [tensor.shape for module in by_slot for tensor in modules[module]]
-    num_values = [(reader.num_values(source),) for source in sources if keeps_experts]
-    arrays = _allocate([*shapes, *num_values], dtype, new_bytes)
-    memory = {module: (next(arrays), next(arrays)) for module in by_slot}
-    of_sources = list(arrays) if keeps_experts else [None] * len(sources)
+    by_slot = [name for name in places if name in pairs]
+    sizes = [math.prod(tensor.shape) for name in by_slot for tensor in pairs[name]]
+    sizes += [reader.num_values(source) for source in sources if keeps_experts]
+    *begins, num_bytes = accumulate((_aligned(size * dtype.itemsize) for size in sizes), initial=0)
+    memory = new_bytes(max(1, num_bytes))
+    modules = [
+        _planned(described, name, places[name], pairs[name], (begins[2 * number], begins[2 * number + 1]))
+        for number, name in enumerate(by_slot)
+    ]
+    of_sources: list[np.ndarray | None] = [None] * len(sources)
+    if keeps_experts:
+        spans = list(zip(begins, sizes, strict=True))[2 * len(by_slot) :]
+        of_sources = [memory[begin : begin + size * dtype.itemsize].view(dtype) for begin, size in spans]
+    file = next(iter(tensors.values())).file
     with_memory = list(zip(sources, of_sources, strict=True))
-    return _PlannedAdapter(described, dtype, names, places, modules, memory, with_memory, reader)
+    return _PlannedAdapter(described, dtype, file, sorted(modules), memory, with_memory, reader)
+
+
+def _planned(
+    described: AdapterConfig,
+    name: str,
+    place: _Place,
+    pair: tuple[StoredTensor, StoredTensor],
+    begins: tuple[int, int],
+) -> PlannedModule:
+    """Raise ModelError unless A is [r, K] and B [N, r], of floats."""
+    rank, scale = described.rank_and_scale(name)
+    (num_outputs, num_inputs), (a, b) = place.shape, pair
+    for tensor, expected in ((a, (rank, num_inputs)), (b, (num_outputs, rank))):
+        if tensor.dtype not in _FLOATS:
+            raise tensor.error(f"dtype {tensor.dtype.name} is not supported ({', '.join(FLOAT_DTYPES)})")
+        if tensor.shape != expected:
+            raise tensor.error(f"shape {list(tensor.shape)} is not {list(expected)} (rank, inputs and outputs)")
+    planned_a, planned_b = (
+        PlannedTensor(tensor.name, tensor.dtype, tensor.shape, tensor.offset, begin)
+        for tensor, begin in zip(pair, begins, strict=True)
+    )
+    return PlannedModule(name, rank, scale, planned_a, planned_b, place.row_order)
 
 
 def _read_shares(
@@ -256,16 +265,22 @@ def _in_turn(shares: Sequence[Sequence[Result]], count: int) -> list[Result]:
     return [shares[number % len(shares)][number // len(shares)] for number in range(count)]
 
 
-def _read_config(
-    directory: Path, config: ModelConfig, places: Mapping[str, _Place], max_rank: int, with_experts: bool
-) -> AdapterConfig:
-    modules = tuple(name for name, place in places.items() if place.product != ROUTER)
+def _read_config(directory: Path, config: ModelConfig, max_rank: int, with_experts: bool) -> AdapterConfig:
+    modules, experts, parameters = _adaptable(config, with_experts)
+    return read_adapter_config(directory, modules, config.num_layers, max_rank, experts, parameters)
+
+
+@functools.cache
+def _adaptable(
+    config: ModelConfig, with_experts: bool
+) -> tuple[tuple[str, ...], frozenset[str], tuple[str, ...] | None]:
+    """Return names that an adapter's config may use: modules, the ends of experts' and routers', parameters."""
+    modules = tuple(name for name, place in _places(config, with_experts).items() if place.product != ROUTER)
     experts = {name.split(".")[-2] for name in expected_shapes(config) if EXPERTS in name}
     if config.experts is not None:
         experts.add(config.tensors.router.rpartition(".")[2])
     is_off = config.experts is not None and not with_experts
-    parameters = None if is_off else tuple(parameter_names(config))
-    return read_adapter_config(directory, modules, config.num_layers, max_rank, experts, parameters)
+    return modules, frozenset(experts), None if is_off else tuple(parameter_names(config))
 
 
 def _check_expected(
@@ -286,28 +301,6 @@ def _check_expected(
             raise ModelError(f"{path}: no tensors of {name}, which target_parameters names")
 
 
-def _read_part(
-    described: AdapterConfig,
-    module: str,
-    place: _Place,
-    pair: tuple[StoredTensor, StoredTensor],
-    memory: Part,
-    scaler: Scaler,
-) -> bytes:
-    """Read a module's part into `memory`; return the digest of what it depends on."""
-    rank, scale = described.rank_and_scale(module)
-    digest = hashlib.sha256(f"{module} {rank} {scale!r}".encode())
-    for tensor, values, factor in zip(pair, memory, (1.0, scale), strict=True):
-        stored = values if tensor.dtype == values.dtype else np.empty(tensor.shape, tensor.dtype)
-        tensor.read_into(0, stored)
-        digest.update(stored.reshape(-1).view(np.uint8).data)
-        if not scaler.scale(stored, factor, values):
-            raise tensor.error(f"NaN or infinity in {scaler.dtype.name}")
-    if place.row_order is not None:
-        memory[1][:] = memory[1][place.row_order]
-    return digest.digest()
-
-
 def adapter_bytes(config: ModelConfig, dtype: np.dtype, max_rank: int, *, with_experts: bool = False) -> int:
     """Return the most bytes that `read_adapter` asks of `new_bytes`."""
     places = _places(config, with_experts)
@@ -320,27 +313,6 @@ def adapter_bytes(config: ModelConfig, dtype: np.dtype, max_rank: int, *, with_e
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def _check_part(rank: int, shape: tuple[int, int], pair: tuple[StoredTensor, StoredTensor]) -> None:
-    """Raise ModelError unless A is [r, K] and B [N, r], of floats."""
-    (num_outputs, num_inputs), (a, b) = shape, pair
-    for tensor, expected in ((a, (rank, num_inputs)), (b, (num_outputs, rank))):
-        if tensor.dtype not in FLOAT_DTYPES.values():
-            raise tensor.error(f"dtype {tensor.dtype.name} is not supported ({', '.join(FLOAT_DTYPES)})")
-        if tensor.shape != expected:
-            raise tensor.error(f"shape {list(tensor.shape)} is not {list(expected)} (rank, inputs and outputs)")
-
-
-def _allocate(
-    shapes: Sequence[tuple[int, ...]], dtype: np.dtype, new_bytes: Callable[[int], np.ndarray]
-) -> Iterator[np.ndarray]:
-    """Yield arrays of these shapes, all in one."""
-    sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
-    ends = list(accumulate(map(_aligned, sizes)))
-    memory = new_bytes(ends[-1] if ends else 1)
-    for shape, size, begin in zip(shapes, sizes, [0, *ends], strict=False):
-        yield memory[begin : begin + size].view(dtype).reshape(shape)
 
 
 def _by_module(
@@ -359,7 +331,8 @@ def _by_module(
         if module not in places and not (is_of_experts and EXPERTS in module):
             known = ", ".join(dict.fromkeys(one.rpartition(".")[2] for one in places))
             raise tensor.error(f"the model has no such module to adapt ({known})")
-        sides.setdefault(module, {})[side] = tensor
+        if sides.setdefault(module, {}).setdefault(side, tensor) is not tensor:
+            raise tensor.error(f"{module} has two such tensors, by different names")
     if not sides:
         raise ModelError(f"{path}: no tensors")
     pairs = {}
@@ -373,12 +346,10 @@ def _by_module(
 
 def _parsed(tensor: StoredTensor, name: str) -> tuple[str, str]:
     """Return (module of the model, "A" or "B")."""
-    for mark, problem in _REFUSED.items():
-        if mark in name:
-            raise tensor.error(problem)
-    match = _NAME.fullmatch(name.removeprefix(PREFIX))
-    if not name.startswith(PREFIX) or match is None:
-        raise tensor.error(f"not a LoRA tensor ({PREFIX}MODULE.lora_A.weight, .lora_B.weight)")
+    match = _NAME.fullmatch(name)
+    if match is None:
+        problems = [problem for mark, problem in _REFUSED.items() if mark in name]
+        raise tensor.error((*problems, f"not a LoRA tensor ({PREFIX}MODULE.lora_A.weight, .lora_B.weight)")[0])
     module = match["module"]
     for spelling in SPELLINGS:
         if module.startswith(spelling):
@@ -386,6 +357,7 @@ def _parsed(tensor: StoredTensor, name: str) -> tuple[str, str]:
     return module, match["side"]
 
 
+@functools.cache
 def _places(config: ModelConfig, with_router: bool) -> dict[str, _Place]:
     """Return every module that an adapter may change, by its plain name, without experts."""
     shapes, orders = expected_shapes(config), row_orders(config)

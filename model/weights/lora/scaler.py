@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from model.dtypes import all_finite, narrow, widen
+from model.dtypes import all_finite
 
 PIECE = 1 << 16
 """Values that are converted at once, in memory that stays in a core's cache."""
@@ -15,7 +15,7 @@ class Scaler:
 
     def __init__(self, dtype: np.dtype):
         self.dtype = dtype
-        self._memory = np.empty((2, PIECE), np.float32)
+        self._memory = np.empty(PIECE, np.float32)
 
     def scale(self, stored: np.ndarray, factor: float, out: np.ndarray) -> bool:
         """Write values times a factor to `out`, rounded once; it may be `stored`. Return whether all are finite."""
@@ -27,8 +27,8 @@ class Scaler:
         with np.errstate(over="ignore"):
             for start in range(0, values.size, PIECE):
                 piece = values[start : start + PIECE]
-                wide, rest = self._memory[:, : piece.size]
-                widen(piece, wide)
+                wide = self._memory[: piece.size]
+                wide[...] = piece
                 wide *= np.float32(factor)
-                narrow(wide, results[start : start + PIECE], rest)
+                results[start : start + PIECE] = wide
         return all_finite(out)

@@ -31,22 +31,22 @@ def main() -> None:
 
 
 def serve(link: connection.Connection) -> None:
-    """Answer (folder, number of a memory) with a ReadAdapter or a ModelError; `send_memory` comes before."""
+    """Answer (folder, number of a memory, ()) with a ReadAdapter or a ModelError; `send_memory` comes before."""
     options, num_processes = link.recv()
-    readers = ShareReaders(num_processes - 1, options, link)
+    readers = ShareReaders(num_processes - 1, options.dtype, link)
     memories: dict[int, np.ndarray] = {}
     while True:
-        first, number = link.recv()
-        if first is None:
+        directory, number, _ = link.recv()
+        if directory is None:
             descriptor = reduction.recv_handle(link)
             readers.add_memory(number, descriptor)
             memories[number] = mapped(descriptor)
             continue
         try:
-            reply: ReadAdapter | ModelError = _read(first, number, options, memories[number], readers)
+            reply: ReadAdapter | ModelError = _read(directory, number, options, memories[number], readers)
         except (ModelError, OSError) as error:
             readers.wait()
-            reply = error if isinstance(error, ModelError) else ModelError(f"{first}: {error}")
+            reply = error if isinstance(error, ModelError) else ModelError(f"{directory}: {error}")
         link.send(reply)
 
 
@@ -63,7 +63,7 @@ def _read(
         return address_of(array) - first, array.shape
 
     others = readers if readers.count else None
-    readers.start(directory, number)
+    readers.use_memory(number)
     adapter = read_adapter(directory, config, dtype, max_rank, new_bytes, with_experts=with_experts, others=others)
     products = {
         product: {part: (place(a), place(b)) for part, (a, b) in parts.items()}

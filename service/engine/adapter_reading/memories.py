@@ -23,7 +23,7 @@ Pin = Callable[[np.ndarray], Callable[[], None]]
 class SharedMemories:
     """Memories of `num_bytes`, which are used again: to map and free one for each adapter would delay steps.
 
-    A thread makes one ahead and pins it. A memory may be taken before it is pinned.
+    One is made ahead. Another thread pins them, slowly: a memory may be taken before it is pinned.
     """
 
     def __init__(self, num_bytes: int, pin: Pin | None = None):
@@ -32,14 +32,15 @@ class SharedMemories:
         self._maps: list[mmap.mmap] = []
         self.descriptors: list[int] = []
         self._free: SimpleQueue[int | OSError] = SimpleQueue()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter memories")
-        self._thread.submit(self._make)
+        self._maker = ThreadPoolExecutor(1, thread_name_prefix="adapter memories")
+        self._pinner = ThreadPoolExecutor(1, thread_name_prefix="pin adapter memories")
+        self._maker.submit(self._make)
 
     def take(self) -> int:
         """Return the number of a free memory, once there is one. Raises OSError if none can be made."""
         number = self._free.get()
         if self._free.empty():
-            self._thread.submit(self._make)
+            self._maker.submit(self._make)
         if isinstance(number, OSError):
             raise number
         return number
@@ -61,14 +62,8 @@ class SharedMemories:
             self._free.put(error)
             return
         self._free.put(number)
-        if self._pin is None:
-            return
-        memory = self._maps[number]
-        try:
-            unpin = weakref.finalize(memory, self._pin(np.frombuffer(memory, np.uint8)))
-            unpin.atexit = False  # the driver has ended by then
-        except RuntimeError as error:
-            log.warning("memory of adapters is not pinned %s", fields(error=error))
+        if self._pin is not None:
+            self._pinner.submit(_pin, self._pin, self._maps[number])
 
     def _add(self) -> int:
         descriptor = os.memfd_create("adapter", os.MFD_CLOEXEC)
@@ -81,3 +76,11 @@ class SharedMemories:
             raise
         self.descriptors.append(descriptor)
         return len(self._maps) - 1
+
+
+def _pin(pin: Pin, memory: mmap.mmap) -> None:
+    try:
+        unpin = weakref.finalize(memory, pin(np.frombuffer(memory, np.uint8)))
+        unpin.atexit = False  # the driver has ended by then
+    except RuntimeError as error:
+        log.warning("memory of adapters is not pinned %s", fields(error=error))

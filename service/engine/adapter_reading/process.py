@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import weakref
+from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
 
@@ -77,22 +78,29 @@ class AdapterProcess:
                 raise
         self._link = connection.Connection(ours.detach())
         self._end = weakref.finalize(self, _end, self._link, process)
-        self._sent: set[int] = set()  # memories that the process has
+        self._num_sent = 0  # memories that the process has
         self._link.send(self._hello)
 
     def _read(self, directory: Path) -> LoraAdapter:
         """If the process dies, the memory is lost: a process that it has forked may still write there."""
         number = self._memories.take()
-        if number not in self._sent:
-            send_memory(self._link, number, self._memories.descriptors[number])
-            self._sent.add(number)
-        self._link.send((directory, number))
+        self._send_memories()
+        self._link.send((directory, number, ()))
         reply = self._link.recv()
         if isinstance(reply, ModelError):
             self._memories.give_back(number)
             raise reply
         assert isinstance(reply, ReadAdapter)
-        return reply.placed_in(self._memories.array(number))
+        adapter = reply.placed_in(self._memories.array(number))
+        with suppress(OSError):  # the next read finds the memory made meanwhile mapped, or a process that has died
+            self._send_memories()
+        return adapter
+
+    def _send_memories(self) -> None:
+        descriptors = self._memories.descriptors
+        while self._num_sent < len(descriptors):
+            send_memory(self._link, self._num_sent, descriptors[self._num_sent])
+            self._num_sent += 1
 
 
 def _end(link: connection.Connection, process: subprocess.Popen[bytes]) -> None:

@@ -14,7 +14,8 @@ import numpy as np
 
 from model.config import ModelConfig
 from model.errors import ModelError
-from model.weights.lora.adapter import Share, read_share
+from model.weights.lora.modules import PlannedModule, read_modules
+from model.weights.safetensors_file import StoredFile
 
 NUM_PROCESSES = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 
@@ -32,16 +33,17 @@ class ShareReaders:
     """`OtherReaders`: forked processes, which end once this one has closed their sockets or died. All calls raise
     EOFError if one of them has died."""
 
-    def __init__(self, count: int, options: ReadingOptions, inherited: connection.Connection):
+    def __init__(self, count: int, dtype: np.dtype, inherited: connection.Connection):
         """Fork, before this process has threads. The processes close the socket `inherited`."""
         self._links: list[connection.Connection] = []
         self._num_awaited = 0
-        for number in range(1, count + 1):
+        self._memory = 0
+        for _ in range(count):
             ours, its = connection.Pipe()
             if os.fork() == 0:
                 for link in (*self._links, ours, inherited):
                     link.close()
-                _run(its, options, Share(number, count + 1))
+                _run(its, dtype)
             its.close()
             self._links.append(ours)
 
@@ -55,11 +57,14 @@ class ShareReaders:
             for link in self._links:
                 send_memory(link, number, descriptor)
 
-    def start(self, directory: Path, memory: int) -> None:
-        """Let the processes read an adapter's shares to a memory."""
+    def use_memory(self, number: int) -> None:
+        """Let the processes read to a memory from now on."""
+        self._memory = number
+
+    def start(self, path: Path, shares: Sequence[Sequence[PlannedModule]]) -> None:
         with _no_os_errors():
-            for link in self._links:
-                link.send((directory, memory))
+            for link, share in zip(self._links, shares, strict=True):
+                link.send((path, self._memory, share))
         self._num_awaited = len(self._links)
 
     def digests(self) -> Sequence[Sequence[bytes]]:
@@ -90,43 +95,39 @@ def _no_os_errors() -> Iterator[None]:
 
 
 def send_memory(link: connection.Connection, number: int, descriptor: int) -> None:
-    """Send (None, number), then the descriptor."""
-    link.send((None, number))
+    """Send (None, number, ()), then the descriptor."""
+    link.send((None, number, ()))
     reduction.send_handle(link, descriptor, None)
 
 
 def mapped(descriptor: int) -> np.ndarray:
-    """Return a memory, uint8[n], and close its descriptor."""
+    """Return a memory, uint8[n], whose pages are mapped now rather than when it is read to; close its descriptor."""
     try:
-        return np.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), np.uint8)
+        size, flags = os.fstat(descriptor).st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE
+        return np.frombuffer(mmap.mmap(descriptor, size, flags=flags), np.uint8)
     finally:
         os.close(descriptor)
 
 
-def _run(link: connection.Connection, options: ReadingOptions, share: Share) -> None:
+def _run(link: connection.Connection, dtype: np.dtype) -> None:
     """Serve a forked process, and end it without this process's cleanup."""
     try:
-        _serve(link, options, share)
+        _serve(link, dtype)
     except (EOFError, OSError):
         pass
     finally:
         os._exit(0)
 
 
-def _serve(link: connection.Connection, options: ReadingOptions, share: Share) -> None:
+def _serve(link: connection.Connection, dtype: np.dtype) -> None:
     memories: dict[int, np.ndarray] = {}
     while True:
-        directory, number = link.recv()
-        if directory is None:
+        path, number, modules = link.recv()
+        if path is None:
             memories[number] = mapped(reduction.recv_handle(link))
             continue
         try:
-            reply: object = _read(directory, options, memories[number], share)
+            reply: object = read_modules(StoredFile(path), modules, memories[number], dtype)
         except (ModelError, OSError) as error:
-            reply = error if isinstance(error, ModelError) else ModelError(f"{directory}: {error}")
+            reply = error if isinstance(error, ModelError) else ModelError(f"{path}: {error}")
         link.send(reply)
-
-
-def _read(directory: Path, options: ReadingOptions, memory: np.ndarray, share: Share) -> list[bytes]:
-    config, dtype, max_rank, with_experts = options
-    return read_share(directory, config, dtype, max_rank, lambda n: memory[:n], share, with_experts=with_experts)

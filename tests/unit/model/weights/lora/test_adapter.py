@@ -63,6 +63,10 @@ TENSORS = {
     "rank": ({f"{Q}.lora_A.weight": np.zeros((4, 256), np.float32)}, "shape [4, 256] is not [8, 256]"),
     "NaN": ({f"{Q}.lora_A.weight": np.full((8, 256), np.nan, np.float32)}, "NaN or infinity in float32"),
     "integers": ({f"{Q}.lora_A.weight": np.zeros((8, 256), np.int32)}, "dtype int32 is not supported"),
+    "two spellings": (
+        {Q.replace("model.layers", "model.language_model.layers") + ".lora_A.weight": np.zeros((8, 256), np.float32)},
+        "model.layers.0.self_attn.q_proj has two such tensors",
+    ),
     "no such layer": ({Q.replace(".0.", ".77.") + ".lora_A.weight": np.zeros((8, 256), np.float32)}, "no such module"),
     "head": ({"base_model.model.lm_head.lora_A.weight": np.zeros((8, 256), np.float32)}, "no such module to adapt"),
     "embedding": ({"base_model.model.model.embed_tokens.lora_embedding_A": np.zeros((8, 9), np.float32)}, "embeddings"),

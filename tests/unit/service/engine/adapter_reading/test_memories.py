@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ NUM_BYTES = 3 * 4096
 
 
 def settle(memories: SharedMemories) -> None:
-    memories._thread.submit(int).result()
+    memories._maker.submit(int).result()
+    memories._pinner.submit(int).result()
 
 
 def test_one_is_made_ahead_and_used_again():
@@ -55,6 +57,20 @@ def test_each_is_pinned_until_it_is_unmapped():
     assert pinned == {array.ctypes.data}
     del array
     assert not pinned
+
+
+def test_memories_are_made_while_one_is_pinned():
+    may_pin = threading.Event()
+
+    def pin(memory: np.ndarray):
+        may_pin.wait()
+        return lambda: None
+
+    memories = SharedMemories(NUM_BYTES, pin)
+    try:
+        assert [memories.take() for _ in range(3)] == [0, 1, 2]
+    finally:
+        may_pin.set()
 
 
 def test_without_memory_an_error_is_raised_each_time(monkeypatch):

@@ -95,7 +95,7 @@ def test_it_ends_with_its_owner():
 def test_memory_is_used_again_once_its_adapter_is_dropped(process, tmp_path):
     folder = write_adapter(tmp_path / "one", CONFIG).folder
     first, *others = [process.read(folder) for _ in range(4)]
-    process._memories._thread.submit(int).result()  # the one made ahead is there
+    process._memories._maker.submit(int).result()  # the one made ahead is there
     num_memories = len(process._memories.descriptors)
     assert 4 < num_memories < 7
     arrays = next(iter(first.products.values()))[0]
