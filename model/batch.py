@@ -16,7 +16,7 @@ class Batch:
     """
 
     token_ids: Array  # int32[T]
-    positions: Array  # int32[T]
+    positions: Array  # int32[T], rows of RopeTables
     slots: Array  # int64[T], block id * block_size + offset
     block_tables: Array  # int32[S, max_blocks], rows padded with 0
     context_lens: Array  # int32[S], tokens in the cache after this step's are written

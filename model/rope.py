@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -10,18 +11,20 @@ from model.rope_config import RopeConfig
 
 
 class RopeTables:
-    """Rows of cos and sin, float32[max_model_len, head_dim / 2], times the attention factor of yarn and longrope.
+    """Rows of cos and sin, float32[max_model_len + short_len, head_dim / 2], times yarn's and longrope's attention
+    factor.
 
-    A "dynamic" rope has one table, stretched if `max_model_len` exceeds the original length, and longrope one set of
-    factors: cached rotated keys cannot follow a sequence as it grows. Pairs beyond the rotated dimensions get cos 1.
+    Row p is position p of a sequence of up to `max_model_len` tokens, row max_model_len + p of one of up to
+    `short_len`, for which "dynamic" ropes are not stretched and longrope has its short factors. A sequence keeps to one
+    kind of rows: cached rotated keys cannot follow it as it grows. Pairs beyond the rotated dimensions get cos 1.
     """
 
-    def __init__(self, rope: RopeConfig, head_dim: int, max_model_len: int):
-        self.shape = (max_model_len, head_dim // 2)
-        frequencies = np.zeros(0)
-        if rope.kind != "none":
-            frequencies = inverse_frequencies(rope, rope.rotary_dim(head_dim), max_model_len)
-        self._frequencies = frequencies.astype(np.float32)  # rounded as in training
+    def __init__(self, rope: RopeConfig, head_dim: int, max_model_len: int, short_len: int = 0):
+        self.shape = (max_model_len + short_len, head_dim // 2)
+        self._max_model_len = max_model_len
+        self._frequencies, self._short_frequencies = (
+            _rounded_frequencies(rope, head_dim, length) for length in (max_model_len, short_len)
+        )
         self._factor = np.float32(attention_factor(rope))
 
     def cos(self, first: int, last: int) -> np.ndarray:
@@ -37,7 +40,26 @@ class RopeTables:
         return rows
 
     def _angles(self, first: int, last: int) -> np.ndarray:
-        return np.outer(np.arange(first, last, dtype=np.float32), self._frequencies)
+        middle, start = min(max(first, self._max_model_len), last), self._max_model_len
+        angles = np.outer(np.arange(first, middle, dtype=np.float32), self._frequencies)
+        if middle == last:
+            return angles
+        short = np.outer(np.arange(middle - start, last - start, dtype=np.float32), self._short_frequencies)
+        return np.concatenate([angles, short])
+
+
+def _rounded_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) -> np.ndarray:
+    """Return float32[any], rounded as in training."""
+    if rope.kind == "none":
+        return np.zeros(0, np.float32)
+    return inverse_frequencies(rope, rope.rotary_dim(head_dim), max_model_len).astype(np.float32)
+
+
+def short_length(ropes: Iterable[RopeConfig], max_model_len: int) -> int:
+    """Return the most tokens of sequences whose rope differs from that of `max_model_len`; 0: no rope depends on it."""
+    lengths = [rope.original_max_position for rope in ropes if rope.kind in ("dynamic", "longrope")]
+    shortest = min(lengths, default=0)
+    return shortest if shortest < max_model_len else 0
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:

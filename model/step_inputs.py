@@ -27,7 +27,7 @@ class ForwardInputs:
 
     token_ids: np.ndarray  # int32[T]
     pending_token_row: np.ndarray  # int32[T], row of the previous step's sampled token; out of range: token_ids applies
-    positions: np.ndarray  # int32[T]
+    positions: np.ndarray  # int32[T], rows of RopeTables
     slots: np.ndarray  # int64[T]
     context_lens: np.ndarray  # int32[S]
     logit_rows: np.ndarray  # int32[R]

@@ -21,7 +21,7 @@ from model.ops.group.arrays import Split, divided, each_rank, own_rows, stacked,
 from model.ops.group.device import upload_parts
 from model.ops.interface import Array, Ops
 from model.ops.weight import Weight
-from model.rope import RopeTables, query_scale
+from model.rope import RopeTables, query_scale, short_length
 from model.rope_config import RopeConfig
 from model.weights.checkpoint import (
     EMBEDDING,
@@ -121,7 +121,8 @@ def allocate_model(
     plan = _Plan(config, ops, folded(source, config), sharding, OnlineFp8(ops) if quantization == "fp8" else None)
     embedding, tied_head = plan.tied() if config.shares_embedding else (plan.tensor(EMBEDDING), None)
     ropes = dict.fromkeys(config.ropes)
-    rotations = {rope: _plan_rotation(plan, rope, config.head_dim, max_model_len) for rope in ropes}
+    lengths = max_model_len, short_length(ropes, max_model_len)
+    rotations = {rope: _plan_rotation(plan, rope, config.head_dim, lengths) for rope in ropes}
     layers = tuple(_plan_layer(plan, config, index, rotations[rope]) for index, rope in enumerate(config.ropes))
     final_norm = plan.tensor(FINAL_NORM)
     lm_head = plan.matrix([LM_HEAD]) if tied_head is None else tied_head
@@ -390,14 +391,18 @@ def _prepared_layer(layer: Layer, ops: Ops) -> Layer:
     return replace(layer, **matrices)
 
 
-def _plan_rotation(plan: _Plan, rope: RopeConfig, head_dim: int, max_model_len: int) -> LayerRotation:
-    tables, scale = RopeTables(rope, head_dim, max_model_len), query_scale(rope, max_model_len)
+def _plan_rotation(plan: _Plan, rope: RopeConfig, head_dim: int, lengths: tuple[int, int]) -> LayerRotation:
+    """`lengths` as in RopeTables."""
+    max_model_len, short_len = lengths
+    tables, scale = RopeTables(rope, head_dim, max_model_len, short_len), query_scale(rope, max_model_len)
     whole = [plan.table(tables.shape, rows) for rows in (tables.cos, tables.sin)]
     if scale is None:
         return LayerRotation(*whole)
 
+    of_rows = np.concatenate([scale, scale[:short_len]])
+
     def scaled(rows: ReadRows, first: int, last: int) -> np.ndarray:
-        table: np.ndarray = rows(first, last) * scale[first:last, None]
+        table: np.ndarray = rows(first, last) * of_rows[first:last, None]
         return table
 
     of_queries = [plan.table(tables.shape, partial(scaled, rows)) for rows in (tables.cos, tables.sin)]

@@ -152,10 +152,10 @@ class BeamSearch:
 class BeamGroup(SequenceGroup):
     """Request with one beam per branch."""
 
-    def __init__(self, request: EngineRequest, eos_token_ids: frozenset[int]):
+    def __init__(self, request: EngineRequest, eos_token_ids: frozenset[int], first_rope_row: int = 0):
         self._search = BeamSearch(request.sampling, stop_ids(request.sampling, eos_token_ids))
         self._rows: dict[Sequence, TokenLogprob] = {}
-        super().__init__(request, eos_token_ids)
+        super().__init__(request, eos_token_ids, first_rope_row)
 
     @property
     def hypotheses(self) -> list[BeamHypothesis]:

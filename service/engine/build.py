@@ -16,6 +16,7 @@ from model.kv_scales import KvFormat, kv_format
 from model.ops.backend import open_group
 from model.ops.interface import Ops
 from model.presets import PRESETS
+from model.rope import short_length
 from model.sampling_params import SamplingParams
 from model.text.grammar_matcher import GrammarCompiler
 from model.text.tokenizer import Tokenizer
@@ -123,6 +124,7 @@ def _build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
         max_prefill_chunk=settings.max_prefill_chunk or DEFAULT_PREFILL_CHUNK[ops.name],
         max_model_len=memory.max_model_len,
         max_decode_rows=executor.max_rows if executor.runs_ahead else None,
+        short_rope_len=_short_rope_len(config, memory.max_model_len, draft),
         generates=config.has_head,
         fit_prompts=executor.fit_prompts,
     )
@@ -146,6 +148,12 @@ def _build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
     _check_generation(engine, limits)
     _log_ready(sized, ops)
     return BuiltEngine(engine, executor, config, ops, memory, limits, sized.weight_format, sized.kv_format)
+
+
+def _short_rope_len(config: ModelConfig, max_model_len: int, draft: PlannedDraftModel | None) -> int:
+    """A head's keys lie where the model's positions say: it has no short rows."""
+    has_head = draft is not None and isinstance(draft.config, Eagle3Config)
+    return 0 if has_head else short_length(config.ropes, max_model_len)
 
 
 def _attach(

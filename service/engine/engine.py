@@ -126,7 +126,8 @@ class Engine:
         if request.request_id in outputs.open_groups:
             raise ValueError(f"request {request.request_id} is already here")
         kind = SequenceGroup if request.sampling.beam is None else BeamGroup
-        group = kind(request, self._eos_token_ids)
+        longest = len(request.prompt) + request.sampling.max_tokens
+        group = kind(request, self._eos_token_ids, self._limits.first_rope_row(longest))
         refusal = self._refusal(group)
         if refusal is not None:
             outputs.emit(group, (), refusal)

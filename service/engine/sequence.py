@@ -117,9 +117,11 @@ class Sequence:
 class SequenceGroup:
     """Branches of one request: all hold blocks or none."""
 
-    def __init__(self, request: EngineRequest, eos_token_ids: frozenset[int]):
+    def __init__(self, request: EngineRequest, eos_token_ids: frozenset[int], first_rope_row: int = 0):
+        """`first_rope_row`: of RopeTables, that of position 0."""
         params = request.sampling
         self.request = request
+        self.first_rope_row = first_rope_row
         self.request_id = request.request_id
         self.tenant = request.tenant
         self.num_prompt_tokens = len(request.prompt)

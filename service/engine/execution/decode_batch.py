@@ -59,8 +59,9 @@ class BatchLayout:
 class _PrefillArrays(NamedTuple):
     token_ids: np.ndarray
     pending_token_row: np.ndarray
-    positions: np.ndarray
+    positions: np.ndarray  # rows of RopeTables
     slots: np.ndarray
+    context_lens: np.ndarray
     table: np.ndarray
 
 
@@ -151,7 +152,7 @@ class DecodeBatch:
             table = chunk.sequence.block_table
             self._tables[row, : len(table)] = table
         blocks, offsets = np.divmod(starts, self._block_size)
-        self._positions[rows] = starts
+        self._positions[rows] = starts + np.array([chunk.sequence.group.first_rope_row for chunk in chunks], np.int32)
         self._context_lens[rows] = starts + 1
         self._slots[rows] = self._tables[rows, blocks].astype(np.int64) * self._block_size + offsets
         self.dirty_tables[rows] = True
@@ -176,7 +177,8 @@ class DecodeBatch:
         table = np.array(sequence.block_table, np.int32)
         slots = table[blocks].astype(np.int64) * self._block_size + offsets
         token_ids = np.frombuffer(known, np.uint32).view(np.int32)
-        return _PrefillArrays(token_ids, pending_token_row, positions, slots, table)
+        rope_rows = positions + np.int32(sequence.group.first_rope_row)
+        return _PrefillArrays(token_ids, pending_token_row, rope_rows, slots, positions + 1, table)
 
     def _draft_arrays(self, first: int, chunks: tuple[Chunk, ...]) -> _PrefillArrays:
         """Build the rows of tokens and their drafts, from row `first`, and write their tables."""
@@ -199,8 +201,9 @@ class DecodeBatch:
         tables = self._tables[rows]
         slots = tables[np.arange(len(tables)), blocks].astype(np.int64) * self._block_size + offsets
         self.dirty_tables[rows] = True
-        positions = positions.astype(np.int32)
-        return _PrefillArrays(np.array(token_ids, np.int32), pending_token_row, positions, slots, tables)
+        firsts = np.repeat([chunk.sequence.group.first_rope_row for chunk in chunks], lengths)
+        rope_rows, context_lens = (positions + firsts).astype(np.int32), (positions + 1).astype(np.int32)
+        return _PrefillArrays(np.array(token_ids, np.int32), pending_token_row, rope_rows, slots, context_lens, tables)
 
     def _inputs(
         self,
@@ -216,7 +219,7 @@ class DecodeBatch:
         context_lens, num_draft_rows = self._context_lens[rows], 0
         if tails:
             columns = [_joined(pieces) for pieces in zip(columns, *(tail[:4] for tail in tails), strict=True)]
-            draft_lens = [tail.positions + 1 for tail in tails[: bool(drafted)]]
+            draft_lens = [tail.context_lens for tail in tails[: bool(drafted)]]
             num_draft_rows = sum(map(len, draft_lens))
             context_lens = _joined((context_lens, *draft_lens, np.array([chunk.end for chunk in prefills], np.int32)))
             draft_rows = np.arange(num_decodes, num_decodes + num_draft_rows, dtype=np.int32)

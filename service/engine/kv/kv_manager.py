@@ -313,9 +313,9 @@ class KVManager:
         return held, held - sum(empty.values())
 
     def _salt(self, sequence: Sequence) -> str:
-        """Return the root of its blocks in both tiers: another cache format or adapter never matches."""
-        owner = sequence.request.cache_salt if self._prefix_caching else sequence.request_id
-        return f"{self._format_key}\n{sequence.group.adapter_key}\n{owner}"
+        """Return the root of its blocks in both tiers: another cache format, adapter or rope never matches."""
+        group, owner = sequence.group, sequence.request.cache_salt if self._prefix_caching else sequence.request_id
+        return f"{self._format_key}\n{group.adapter_key}\n{group.first_rope_row}\n{owner}"
 
     def _extend_tail(self, sequence: Sequence, tail: PrefixNode, num_tokens: int, *, may_replace: bool) -> PrefixNode:
         if self._cache is None:

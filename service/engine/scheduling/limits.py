@@ -15,8 +15,13 @@ class Limits:
     max_prefill_chunk: int  # with decodes, per open prompt
     max_model_len: int
     max_decode_rows: int | None = None  # decodes and their drafts; None: as many as tokens
+    short_rope_len: int = 0  # most tokens of a sequence with the short rows of RopeTables
     generates: bool = True  # False: only requests with pooling
     fit_prompts: Callable[[int, int], int] | None = None  # (decodes, prompt tokens) -> efficient number
+
+    def first_rope_row(self, num_tokens: int) -> int:
+        """Return the row of RopeTables at which a sequence of at most `num_tokens` begins."""
+        return self.max_model_len if num_tokens <= self.short_rope_len else 0
 
     def prompt_budget(self, num_decodes: int, num_prompts: int, lacking: Iterable[int]) -> int:
         """Return the prompt tokens of a step with decodes, which wait for them: a chunk per open prompt, less the

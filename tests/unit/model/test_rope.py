@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from model.config import RopeConfig
-from model.rope import RopeTables, attention_factor, inverse_frequencies, query_scale, rope_tables
+from model.rope import RopeTables, attention_factor, inverse_frequencies, query_scale, rope_tables, short_length
 
 DEFAULT = RopeConfig(kind="default", theta=10000.0)
 LLAMA3 = RopeConfig(
@@ -129,6 +129,25 @@ def test_queries_are_scaled_from_the_original_length_on():
     np.testing.assert_allclose(scale[[16, 31, 32]], [1 + 0.1 * math.log(2)] * 2 + [1 + 0.1 * math.log(3)], rtol=1e-6)
     assert query_scale(rope, 16) is None
     assert query_scale(DEFAULT, 40) is None
+
+
+DYNAMIC = RopeConfig(kind="dynamic", theta=10000.0, factor=2.0, original_max_position=64)
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC, DEFAULT, RopeConfig(kind="none", theta=1e4)], ids=lambda r: r.kind)
+def test_short_rows_follow_those_of_the_longest_sequence(rope):
+    tables, (long_cos, long_sin) = RopeTables(rope, 16, 300, 64), rope_tables(rope, 16, 300)
+    short_cos, short_sin = rope_tables(rope, 16, 64)
+    for rows, long, short in ((tables.cos, long_cos, short_cos), (tables.sin, long_sin, short_sin)):
+        whole = np.concatenate([long, short])
+        assert tables.shape == whole.shape
+        for first, last in ((0, 364), (290, 310), (300, 364), (320, 330), (10, 20)):
+            assert rows(first, last).tobytes() == whole[first:last].tobytes()
+
+
+def test_ropes_that_depend_on_the_length_have_short_rows():
+    assert short_length([LONGROPE], 65) == short_length([DEFAULT, DYNAMIC], 300) == 64
+    assert short_length([LONGROPE], 64) == short_length([DEFAULT, YARN], 1 << 20) == 0
 
 
 def test_rows_have_the_bits_of_the_whole_table():

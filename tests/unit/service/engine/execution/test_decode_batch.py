@@ -14,14 +14,14 @@ from service.engine.request import EngineRequest
 from service.engine.sequence import Sequence, SequenceGroup
 from service.engine.step import Chunk, StepPlan
 
-BLOCK, MAX_ROWS, MAX_BLOCKS = 4, 9, 12
+BLOCK, MAX_ROWS, MAX_BLOCKS, FIRST_ROPE_ROW = 4, 9, 12, 500
 
 
 def sequence(number: int, rng: random.Random) -> Sequence:
     """Make a sequence of 1 to 20 tokens, with all its blocks."""
     prompt = tuple(rng.choices(range(100), k=rng.randrange(1, 21)))
     request = EngineRequest(request_id=str(number), prompt=prompt, sampling=SamplingParams(max_tokens=20))
-    made = SequenceGroup(request, frozenset()).branches[0]
+    made = SequenceGroup(request, frozenset(), first_rope_row=rng.choice((0, FIRST_ROPE_ROW))).branches[0]
     made.block_table.extend(rng.randrange(1000) for _ in range(-(-len(prompt) // BLOCK)))
     made.num_computed_tokens = len(prompt) - 1
     return made
@@ -83,7 +83,7 @@ def test_rows_are_what_they_would_be_if_made_anew(seed):
         steps.rows.dirty_tables[:] = False
         for row, one in enumerate(layout.decodes):
             start, table = one.num_computed_tokens, list(one.block_table)
-            assert inputs.positions[row] == start
+            assert inputs.positions[row] == start + one.group.first_rope_row
             assert inputs.context_lens[row] == start + 1
             assert inputs.slots[row] == table[start // BLOCK] * BLOCK + start % BLOCK
             assert inputs.tables[row, : len(table)].tolist() == steps.seen[row, : len(table)].tolist() == table
@@ -144,7 +144,8 @@ def test_longer_chunks_follow_the_rows():
     inputs = rows.lay_out(StepPlan(chunks), {prompt: 5}).inputs
     assert inputs.token_ids[1:].tolist() == [13, 14, 15, 0]
     assert inputs.pending_token_row[1:].tolist() == [NO_PENDING_ROW] * 3 + [5]
-    assert inputs.positions[1:].tolist() == [3, 4, 5, 6]
+    assert prompt.group.first_rope_row == FIRST_ROPE_ROW
+    assert inputs.positions[1:].tolist() == [503, 504, 505, 506]
     assert inputs.slots[1:].tolist() == [31, 36, 37, 38]
     assert inputs.query_start.tolist() == [1, 5]
     assert inputs.logit_rows.tolist() == [0, 4]
@@ -169,7 +170,9 @@ def test_drafts_are_rows_with_the_table_of_their_sequence():
     inputs = layout.inputs
     assert (inputs.num_decodes, inputs.num_draft_rows, inputs.chunk_lens.tolist()) == (6, 5, [len(prompt.token_ids)])
     assert inputs.token_ids[1:6].tolist() == [15, 77, 78, 15, 88]
-    assert inputs.positions[1:6].tolist() == [5, 6, 7, 5, 6]
+    first, last = drafted.group.first_rope_row, other.group.first_rope_row
+    assert (first, last) == (0, FIRST_ROPE_ROW)
+    assert inputs.positions[1:6].tolist() == [5, 6, 7, last + 5, last + 6]
     assert inputs.slots[1:6].tolist() == [33, 34, 35, 85, 86]
     assert inputs.context_lens[1:].tolist() == [6, 7, 8, 6, 7, len(prompt.token_ids)]
     assert inputs.tables[1:, :2].tolist() == [[7, 8]] * 3 + [[20, 21]] * 2
