@@ -3,6 +3,12 @@
 #pragma once
 
 #include "linear/small_m.cuh"
+#if WEIGHT_FP8
+#include "common/widen.cuh"
+using X = u8;
+#else
+using X = T;
+#endif
 
 constexpr int SPLITS = 4;                      // of K, of x @ A
 constexpr int HELPERS = 4 * (3 - WARPGROUPS);  // warps
@@ -11,6 +17,7 @@ constexpr int RING_BYTES = RINGS_BYTES / HELPERS;
 constexpr int MAX_PIECES = MAX_RING_PIECES;  // of a ring
 constexpr int MAX_TILES = COLS + COLS / 8;
 static_assert(4 * (3 * MAX_TILES + HELPER_THREADS) <= PARTS_AT_ONCE * COMPACT_BYTES, "tiles and ranks fit");
+static_assert(COLS <= HELPER_THREADS, "a helper thread has a scale of x");
 static_assert(COLS <= 255, "rows of a column have 8 bits");
 static_assert(RING_BYTES % 1024 == 0, "pieces of A begin with the swizzle");
 
@@ -53,6 +60,7 @@ struct Adapters {
     u32 *of_sorted, *columns, *runs;  // adapters by sorted row; columns; adapters of each eight of them, then zeros
     u32* groups;
     int* sorted_rows;
+    float* x_scales;     // with WEIGHT_FP8
     int *tiles, *ranks;  // in `compact`, until operands are rounded
     u32 rings;           // of the helpers, RING_BYTES each
     unsigned char* ring_memory;
@@ -70,9 +78,10 @@ struct Adapters {
         runs = columns + COLS;
         groups = runs + COLS;
         sorted_rows = reinterpret_cast<int*>(groups + COLS);
+        x_scales = reinterpret_cast<float*>(sorted_rows + COLS);
         tiles = reinterpret_cast<int*>(compact);
         ranks = tiles + 3 * MAX_TILES;
-        rings = (shared_address(sorted_rows + COLS) + 1023) / 1024 * 1024;
+        rings = (shared_address(x_scales + (WEIGHT_FP8 ? COLS : 0)) + 1023) / 1024 * 1024;
         ring_memory = memory + (rings - shared_address(memory));
     }
     __device__ __forceinline__ u32 a_full(int helper, int piece) const {

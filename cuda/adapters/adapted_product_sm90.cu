@@ -1,6 +1,7 @@
 // adapted_product_sm90: out = x @ weight.T + bias, plus what the rows' LoRA adapters add, rounded once.
 //
-//   x, weight, bias, out, grid, reference of the product: as in small_m_sm90; block ADAPTED_THREADS
+//   x, weight, bias, out, grid, reference of the product: as in small_m_sm90, or with WEIGHT_FP8 and x_scale, weight_scale
+//   as in small_m_fp8_sm90; block ADAPTED_THREADS
 //   rows int32 [M], tiles int32 [G, 3] of at most 16 rows, ranks int32 [S]: as in lora_shrink;
 //   a [S, P, R, K], b [S, N, R], finite and of b zeros beyond the rank; R = 16 RANK_STEPS, M <= COLS, G <= 9/8 M;
 //   ends of the parts are first_end, second_end, N, multiples of 8
@@ -15,7 +16,11 @@
 // each block's helpers compute what adapters add to its tile and leave it in shared memory. All blocks run at once, one
 // an SM. A row has one adapter and each of its sums one order: they do not depend on the batch. Where two blocks split
 // K, each adds to the rows of x that it stores. Helpers run code once: 75 KB of it took 3 us a layer more than 48.
+#if WEIGHT_FP8
+#define WEIGHT_ELEMENTS 128
+#else
 #define WEIGHT_ELEMENTS 64
+#endif
 #define X_BOXES 1
 #define OUT_FLOAT 0
 #define ADDED_ROWS (COLS / SPLIT)
@@ -25,7 +30,8 @@
 #define MAX_RING_PIECES 6
 #define BARRIERS_BYTES (32 + 8 * 2 * 8 * MAX_RING_PIECES)
 #define ADDED_BYTES (4 * ADDED_ROWS * ADDED_STRIDE)
-#define SCALE_BYTES (BARRIERS_BYTES + PARTS_AT_ONCE * COMPACT_BYTES + ADDED_BYTES + 20 * COLS + 1024 + RINGS_BYTES)
+#define LIST_BYTES ((WEIGHT_FP8 ? 24 : 20) * COLS)
+#define SCALE_BYTES (BARRIERS_BYTES + PARTS_AT_ONCE * COMPACT_BYTES + ADDED_BYTES + LIST_BYTES + 1024 + RINGS_BYTES)
 #include "adapters/adapted_expand.cuh"
 #include "adapters/adapted_shrink.cuh"
 
@@ -35,20 +41,26 @@ static_assert(ADAPTED_THREADS == 416, "the launcher's threads are not these");
 struct Stage {
     static __device__ __forceinline__ void multiply(Sums& sum, u32 weights, u32 x) {
 #pragma unroll
-        for (int k = 0; k < 128; k += 32) multiply_add(sum, operand(weights + k, 0), operand(x + k, 0));
+        for (int k = 0; k < 128; k += 32) {
+#if WEIGHT_FP8
+            multiply_add_e4m3(sum, operand(weights + k, 0), operand(x + k, 0));
+#else
+            multiply_add(sum, operand(weights + k, 0), operand(x + k, 0));
+#endif
+        }
     }
 };
 
-// A warp's rows of the output tile; bias of this thread's two.
+// A warp's rows of the output tile; bias and scale of this thread's two.
 struct OutputTile {
     const Adapters& adapters;
     Out* out;
     int first, end;  // weight rows of this warp
     int tile_row, parity, num_rows, n_size;
-    float bias[2];
+    float bias[2], scale[2];
 
-    __device__ __forceinline__ OutputTile(const Adapters& adapters, Out* out, const T* add, int tile_row, int parity,
-                                          int num_rows, int n_size)
+    __device__ __forceinline__ OutputTile(const Adapters& adapters, Out* out, const T* add, const float* weight_scale,
+                                          int tile_row, int parity, int num_rows, int n_size)
         : adapters(adapters),
           out(out),
           end(min(tile_row + ROWS, n_size)),
@@ -61,6 +73,7 @@ struct OutputTile {
         for (int half = 0; half < 2; ++half) {
             const int row = first + 8 * half + threadIdx.x % WARP_SIZE / 4;
             bias[half] = add != nullptr && row < end ? to_float(add[row]) : 0.0f;
+            if (WEIGHT_FP8) scale[half] = row < end ? __ldg(weight_scale + row) : 0.0f;
         }
     }
 
@@ -70,7 +83,13 @@ struct OutputTile {
         wait_for(adapters.ready, parity);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float low = four[2 * half] + bias[half], high = four[2 * half + 1] + bias[half];
+            float low = four[2 * half], high = four[2 * half + 1];
+            if (WEIGHT_FP8) {
+                low *= scale[half] * adapters.x_scales[8 * chunk + 2 * t];
+                high *= scale[half] * adapters.x_scales[8 * chunk + 2 * t + 1];
+            }
+            low += bias[half];
+            high += bias[half];
             if (first + 8 * half + g < end) {
                 const int row = first + 8 * half + g - tile_row;
                 low += adapters.row(8 * chunk + 2 * t)[row];
@@ -86,8 +105,8 @@ struct OutputTile {
 // Registers are limited: a block of add_rms_norm, 512 threads of 56, begins while this runs.
 extern "C" __global__ void SMALL_M_CLUSTER __maxnreg__(80)
     adapted_product_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map,
-                         const __grid_constant__ TensorMap a_map, const T* x, const T* b, const T* bias, Out* out,
-                         u64* shrunk, const int* rows, const int* tiles, const int* ranks, u32* left, int num_rows,
+                         const __grid_constant__ TensorMap a_map, const X* x, const float* x_scale, const T* b,
+                         const float* weight_scale, const T* bias, Out* out, u64* shrunk, const int* rows, const int* tiles, const int* ranks, u32* left, int num_rows,
                          int n_size, int k_size, int num_passes, int num_pieces, int num_sorted, int num_tiles,
                          int num_slots, int num_parts, int max_rank, int first_end, int second_end, int unit_outputs) {
     extern __shared__ unsigned char memory[];
@@ -134,7 +153,7 @@ extern "C" __global__ void SMALL_M_CLUSTER __maxnreg__(80)
         for (int tile = 0; tile < work.num_tiles; ++tile) {
             Sums sum;
             sum_tile<Stage>(sum, shared, work, tile * work.num_spans);
-            const OutputTile output(adapters, out, bias, work.first_row(tile), tile % 2, num_rows, n_size);
+            const OutputTile output(adapters, out, bias, weight_scale, work.first_row(tile), tile % 2, num_rows, n_size);
             store(sum, output, shared, work.split);
             __syncwarp();
             if (lane == 0) arrive(adapters.taken);
@@ -159,12 +178,14 @@ extern "C" __global__ void SMALL_M_CLUSTER __maxnreg__(80)
         meet_helpers();
         BPieces ahead(adapters, all_b, parts, helper), now(adapters, all_b, parts, helper);
         wait_for_previous_kernel();
+        if (WEIGHT_FP8 && helper_thread < COLS)
+            adapters.x_scales[helper_thread] = helper_thread < num_rows ? x_scale[helper_thread] : 0.0f;
         while (number < num_units) {
             const int row = lane / 4 < unit.group.num_rows() ? adapters.sorted_rows[unit.group.first() + lane / 4] : 0;
             sum_unit(reinterpret_cast<float*>(adapters.ring_memory + helper * RING_BYTES), a, unit,
                      x + static_cast<i64>(row) * k_size, k_size);
             meet_helpers();
-            store_unit(adapters, a, unit, sums, helper_thread);
+            store_unit(adapters, a, unit, sums, x_scale, helper_thread);
             meet_helpers();
             number += gridDim.x;
             if (number >= num_units) break;

@@ -72,9 +72,18 @@ struct APieces {
     }
 };
 
+// Two elements of x; e4m3 widens exactly.
+__device__ __forceinline__ u32 load_two(const X* from) {
+#if WEIGHT_FP8
+    return widen<0>(*reinterpret_cast<const u16*>(from));
+#else
+    return *reinterpret_cast<const u32*>(from);
+#endif
+}
+
 // A warp's sums of a unit, to its ring once A has been read: [OWN_SUMS][row][PARTIAL_STRIDE]. `from`: this lane's row.
 __device__ __forceinline__ void sum_unit(float* partial, APieces& a, const ShrinkUnit& unit,
-                                         const T* from, int k_size) {
+                                         const X* from, int k_size) {
     const int lane = threadIdx.x % WARP_SIZE, g = lane / 4, t = lane % 4;
     const bool is_row = g < unit.group.num_rows();
     float sums[OWN_SUMS][SHRINK_TILES][4] = {};
@@ -87,7 +96,7 @@ __device__ __forceinline__ void sum_unit(float* partial, APieces& a, const Shrin
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const bool wanted = is_row && base + j < unit.num_chunks && k + 8 * i < k_size;
-                inputs[j][i] = wanted ? *reinterpret_cast<const u32*>(from + k + 8 * i) : 0;
+                inputs[j][i] = wanted ? load_two(from + k + 8 * i) : 0;
             }
         }
 #pragma unroll
@@ -129,10 +138,12 @@ __device__ __forceinline__ void sum_unit(float* partial, APieces& a, const Shrin
 
 // The helpers' sums in their order, to memory.
 __device__ __forceinline__ void store_unit(const Adapters& adapters, const APieces& a, const ShrinkUnit& unit,
-                                           const Shrunk& shrunk, int thread) {
+                                           const Shrunk& shrunk, const float* x_scale, int thread) {
     const float* partial = reinterpret_cast<const float*>(adapters.ring_memory);
     const int row = thread / 16 % 8;
     if (row >= unit.group.num_rows()) return;
+    float scale = 1.0f;
+    if (WEIGHT_FP8) scale = x_scale[adapters.sorted_rows[unit.group.first() + row]];
     u64* to = shrunk.values + (unit.split * shrunk.num_sorted + unit.group.first() + row) * a.num_outputs + unit.output;
 #pragma unroll 1
     for (int r = thread / 128 * 16 + thread % 16; r < a.width; r += HELPER_THREADS / 8) {
@@ -140,7 +151,7 @@ __device__ __forceinline__ void store_unit(const Adapters& adapters, const APiec
 #pragma unroll
         for (int n = 0; n < SUMS; ++n)
             sum += partial[n % HELPERS * (RING_BYTES / 4) + n / HELPERS * PARTIAL + row * PARTIAL_STRIDE + r];
-        store_relaxed(to + r, static_cast<u64>(shrunk.tag) << 32 | __float_as_uint(sum));
+        store_relaxed(to + r, static_cast<u64>(shrunk.tag) << 32 | __float_as_uint(sum * scale));
     }
 }
 

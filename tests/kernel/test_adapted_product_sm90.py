@@ -8,11 +8,20 @@ import pytest
 from model.adapter_slots import adapter_rows
 from model.ops.adapter_interface import AdapterMatrix
 from model.ops.cpu.ops import NumpyOps
+from model.ops.interface import Fp8Rows
 from model.ops.weight import Weight
+from tests.support.fp8_checks import as_weight, assert_product, in_float64, random_rows, upload
 from tests.support.kernel_checks import assert_close, normal
 from tests.support.lora_cases import PARTS, LoraCase, adapted_product, expected_product, lora_case
 
 pytestmark = pytest.mark.gpu
+
+
+def slots_of(case: LoraCase) -> np.ndarray:
+    slots = np.full(len(case.x), -1, np.int32)
+    for slot, first, count in case.rows.tiles:
+        slots[case.rows.rows[first : first + count]] = slot
+    return slots
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -79,16 +88,47 @@ def test_tags_begin_again(open_hopper_ops, rng):
 def test_a_row_has_its_bits_in_any_batch(open_hopper_ops, rng):
     ops, case = open_hopper_ops("bfloat16"), lora_case(rng, "bfloat16", "three", 96)
     weight = normal(rng, (PARTS["three"][-1], 264), "bfloat16", 264**-0.5)
-    slots = np.full(96, -1, np.int32)
-    for slot, first, count in case.rows.tiles:
-        slots[case.rows.rows[first : first + count]] = slot
-    whole = adapted_product(ops, case, weight, None)
+    slots, whole = slots_of(case), adapted_product(ops, case, weight, None)
     for count in (96, 80, 64, 40, 32, 8):
         some = rng.permutation(96)[:count]
         part = replace(case, x=case.x[some], rows=adapter_rows(slots[some], NumpyOps()))
         np.testing.assert_array_equal(
             adapted_product(ops, part, weight, None).view(np.uint16), whole[some].view(np.uint16)
         )
+
+
+def fp8_product(ops, case: LoraCase, x: Fp8Rows, weight: Fp8Rows, bias: np.ndarray | None) -> np.ndarray:
+    with ops.scratch():
+        bias = None if bias is None else ops.upload(bias)
+        out = ops.lora_linear(upload(ops, x), as_weight(upload(ops, weight)), bias, *case.on(ops, 16))
+        assert out is not None
+        return ops.download(out)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("num_rows", [8, 33, 64, 96])
+@pytest.mark.parametrize("num_inputs", [272, 4096])
+def test_e4m3_rows_and_weights(open_hopper_ops, rng, dtype, parts, num_rows, num_inputs):
+    case = lora_case(rng, dtype, parts, num_rows, num_inputs)
+    x, weight = random_rows(rng, num_rows, num_inputs), random_rows(rng, PARTS[parts][-1], num_inputs)
+    bias = normal(rng, weight.scale.shape, dtype) if num_rows in (33, 64) else None
+    added, reference = np.zeros((num_rows, len(weight.data)), np.float32), NumpyOps()
+    shrunk = reference.lora_shrink(in_float64(x).astype(np.float32), case.matrix, case.rows)
+    reference.lora_expand(shrunk, case.matrix, case.rows, added)
+    out = fp8_product(open_hopper_ops(dtype), case, x, weight, bias)
+    assert_product(out, x, weight, added if bias is None else added + bias.astype(np.float32))
+
+
+def test_a_row_in_e4m3_has_its_bits_in_any_batch(open_hopper_ops, rng):
+    ops, case = open_hopper_ops("bfloat16"), lora_case(rng, "bfloat16", "three", 96, 528)
+    x, weight = random_rows(rng, 96, 528), random_rows(rng, PARTS["three"][-1], 528)
+    whole, slots = fp8_product(ops, case, x, weight, None), slots_of(case)
+    for count in (96, 64, 40, 8):
+        some = rng.permutation(96)[:count]
+        part = replace(case, x=case.x[some], rows=adapter_rows(slots[some], NumpyOps()))
+        out = fp8_product(ops, part, Fp8Rows(x.data[some], x.scale[some]), weight, None)
+        np.testing.assert_array_equal(out.view(np.uint16), whole[some].view(np.uint16))
 
 
 def test_other_products_take_two_kernels(open_hopper_ops, rng):

@@ -438,9 +438,7 @@ class CudaOps(CudaDevice):
     def lora_linear(
         self, x: Array | Fp8Rows, weight: Weight, bias: Array | None, matrix: AdapterMatrix, adapters: AdapterRows
     ) -> Array | None:
-        if self._is_exact or isinstance(x, Fp8Rows) or weight.format is not WeightFormat.DENSE:
-            return None
-        return self._adapted_product((x, weight.data, bias), matrix, adapters)
+        return None if self._is_exact else self._adapted_product(x, weight, bias, matrix, adapters)
 
     def lora_shrink(self, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> Array:
         return lora.shrink(self, x, matrix, adapters)

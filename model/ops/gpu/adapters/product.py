@@ -11,7 +11,8 @@ import numpy as np
 from model.ops.adapter_interface import AdapterMatrix, AdapterRows
 from model.ops.gpu.launcher import KernelLauncher
 from model.ops.gpu.linear_builds import SMALL_M_SPLITS, SmallMBuild, small_m_build
-from model.ops.interface import Array
+from model.ops.interface import Array, Fp8Rows
+from model.ops.weight import Weight, WeightFormat
 
 MIN_ROWS, MAX_ROWS = 8, 96
 """Rows that gain. H200, products of a layer of Llama-3.1-8B, an adapter of rank 16 for each row, up to 32: 125 us
@@ -52,6 +53,7 @@ class ProductBuild(SmallMBuild):
 
     rank_steps: int
     piece_bytes: int  # of A
+    is_fp8: bool = False  # weights and x
 
     @functools.cached_property
     def threads(self) -> int:
@@ -60,7 +62,7 @@ class ProductBuild(SmallMBuild):
     @functools.cached_property
     def defines(self) -> dict[str, int]:
         sizes = {"RANK_STEPS": self.rank_steps, "RINGS_BYTES": self._rings_bytes, "ROOM_WORDS": _ROOM_WORDS}
-        return super().defines | sizes
+        return super().defines | sizes | {"WEIGHT_FP8": int(self.is_fp8)}
 
     @functools.cached_property
     def num_pieces(self) -> int:
@@ -74,7 +76,8 @@ class ProductBuild(SmallMBuild):
         if self.cols * self.rank_steps <= _MAX_TWO_PARTS:
             operands *= 2
         added = 4 * self.cols // self.split * (16 * math.ceil(self.rows / 16) + 4)
-        return super().shared_bytes + _BARRIERS_BYTES + operands + added + 20 * self.cols + 1024 + self._rings_bytes
+        lists = (24 if self.is_fp8 else 20) * self.cols
+        return super().shared_bytes + _BARRIERS_BYTES + operands + added + lists + 1024 + self._rings_bytes
 
     @functools.cached_property
     def _helpers(self) -> int:
@@ -90,7 +93,7 @@ class ProductBuild(SmallMBuild):
 
 @functools.cache
 def product_build(
-    m: int, n: int, num_parts: int, max_rank: int, num_sms: int, max_shared_bytes: int
+    m: int, n: int, num_parts: int, max_rank: int, num_sms: int, max_shared_bytes: int, *, is_fp8: bool = False
 ) -> ProductBuild | None:
     """Return the build with the most stages for `m` rows of x, `n` of weights in parts, and adapters, or None."""
     rank_steps = max_rank // STEP_RANKS
@@ -101,7 +104,7 @@ def product_build(
         plain = small_m_build(split, m, n, num_sms, max_shared_bytes)
         if plain is None:
             continue
-        most = ProductBuild(plain.rows, plain.cols, split, plain.stages, rank_steps, piece_bytes)
+        most = ProductBuild(plain.rows, plain.cols, split, plain.stages, rank_steps, piece_bytes, is_fp8)
         builds = (replace(most, stages=stages) for stages in range(most.stages, _MIN_STAGES - 1, -1))
         found = next((build for build in builds if build.shared_bytes <= max_shared_bytes), None)
         if found is not None:
@@ -110,20 +113,22 @@ def product_build(
 
 
 class AdaptedProduct:
-    """`AdapterOps.lora_linear` of x, dense weights and a bias."""
+    """`AdapterOps.lora_linear` of 16-bit x and weights, or of both in e4m3."""
 
     def __init__(self, device: KernelLauncher):
         self._device = device
         self._num_launched = 0
 
     def __call__(
-        self, operands: tuple[Array, Array, Array | None], matrix: AdapterMatrix, adapters: AdapterRows
+        self, x: Array | Fp8Rows, weight: Weight, bias: Array | None, matrix: AdapterMatrix, adapters: AdapterRows
     ) -> Array | None:
-        device, (x, weight, bias), maps = self._device, operands, self._device.tensor_maps
-        build = _build(device, x, matrix, adapters)
+        device, maps = self._device, self._device.tensor_maps
+        build = _build(device, x, weight, matrix, adapters)
         if build is None:
             return None
-        (num_rows, k), (num_slots, n, max_rank), num_sorted = x.shape, matrix.b.shape, len(adapters.rows)
+        data, x_scale = (x.data, x.scale) if isinstance(x, Fp8Rows) else (x, None)
+        (num_rows, k), (num_slots, n, max_rank), num_sorted = data.shape, matrix.b.shape, len(adapters.rows)
+        width_16 = k // 2 if build.is_fp8 else k  # of a row, in 16-bit elements
         num_parts = len(matrix.part_ends)
         num_outputs, first_end, second_end = num_parts * max_rank, *(*matrix.part_ends, n, n)[: _MAX_PARTS - 1]
         out = device.temporary((num_rows, n), device.dtype)
@@ -134,11 +139,13 @@ class AdaptedProduct:
             "adapted_product_sm90",
             (build.num_blocks(n, device.num_sms),),
             (
-                maps.get(x, (k, num_rows), (_SPAN, build.cols)),
-                maps.get(weight, (k, n), (_SPAN, build.rows)),
+                maps.get(data, (width_16, num_rows), (_SPAN, build.cols)),
+                maps.get(weight.data, (width_16, n), (_SPAN, build.rows)),
                 maps.get(matrix.a, (k, num_slots * num_outputs), (_SPAN, width)),
-                x,
+                data,
+                x_scale,
                 matrix.b,
+                weight.scale,
                 bias,
                 out,
                 room,
@@ -174,12 +181,19 @@ def unit_outputs(num_outputs: int) -> int:
     return next(part for part in parts if part <= _MAX_UNIT_OUTPUTS)
 
 
-def _build(device: KernelLauncher, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> ProductBuild | None:
+def _build(
+    device: KernelLauncher, x: Array | Fp8Rows, weight: Weight, matrix: AdapterMatrix, adapters: AdapterRows
+) -> ProductBuild | None:
     _, n, max_rank = matrix.b.shape
-    are_16_bits = device.dtype.itemsize == _UINT32.itemsize // 2
-    are_whole = x.shape[1] % _EIGHT == 0 and all(end % _EIGHT == 0 for end in matrix.part_ends)
-    are_served = device.arch == "90a" and are_16_bits and adapters.tile_rows <= _TILE_ROWS and are_whole
-    is_listed = len(adapters.tiles) <= len(x) + len(x) // _EIGHT  # in shared memory
-    if not are_served or not is_listed or not MIN_ROWS <= len(x) <= MAX_ROWS:
+    is_fp8 = isinstance(x, Fp8Rows)
+    if weight.format is not (WeightFormat.FP8 if is_fp8 else WeightFormat.DENSE):
         return None
-    return product_build(len(x), n, len(matrix.part_ends), max_rank, device.num_sms, device.max_shared_bytes)
+    m, k = (x.data if isinstance(x, Fp8Rows) else x).shape
+    are_16_bits = device.dtype.itemsize == _UINT32.itemsize // 2
+    are_whole = k % (2 * _EIGHT if is_fp8 else _EIGHT) == 0 and all(end % _EIGHT == 0 for end in matrix.part_ends)
+    are_served = device.arch == "90a" and are_16_bits and adapters.tile_rows <= _TILE_ROWS and are_whole
+    is_listed = len(adapters.tiles) <= m + m // _EIGHT  # in shared memory
+    if not are_served or not is_listed or not MIN_ROWS <= m <= MAX_ROWS:
+        return None
+    sizes = m, n, len(matrix.part_ends), max_rank
+    return product_build(*sizes, device.num_sms, device.max_shared_bytes, is_fp8=is_fp8)

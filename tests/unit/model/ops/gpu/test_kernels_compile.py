@@ -208,8 +208,10 @@ def adapter_builds(dtype_code: int, architecture: str) -> list[dict[str, int]]:
         return []
     products = (4096, 1), (6144, 3), (28672, 2)
     asked = [(m, *product, rank) for m in (32, 64, 96) for product in products for rank in (16, 64)]
-    found = {product_build(*sizes, 132, 227 << 10) for sizes in asked} - {None}
-    return [{"QUIRE_DTYPE": dtype_code, **build.defines} for build in found]
+    found = {product_build(*sizes, *H200) for sizes in asked}
+    found |= {product_build(64, *product, 16, *H200, is_fp8=True) for product in products}
+    found.add(product_build(96, 4096, 1, 64, *H200, is_fp8=True))
+    return [{"QUIRE_DTYPE": dtype_code, **build.defines} for build in found - {None}]
 
 
 def gemv_w8_builds(dtype_code: int) -> list[dict[str, int]]:

@@ -7,6 +7,8 @@ import pytest
 
 from model.ops.adapter_interface import AdapterMatrix, AdapterRows
 from model.ops.gpu.adapters import product
+from model.ops.interface import Fp8Rows
+from model.ops.weight import Weight
 from tests.support.fake_launcher import BFLOAT16, FakeStack, StackLauncher
 
 H200 = 132, 227 << 10
@@ -21,7 +23,17 @@ class Launches(StackLauncher):
         self.launched.append((name, grid, [int(arg) for arg in args if isinstance(arg, np.int32)], how))
 
 
-def launched(num_rows: int, ends: tuple[int, ...], k: int, *, rank: int = 16, tile_rows: int = 16, **device) -> list:
+def launched(
+    num_rows: int,
+    ends: tuple[int, ...],
+    k: int,
+    *,
+    rank: int = 16,
+    tile_rows: int = 16,
+    fp8: tuple[bool, bool] = (False, False),
+    **device,
+) -> list:
+    """`fp8`: x, weight."""
     ops = Launches(**device)
     matrix = AdapterMatrix(
         FakeStack((SLOTS, len(ends), rank, k), BFLOAT16),
@@ -30,8 +42,11 @@ def launched(num_rows: int, ends: tuple[int, ...], k: int, *, rank: int = 16, ti
         ends,
     )
     rows = AdapterRows(FakeStack((num_rows,), np.int32), FakeStack((36, 3), np.int32), tile_rows)
-    operands = FakeStack((num_rows, k), BFLOAT16), FakeStack((ends[-1], k), BFLOAT16), None
-    out = product.AdaptedProduct(ops)(operands, matrix, rows)
+    x, weight = FakeStack((num_rows, k), BFLOAT16), FakeStack((ends[-1], k), np.uint8 if fp8[1] else BFLOAT16)
+    if fp8[0]:
+        x = Fp8Rows(FakeStack(x.shape, np.uint8), FakeStack((num_rows,), np.float32))
+    scale = FakeStack(ends[-1:], np.float32)
+    out = product.AdaptedProduct(ops)(x, Weight.fp8(weight, scale) if fp8[1] else Weight(weight), None, matrix, rows)
     assert (out is None) == (not ops.launched)
     return ops.launched
 
@@ -43,6 +58,14 @@ def test_a_decode_of_many_adapters():
     assert sizes == [64, 6144, 4096, 1, 3, 64, 36, SLOTS, 3, 16, 4096, 5120, 48]
     assert how["threads"] == 2 * 128 + 32 + 4 * 32
     assert how["overlaps"]
+
+
+def test_e4m3_rows_and_weights_have_a_build_of_their_own():
+    ((_, _, sizes, how),) = launched(64, (4096, 5120, 6144), 4096, fp8=(True, True))
+    assert sizes == [64, 6144, 4096, 1, 3, 64, 36, SLOTS, 3, 16, 4096, 5120, 48]
+    assert how["WEIGHT_FP8"] == 1
+    build, plain = (product.product_build(64, 6144, 3, 16, *H200, is_fp8=is_fp8) for is_fp8 in (True, False))
+    assert (build.rows, build.cols, build.split) == (plain.rows, plain.cols, plain.split)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +83,9 @@ def test_units_of_at_most_48_outputs(num_parts, rank, outputs):
         {"num_rows": 7},
         {"num_rows": 97},
         {"k": 4100},
+        {"k": 4104, "fp8": (True, True)},
+        {"fp8": (True, False)},
+        {"fp8": (False, True)},
         {"rank": 8},
         {"rank": 128},
         {"tile_rows": 32},
