@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-RANKS = (8, 16, 32, 64, 128, 256, 512)
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 MAX_SLOTS = 256
 _NAME = re.compile(r"[^\s,=\x00-\x1f\x7f]{1,128}")
 _ALLOWED = 'name=path, or {"name": ..., "path": ..., "base_model_name": ...}, comma-separated'
