@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from model.sampling_params import BeamSearch
@@ -9,6 +11,7 @@ from service.config.speculative import SpeculativeConfig, parse_speculative_conf
 from tests.support.goldens import Golden
 from tests.support.rope_requests import LONG, SHORT, answers, engine_of, requests_of
 
+PLAIN = {"enable_prefix_caching": False, "max_num_batched_tokens": 256}
 NGRAM = parse_speculative_config('{"method": "ngram", "num_speculative_tokens": 3}')
 
 
@@ -31,3 +34,20 @@ def test_beams_have_it_too():
     together = answers(engine_of(golden, 128), requests)
     assert together[SHORT] == answers(engine_of(golden, original), {SHORT: requests[SHORT]})[SHORT]
     assert together[LONG] != together[SHORT]
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_preempted_requests_keep_their_rope(mode: str):
+    golden, original = Golden.load("llama_dynamic_bf16"), 64
+    requests = requests_of(golden, original)
+    copies = {
+        f"{name} {number}": replace(requests[name], request_id=f"{name} {number}")
+        for name in requests
+        for number in range(3)
+    }
+    engine = engine_of(golden, 128, num_gpu_blocks=18, swap_space=0.01, preemption_mode=mode, **PLAIN)
+    together = answers(engine, copies)
+    assert engine.stats().num_preemptions > 0
+    expected = {name: answers(engine_of(golden, 128), {name: request})[name] for name, request in requests.items()}
+    for name, answer in together.items():
+        assert answer == expected[name.split()[0]]
