@@ -1,4 +1,4 @@
-"""The weights of a model folder, checked against its config."""
+"""Weights of a model folder, checked against its config."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ IGNORED = re.compile(
     r"|\.self_attn\.(attn\.)?(q|k|v|kv|prob)_scale$"
     r"|\.self_attn\.([qkv]|qkv)_proj\.([kv]_scale|output_scale)$"
 )
-"""Rotary frequencies, which follow from the config, and scales of 8-bit attention: see `kv_scales`."""
+"""Rotary frequencies, derived from the config, and scales of 8-bit attention (see `kv_scales`)."""
 
 PartShape = Callable[[str, tuple[int, ...]], tuple[int, ...]]
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor, unquantised, by its name in the files."""
+    """Return every tensor's unquantised shape by its name in the files."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
@@ -54,19 +54,19 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def loaded_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return `expected_shapes`, and the head of tied embeddings if a factor is folded into them."""
+    """Return `expected_shapes`, plus the head of tied embeddings if a factor is folded into them."""
     shapes = expected_shapes(config)
     return shapes if config.shares_embedding else shapes | {LM_HEAD: shapes[EMBEDDING]}
 
 
 def stores_quantised(directory: Path) -> bool:
-    """Return whether the config says quantised, or the folder is GGUF. Raises ModelError."""
+    """Return True if the config says quantised or the folder is GGUF. Raises ModelError."""
     has_safetensors = any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
     return read_quantisation(directory) is not None or (not has_safetensors and find_gguf(directory) is not None)
 
 
 class Checkpoint:
-    """Tensors of a folder, checked except their values."""
+    """Tensors of a folder, checked except for their values."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Checkpoint:
         label: str,
         read_kv_scales: Callable[[], np.ndarray | None] = lambda: None,
     ):
-        """Take quantised `matrices` by the names of their plain tensors."""
+        """`matrices`: quantised, by the names of their plain tensors."""
         self.label = label
         self._read_kv_scales = read_kv_scales
         self._tensors = tensors
@@ -83,7 +83,7 @@ class Checkpoint:
 
     @staticmethod
     def open(directory: Path, config: ModelConfig) -> Checkpoint:
-        """Read headers and check them. Raises ModelError with the file and the tensor."""
+        """Read and check the headers. Raises ModelError with the file and the tensor."""
         directory = Path(directory)
         if (directory / SINGLE_FILE).exists():
             tensors = read_safetensors(directory / SINGLE_FILE)
@@ -121,11 +121,11 @@ class Checkpoint:
 
     @property
     def keeps_formats(self) -> bool:
-        """True if a matrix stays quantised."""
+        """True if any matrix stays quantised."""
         return any(self.matrix(name) is not None for name in self._matrices)
 
     def num_bytes(self, config: ModelConfig, dtype: np.dtype, part_shape: PartShape) -> dict[str, int]:
-        """Return each weight's bytes for activations in `dtype`; part_shape(name, shape) is what a rank holds."""
+        """Return each weight's bytes for activations in `dtype`; part_shape(name, shape) is a rank's part."""
         num_bytes = {}
         for name, whole in loaded_shapes(config).items():
             shape, matrix = part_shape(name, whole), self.matrix(name)
@@ -140,7 +140,7 @@ class Checkpoint:
         return self._read_kv_scales()
 
     def matrix(self, name: str) -> StoredMatrix | None:
-        """Return the quantised matrix; None if it is read in the dtype of activations."""
+        """Return the quantised matrix; None if it is read in the activations' dtype."""
         matrix = self._matrices.get(name)
         return None if matrix is None or matrix.form.format is WeightFormat.DENSE else matrix
 
@@ -166,7 +166,7 @@ class Checkpoint:
             out[...] = values
 
     def nonfinite(self, name: str, dtype: np.dtype) -> ModelError:
-        """Return the error for a tensor that holds NaN or infinity in `dtype`."""
+        """Return the error for a tensor with NaN or infinity in `dtype`."""
         if name in self._matrices:
             return ModelError(
                 f"{self._matrices[name].name}: dequantises to NaN, infinity or more than {dtype.name} holds"
@@ -197,9 +197,9 @@ def _read_matrices(
     quantisation: Quantisation,
     router: str,
 ) -> dict[str, StoredMatrix]:
-    """Take the quantised matrices out of `tensors`, by their tensors; the config must agree.
+    """Remove the quantised matrices from `tensors` and return them; the config must agree.
 
-    Routers, whose modules end with `router`, must be dense or dequantised while they are read.
+    Routers (modules ending with `router`) must be dense or dequantised while read.
     """
     quantised = (name for name in shapes if name.endswith((LM_HEAD, f"{router}.weight")) or is_projection(name))
     by_module: dict[str, dict[str, StoredTensor]] = {name.removesuffix(".weight"): {} for name in quantised}
@@ -234,13 +234,13 @@ def _read_matrices(
 
 
 def _drop_zeros(tensors: dict[str, StoredTensor], name: str) -> None:
-    """Drop a bias that the model lacks, as AutoGPTQ stores one for every matrix. Raises ModelError unless it is 0."""
+    """Drop a bias the model lacks (AutoGPTQ stores one per matrix). Raises ModelError unless it is 0."""
     if (bias := tensors.pop(name, None)) is not None and bias.values().any():
         raise bias.error("is not 0, but the model has no such bias")
 
 
 def is_projection(name: str) -> bool:
-    """Return whether a tensor is a matrix that formats quantise: not embedding, head and router."""
+    """Return True for matrices that formats quantise: all but embedding, head and router."""
     return name.endswith(PROJECTIONS)
 
 
@@ -254,7 +254,7 @@ def _module_of(name: str, modules: Container[str]) -> tuple[str | None, str]:
 
 
 def layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a layer's tensors, by their names in it."""
+    """Return the shapes of a layer's tensors by their names in it."""
     hidden, tensors = config.hidden_size, config.tensors
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     modules = {
@@ -295,14 +295,14 @@ def _expert_modules(config: ModelConfig) -> dict[str, tuple[int, int, bool]]:
 def _divided(
     modules: tuple[str, ...], sizes: tuple[int, ...], num_inputs: int, has_bias: bool
 ) -> dict[str, tuple[int, int, bool]]:
-    """Return modules of these output sizes, or of their sum if the family has one fused module."""
+    """Return modules of these output sizes, or of their sum if the family fuses them."""
     if len(modules) == 1:
         sizes = (sum(sizes),)
     return {name: (size, num_inputs, has_bias) for name, size in zip(modules, sizes, strict=True)}
 
 
 def _read_shards(directory: Path) -> dict[str, StoredTensor]:
-    """Return all tensors; each must be in the file that the index names."""
+    """Return all tensors; each must be in the file the index names."""
     index = directory / INDEX_FILE
     file_of = read_json_object(index, INDEX_BYTES).get("weight_map")
     if not isinstance(file_of, dict) or not file_of:

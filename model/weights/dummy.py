@@ -1,4 +1,4 @@
-"""Random weights in place of a folder's, for measuring."""
+"""Random weights instead of a folder's, for measurements."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from model.weights.checkpoint import Checkpoint
 from model.weights.formats.stored_matrix import StoredMatrix
 
 RANDOM_TILE = 1_000_003
-"""Random numbers that dummy weights repeat; a prime, so that rows differ."""
+"""Length of the repeated random numbers; a prime, so that rows differ."""
 
 
 BYTE_STDS = {WeightFormat.FP8: 97.0, WeightFormat.FP8_BLOCK: 97.0, WeightFormat.INT8: 74.0, WeightFormat.INT4: 4.6}
-"""Standard deviation of random bytes' values."""
+"""Standard deviation of the values of random bytes."""
 
 
 class DummyWeights:
     """Random weights; every norm is 1.
 
-    With experts, each tensor starts elsewhere in the random numbers: equal layers would route all tokens to the same
-    experts.
+    With experts, each tensor starts at another random number: equal layers would route all tokens to the same experts.
     """
 
     def __init__(self, config: ModelConfig, dtype: np.dtype, checkpoint: Checkpoint | None = None):

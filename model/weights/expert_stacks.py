@@ -1,4 +1,4 @@
-"""Experts of a layer in one tensor, as transformers 5 has them in memory: read as a tensor for each."""
+"""Stacks of a layer's experts in one tensor, as in transformers 5, read as one tensor per expert."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from model.weights.formats.stored_matrix import BLOCK
 from model.weights.safetensors_file import StoredTensor
 
 MODULES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Modules of an expert in each stack, one above the other."""
+"""An expert's modules in each stack, top to bottom."""
 
 GRANITE = {"moe.input_linear.weight": "moe.experts.gate_up_proj", "moe.output_linear.weight": "moe.experts.down_proj"}
-"""Ends of names in Granite's files."""
+"""Name endings in Granite's files."""
 
 _STACK = re.compile(rf"((?:.*\.)?layers\.[0-9]+\.\w+\.experts\.)({'|'.join(MODULES)})(_scale_inv)?")
 
 
 def split_stacks(tensors: dict[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
-    """Replace stacks, of gate and up [E, 2 I, H] and down [E, H, I], by each expert's matrices. Raises ModelError.
+    """Replace stacks (gate and up [E, 2 I, H], down [E, H, I]) by each expert's matrices. Raises ModelError.
 
-    A stack's scales are those of its blocks or [E, 1, 1].
+    A stack's scales are per block or [E, 1, 1].
     """
     if config.experts is None:
         return tensors
@@ -47,7 +47,7 @@ def split_stacks(tensors: dict[str, StoredTensor], config: ModelConfig) -> dict[
 
 
 def _views(stack: StoredTensor, num_experts: int, num_parts: int, shape: tuple[int, int]) -> list[list[StoredTensor]]:
-    """Return each expert's matrices, which lie below each other; all are one if the stack is [E, 1, 1]."""
+    """Return each expert's stacked matrices; all share one view if the stack is [E, 1, 1]."""
     if stack.shape == (num_experts, 1, 1):
         return [[view] * num_parts for [view] in _views_of(stack, num_experts, 1, (1, 1))]
     expected = (num_experts, num_parts * shape[0], shape[1])

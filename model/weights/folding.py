@@ -1,8 +1,8 @@
-"""Folds differences of families into weights while they are read.
+"""Folding of family differences into weights while they are read.
 
 Partial or interleaved rope: kernels rotate element i with i + D / 2; reordering q's and k's rows alike keeps their
-products.
-Multipliers: the residual stream is divided by its own, which the norms' epsilon and the embedding make up for.
+products. Multipliers: the residual stream is divided by its own multiplier, which the norms' epsilon and the embedding
+compensate.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TensorSource(Protocol):
         """Return the quantised matrix; None if the tensor is dense. Raises ModelError."""
 
     def nonfinite(self, name: str, dtype: np.dtype) -> ModelError:
-        """Return the error for a tensor that holds NaN or infinity in `dtype`."""
+        """Return the error for a tensor with NaN or infinity in `dtype`."""
 
 
 def folded(source: TensorSource, config: ModelConfig) -> TensorSource:
@@ -48,7 +48,7 @@ class FoldedSource:
     def __init__(
         self, source: TensorSource, config: ModelConfig, factors: dict[str, float], orders: dict[str, np.ndarray]
     ):
-        """Multiply tensors by `factors`; read row orders[module][i] as a layer's row i."""
+        """Multiply tensors by `factors`; a layer's row i is read from row orders[module][i]."""
         self._source = source
         self._factors = factors
         self._orders = orders
@@ -110,7 +110,7 @@ def _reordered(matrix: StoredMatrix, order: np.ndarray) -> StoredMatrix:
 
 
 def row_orders(config: ModelConfig) -> dict[str, np.ndarray]:
-    """Return each q, k and v module's order of rows; {} if kernels rotate heads as they are stored."""
+    """Return the row order of each q, k and v module; {} if kernels rotate heads as stored."""
     rotary = config.rope.rotary_dim(config.head_dim)
     if rotary == config.head_dim and not config.rope.is_interleaved:
         return {}

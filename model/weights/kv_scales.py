@@ -1,4 +1,4 @@
-"""Scales of an fp8 KV cache in a checkpoint, by the names that its writers use."""
+"""Scales of an fp8 KV cache in a checkpoint, under the names its writers use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SPELLINGS = re.compile(
     r"|qkv_proj\.(?P<fused>[kv])_scale"
     r"|(?P<projection>[kv])_proj\.(?:(?P=projection)_scale|output_scale))$"
 )
-"""vLLM and compressed-tensors; ModelOpt (k_proj.k_scale); older: k_proj.output_scale and kv_scale, of both sides."""
+"""vLLM and compressed-tensors; ModelOpt (k_proj.k_scale); older: k_proj.output_scale and kv_scale (both sides)."""
 
 SIDES = ("k_scale", "v_scale")
 
@@ -30,10 +30,10 @@ def is_kv_scale(name: str) -> bool:
 
 
 def read_kv_scales(tensors: Mapping[str, StoredTensor], config: ModelConfig, where: Path) -> np.ndarray | None:
-    """Return float32[L, 2, Hkv], of each layer's keys and values; None without `tensors`.
+    """Return float32[L, 2, Hkv] of each layer's keys and values; None without `tensors`.
 
-    A stored scale is one number or [Hkv], [Hkv, 1, 1]. Raises ModelError for one that is malformed, stored twice or
-    missing in some layers, or another type than fp8 in the config.
+    A stored scale is one number, [Hkv] or [Hkv, 1, 1]. Raises ModelError for a malformed, repeated or partly missing
+    scale, or a type other than fp8 in the config.
     """
     _check_scheme(where)
     if not tensors:
@@ -73,12 +73,12 @@ def _values(tensor: StoredTensor, num_kv_heads: int) -> np.ndarray:
 
 
 def _check_scheme(where: Path) -> None:
-    """Raise ModelError if the config says that the scales are of another type than fp8."""
+    """Raise ModelError if the config gives the scales a type other than fp8."""
     found = find_method(where)
     if found is None:
         return
     section = found[1]
-    if (algorithm := section.text("kv_cache_quant_algo", "FP8")) != "FP8":  # of hf_quant_config.json
+    if (algorithm := section.text("kv_cache_quant_algo", "FP8")) != "FP8":  # from hf_quant_config.json
         raise section.error("kv_cache_quant_algo", f"{algorithm!r} is not supported (FP8)")
     scheme = section.section("kv_cache_scheme")
     if scheme is not None:

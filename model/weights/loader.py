@@ -1,4 +1,4 @@
-"""Builds a model: allocates the stacked weights, then fills all at once."""
+"""Model loading: allocate the stacked weights, then fill all at once."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ from model.weights.online_fp8 import OnlineFp8, is_layer_matrix, loaded_bytes
 from model.weights.sharding import FLAG, Sharding
 
 EXPERT_MULTIPLE = 16
-"""Divisor of the inputs of experts' products on a GPU, 16 bytes in 8 bits."""
+"""Divisor of the inputs of experts' GEMMs on a GPU: 16 bytes in 8 bits."""
 
 
 @dataclass(frozen=True)
 class PlannedWeights:
     num_bytes: int
-    expert_bytes: int  # of num_bytes, of all experts
-    label: str  # of the quantised format; "" for 16 and 32 bits
+    expert_bytes: int  # share of num_bytes taken by experts
+    label: str  # quantised format; "" for 16 and 32 bits
 
 
 def plan_weights(
     directory: Path | None, config: ModelConfig, dtype: np.dtype, quantization: str = "auto", num_ranks: int = 1
 ) -> PlannedWeights:
-    """Measure the weights that `load_model` would load on each rank, for activations in `dtype`. Raises ModelError."""
+    """Measure the weights `load_model` would load per rank, for activations in `dtype`. Raises ModelError."""
     sharding = Sharding(config, num_ranks)
     checkpoint = _open_quantised(directory, config)
     label = "" if checkpoint is None else checkpoint.label
@@ -88,7 +88,7 @@ def load_model(
     load_format: str = "safetensors",
     quantization: str = "auto",
 ) -> Llama:
-    """Load a model without a progress bar: see `allocate_model`. Raises ModelError."""
+    """Load a model without a progress bar; see `allocate_model`. Raises ModelError."""
     how = {"load_format": load_format, "quantization": quantization}
     return allocate_model(directory, config, ops, max_model_len, **how).load()
 
@@ -105,8 +105,7 @@ def allocate_model(
     """Allocate a model in the memory and dtype of `ops`, for sequences of at most `max_model_len` tokens.
 
     load_format "dummy" makes random weights, in the formats of `directory` if it is quantised. quantization "fp8"
-    rounds the layers' matrices to e4m3. Scales of an fp8 cache are 1 if none are stored (`measure_kv_scales`). Raises
-    ModelError.
+    rounds the layers' matrices to e4m3. Scales of an fp8 cache default to 1 (`measure_kv_scales`). Raises ModelError.
     """
     check_device(config, ops)
     if load_format == "dummy":
@@ -140,14 +139,14 @@ def allocate_model(
 
 
 class AllocatedModel:
-    """A model whose weights are undefined, and in the formats of its files, until `load`."""
+    """Model whose weights are undefined, and in the files' formats, until `load`."""
 
     def __init__(self, plan: _Plan, unfilled: Llama):
         self._plan = plan
         self._unfilled = unfilled
 
     def first_layer(self) -> Llama:
-        """Return `Llama.first_layer` of undefined weights, for `Ops.compile_ahead`, to be called in its work."""
+        """Return `Llama.first_layer` with undefined weights; call it inside the work of `Ops.compile_ahead`."""
         self._plan.run_checks()
         return _prepared(self._unfilled.first_layer())
 
@@ -159,7 +158,7 @@ class AllocatedModel:
 
 
 def _kv_scales(source: DummyWeights | Checkpoint, config: ModelConfig, ops: Ops) -> tuple[Array | None, bool]:
-    """Return the scales of an fp8 cache, and whether the checkpoint has them; (None, False) for another cache."""
+    """Return the scales of an fp8 cache and whether the checkpoint stores them; (None, False) for other caches."""
     if ops.kv_dtype != np.uint8:
         return None, False
     stored = source.kv_scales()
@@ -192,7 +191,7 @@ class _Plan:
         return self.stacked([name])
 
     def table(self, shape: tuple[int, int], rows: ReadRows) -> Array:
-        """Allocate float32 `shape`, filled by the threads that read."""
+        """Allocate float32 `shape`, filled by the reading threads."""
         array = self._ops.empty(shape, np.dtype(np.float32))
         self._targets.append(_Target(array, ConvertedRows(shape[1], rows).read_into))
         return array
@@ -207,7 +206,7 @@ class _Plan:
         return divided(array, stacked(splits))
 
     def tied(self) -> tuple[Array, Weight]:
-        """Return the embedding, whole on each rank, and the head: its rows."""
+        """Return the embedding, whole on each rank, and the head, which is its rows."""
         num_rows, width = self._wholes[EMBEDDING]
         split = self._sharding.split(LM_HEAD)
         if split is None:
@@ -220,7 +219,7 @@ class _Plan:
         return padded[:num_rows], Weight(own_rows(padded, split))
 
     def matrix(self, names: Sequence[str]) -> Weight:
-        """Return matrices with one input as a `Weight`, in e4m3 if quantised online. Raises ModelError."""
+        """Return matrices with a common input as a `Weight`, in e4m3 if quantised online. Raises ModelError."""
         parts = [self._source.matrix(name) for name in names]
         quantised = [part for part in parts if part is not None]
         shapes = [self._shapes[name] for name in names]
@@ -234,7 +233,7 @@ class _Plan:
         return self._quantised(names, equally_ordered(quantised))
 
     def experts(self, names: Sequence[Sequence[str]]) -> Weight:
-        """Return a stack of each expert's matrix; names[e] share its input. Raises ModelError."""
+        """Return a stack of each expert's matrix; names[e] share their input. Raises ModelError."""
         shapes = [self._shapes[name] for name in names[0]]
         if self._online is not None:
             return self._online.experts(names, shapes, [self._sharding.split(name) for name in names[0]])
@@ -337,7 +336,7 @@ class _Plan:
         )
 
     def _order(self, name: str, order: np.ndarray) -> Array:
-        """Upload int32[..., K], to each rank its columns. Raises ModelError."""
+        """Upload int32[..., K], giving each rank its columns. Raises ModelError."""
         split = self._split([name])
         if split is None or split.axis == 0:
             return self._ops.upload(order)
@@ -378,7 +377,7 @@ class _Plan:
 
 
 def _prepared(model: Llama) -> Llama:
-    """Return a model with weights in the formats of the products."""
+    """Return the model with weights in the formats of the GEMMs."""
     ops, weights = model.ops, model.weights
     lm_head = weights.lm_head if weights.has_rows_of_embedding else ops.prepare_weight(weights.lm_head)
     layers = tuple(_prepared_layer(layer, ops) for layer in weights.layers)
@@ -392,7 +391,7 @@ def _prepared_layer(layer: Layer, ops: Ops) -> Layer:
 
 
 def _plan_rotation(plan: _Plan, rope: RopeConfig, head_dim: int, lengths: tuple[int, int]) -> LayerRotation:
-    """`lengths` as in RopeTables."""
+    """Plan a layer's rotation; `lengths` as in RopeTables."""
     max_model_len, short_len = lengths
     tables, scale = RopeTables(rope, head_dim, max_model_len, short_len), query_scale(rope, max_model_len)
     whole = [plan.table(tables.shape, rows) for rows in (tables.cos, tables.sin)]
@@ -446,7 +445,7 @@ def _plan_mlp(
 
 
 def check_device(config: ModelConfig, ops: Ops) -> None:
-    """Raise ModelError for a model that has no kernels on this device."""
+    """Raise ModelError for a model without kernels on this device."""
     if config.experts is None or ops.name != "cuda":
         return
     if ops.dtype == np.float32:

@@ -1,4 +1,4 @@
-"""Spellings of tensors' names: plain, base models, wrappers."""
+"""Spellings of tensor names: plain, base models, wrappers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ BODY, HEAD = "model.", "lm_head."
 
 @dataclass(frozen=True)
 class NameSpelling:
-    """Prefixes in place of "model." and "lm_head.", and of tensors that are not loaded; parts of names in layers."""
+    """Prefixes in place of "model." and "lm_head.", prefixes of tensors not loaded, and renamed parts of layer
+    names."""
 
     body: str = BODY
     head: str = HEAD
@@ -20,7 +21,7 @@ class NameSpelling:
     renamed: tuple[tuple[str, str], ...] = ()  # (stored, plain)
 
     def known(self, name: str) -> str | None:
-        """Return a tensor's plain name, None if it is not loaded."""
+        """Return a tensor's plain name; None if it is not loaded."""
         if self.left_out and name.startswith(self.left_out):
             return None
         if name.startswith(self.head):

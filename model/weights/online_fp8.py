@@ -26,8 +26,8 @@ ReadInto = Callable[[str, int, np.ndarray], None]
 def loaded_bytes(
     config: ModelConfig, dtype: np.dtype, quantization: str, part_shape: PartShape = lambda name, shape: shape
 ) -> dict[str, int]:
-    """Return each weight's bytes, layers' matrices in e4m3 with row scales if "fp8"; part_shape(name, shape) is what a
-    rank holds."""
+    """Return each weight's bytes; with "fp8", layers' matrices are e4m3 with row scales. part_shape(name, shape) is a
+    rank's part."""
     num_bytes = {}
     for name, whole in loaded_shapes(config).items():
         shape = part_shape(name, whole)
@@ -39,7 +39,7 @@ def loaded_bytes(
 
 
 def is_layer_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Return whether a tensor is quantised online: embedding, lm_head and routers are not."""
+    """Return True if a tensor is quantised online: embedding, lm_head and routers are not."""
     return name.startswith("model.layers.") and len(shape) == 2 and is_projection(name)
 
 
@@ -65,15 +65,15 @@ class OnlineFp8:
         return sum(matrix.size for matrix in self._matrices) * self._ops.dtype.itemsize
 
     def matrix(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], splits: Sequence[Split | None]) -> Weight:
-        """Allocate one matrix for tensors [n, K], stacked along the first axis. A rank's part of a row has a scale of
-        its own."""
+        """Allocate one matrix for tensors [n, K], stacked along the first axis. A rank's part of a row has its own
+        scale."""
         weight = self._stack([names], shapes, splits).expert(0)
         return replace(weight, data=divided(weight.data, stacked(splits)))
 
     def experts(
         self, names: Sequence[Sequence[str]], shapes: Sequence[tuple[int, ...]], splits: Sequence[Split | None]
     ) -> Weight:
-        """Allocate a stack of a matrix of these tensors [n, K] for each expert."""
+        """Allocate a stack with one matrix of these tensors [n, K] per expert."""
         weight = self._stack(names, shapes, splits)
         return replace(weight, data=divided(weight.data, stacked(splits)))
 

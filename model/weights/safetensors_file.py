@@ -1,4 +1,4 @@
-"""One safetensors file, read by position: a file cut short raises an error, where a map would end the process."""
+"""Safetensors file, read by position: a truncated file raises an error, where a memory map would kill the process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class StoredTensor:
     def read_into(self, start: int, out: np.ndarray) -> None:
         """Fill contiguous `out`, of the tensor's dtype, from element `start` on, unchecked.
 
-        Thread-safe. Raises ModelError if the file is cut short or unreadable.
+        Thread-safe. Raises ModelError if the file is truncated or unreadable.
         """
         rest = out.reshape(-1).view(np.uint8).data
         position = self.offset + start * self.dtype.itemsize
@@ -107,7 +107,7 @@ class StoredTensor:
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     """Return every tensor by name. Raises ModelError with the file and the tensor.
 
-    Checks the header's size and JSON, dtypes, shapes, and that the byte ranges fill the file without overlap or gap.
+    Checks the header's size and JSON, dtypes, shapes, and that byte ranges fill the file without overlap or gap.
     """
     header_end, num_data_bytes, text = _read_header(path)
     file = _opened(path)

@@ -1,7 +1,7 @@
 """Division of a model's tensors among the ranks of a group.
 
-q, k, v, gate and up: by outputs (heads, and columns of the MLP); o and down: by inputs; the head: by the vocabulary.
-Embedding and norms are whole on each rank. Fewer KV heads than ranks are copied.
+q, k, v, gate and up are split by outputs (heads, MLP columns), o and down by inputs, the head by the vocabulary.
+Embedding and norms are whole on each rank. KV heads are copied if there are fewer than ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Sharding:
         self._vocabulary = Section(config.vocab_size)
 
     def split(self, name: str) -> Split | None:
-        """Return the split of a tensor; None: whole on each rank."""
+        """Return a tensor's split; None: whole on each rank."""
         if self.num_ranks == 1:
             return None
         if name == LM_HEAD:
@@ -49,7 +49,8 @@ class Sharding:
         return shape if split is None else split.part_shape(shape, self.num_ranks)
 
     def array_splits(self, name: str, matrix: StoredMatrix) -> dict[str, Split | None]:
-        """Return the split of each array of a quantised matrix. Raises ModelError for a block or group of two ranks."""
+        """Return the split of each array of a quantised matrix. Raises ModelError for a block or group across two
+        ranks."""
         split, form, module = self.split(name), matrix.form, matrix.name
         if split is None:
             return dict.fromkeys(("data", "scale", "zero_point"))

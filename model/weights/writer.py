@@ -1,4 +1,4 @@
-"""Writes a model folder in a compressed-tensors format, each weight rounded to nearest."""
+"""Writer of a model folder in a compressed-tensors format, with each weight rounded to nearest."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class OutputFormat:
     group_size: int  # 0: FP8
 
     def config(self, ignored: list[str]) -> dict[str, Any]:
-        """Return the quantization_config of compressed-tensors, without the `ignored` modules."""
+        """Return the quantization_config of compressed-tensors, excluding the `ignored` modules."""
         common = {"symmetric": True, "dynamic": False, "actorder": None, "block_structure": None, "observer": "minmax"}
         if self.group_size:
             weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": self.group_size, **common}
@@ -117,7 +117,7 @@ def output_format(name: str) -> OutputFormat:
 
 
 def write_quantised(directory: Path, out: Path, format_name: str, on_bytes: Callable[[int], None]) -> int:
-    """Write the model into the empty or new folder `out`; return the bytes of its weights. Raises ModelError, OSError.
+    """Write the model into the empty or new folder `out`; return its weights' bytes. Raises ModelError, OSError.
 
     config.json is written last: a folder without it is unfinished. `on_bytes` gets the bytes written so far.
     """
@@ -144,7 +144,7 @@ def write_quantised(directory: Path, out: Path, format_name: str, on_bytes: Call
 class _Plan:
     format: OutputFormat
     shapes: dict[str, tuple[int, ...]]
-    outputs: dict[str, list[OutputTensor]]  # by the name of the tensor they are made from
+    outputs: dict[str, list[OutputTensor]]  # by the source tensor's name
 
 
 def _plan(config: ModelConfig, checkpoint: Checkpoint, format: OutputFormat) -> _Plan:

@@ -34,7 +34,7 @@ class WriteAdapter(Protocol):
 class Adapters:
     """Loader of adapters: from disk to host memory on a thread, then to the device while steps run.
 
-    Open requests and the last `num_kept` stay in host memory.
+    Adapters of open requests and the last `num_kept` stay in host memory.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class Adapters:
         slots: AdapterSlotPool,
         num_kept: int,
     ):
-        """`read`, called on the thread, may raise ModelError, which fails the adapter's requests."""
+        """`read` runs on the thread and may raise ModelError, which fails the adapter's requests."""
         self.slots = slots
         self._read = read
         self._write = write
         self._writes: dict[int, AsyncWrite] = {}  # by slot
         self._num_kept = num_kept
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
-        self._kept: OrderedDict[str, LoraAdapter] = OrderedDict()  # by digest, the last used at the end
+        self._kept: OrderedDict[str, LoraAdapter] = OrderedDict()  # by digest, least recently used first
         self._loading: dict[str, Future[LoraAdapter]] = {}
         self._waiting: dict[SequenceGroup, AdapterSource] = {}
 
@@ -60,7 +60,7 @@ class Adapters:
         return bool(self._loading or self._writes)
 
     def start_loading(self, group: SequenceGroup, source: AdapterSource) -> None:
-        """Load the group's adapter; it is ready at once if host memory holds it."""
+        """Load the group's adapter; it is ready at once if it is in host memory."""
         adapter = self._kept.get(source.digest)
         if adapter is not None:
             self._kept.move_to_end(source.digest)
@@ -92,13 +92,13 @@ class Adapters:
             self._writes[slot] = self._write(slot, adapter, is_unused=is_unused)
 
     def finish_writes(self) -> None:
-        """Let the groups run whose slots are written."""
+        """Let groups run whose slots are written."""
         for slot in [slot for slot, write in self._writes.items() if write.is_done()]:
             del self._writes[slot]
             self.slots.finish_load(slot)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for a write, or at most `timeout_s` for a file."""
+        """Wait for a write, or up to `timeout_s` for a file."""
         if self._writes:
             next(iter(self._writes.values())).wait()
         else:
@@ -123,7 +123,7 @@ class Adapters:
 
 
 def check_adapters(settings: Settings) -> None:
-    """Raises StartupError for limits that contradict each other."""
+    """Raise StartupError for limits that contradict each other."""
     if not settings.enable_lora:
         return
     if settings.max_cpu_loras is not None and settings.max_cpu_loras < settings.max_loras:
@@ -147,7 +147,7 @@ def slots_bytes(settings: Settings, config: ModelConfig, ops: Ops) -> int:
 
 
 def build_adapters(settings: Settings, config: ModelConfig, ops: Ops, write: WriteAdapter) -> Adapters:
-    """Build the loader. For a GPU, whose steps wait for this interpreter, another process reads."""
+    """Build the loader. On a GPU, another process reads, as steps need this interpreter."""
     rank, with_experts = settings.max_lora_rank, settings.lora_experts
     process = None
     products = adapter_ops(ops)

@@ -3,8 +3,8 @@
 1. Candidates rank by summed log-probability, then by their beam's rank, then by token id.
 2. A candidate that ends becomes a hypothesis if among the first `width`; the best `width` others are the next beams.
 3. A hypothesis scores sum / length ** `length_penalty`; the best `width` are kept.
-4. With `width` hypotheses the search ends if `early_stopping` is True, or the best beam cannot beat the worst one: by
-   its present score, or at full length if "never" and the penalty favours length.
+4. With `width` hypotheses the search ends if `early_stopping` is True, or if the best beam cannot beat the worst
+   hypothesis: by its present score, or at full length if "never" and the penalty favours length.
 
 logit_bias, penalties, masks and min_tokens apply to log-probabilities. Temperature, top_k, top_p, min_p and seed are
 ignored.
@@ -35,7 +35,7 @@ class AnswerPiece(NamedTuple):
 
 
 class LogprobChain(NamedTuple):
-    """Log-probabilities, last one first: beams share prefixes."""
+    """Log-probabilities as a linked list, last first: beams share prefixes."""
 
     last: TokenLogprob
     before: LogprobChain | None
@@ -52,7 +52,7 @@ class Candidate(NamedTuple):
     """Next token of a beam; sorts best first."""
 
     cost: float  # negated sum
-    rank: int  # of its beam
+    rank: int  # rank of its beam
     token_id: int
     logprob: float
 
@@ -159,7 +159,7 @@ class BeamGroup(SequenceGroup):
 
     @property
     def hypotheses(self) -> list[BeamHypothesis]:
-        """The `n` best, best first."""
+        """Best `n` hypotheses, best first."""
         return self._search.hypotheses[: self.request.sampling.n]
 
     def unsent(self) -> list[AnswerPiece]:
@@ -176,7 +176,7 @@ class BeamGroup(SequenceGroup):
 
     def wait_for_leader(self) -> None:
         super().wait_for_leader()
-        self._rows.clear()  # computed again with the group
+        self._rows.clear()  # recomputed with the group
         if not self._search.beams:
             self.live[0].share_prefix_with([])  # others fork after the first logits
 
@@ -186,7 +186,7 @@ class BeamGroup(SequenceGroup):
         self._search.beams = []
 
     def advance(self, sequence: Sequence, row: TokenLogprob, kv: KVManager) -> EndReason | None:
-        """Record a beam's last logits; advance once all have theirs. Return why the search is over, or None."""
+        """Record a beam's last logits; advance once all beams have theirs. Return why the search is over, or None."""
         if sequence.matcher is not None and sequence.matcher.has_failed:
             return EndReason.GRAMMAR  # `row` was not masked
         self._rows[sequence] = row
@@ -228,7 +228,7 @@ class BeamGroup(SequenceGroup):
         return branches
 
     def _wait_behind(self, best: Sequence, unused: Sequence) -> None:
-        """Make a branch wait as a copy: a grammar may leave fewer beams than branches."""
+        """Make an unused branch wait as a copy: a grammar may leave fewer beams than branches."""
         unused.token_ids = best.token_ids[:]
         unused.num_inherited_tokens = unused.num_tokens
         unused.is_waiting_for_leader = unused.status is SequenceStatus.RUNNING

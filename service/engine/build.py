@@ -53,10 +53,10 @@ log = logging.getLogger("quire.engine")
 DEFAULT_BATCHED_TOKENS = {"cuda": LONGEST_STEP, "numpy": 512}
 DEFAULT_SWAP_GIB = {"cuda": 4, "numpy": 0}
 SWAP_MEMORY_DIVISOR = 8
-"""Limit without --swap-space: 1/8 of the host's memory."""
+"""Default limit of --swap-space: 1/8 of the host's memory."""
 
 MAX_HOST_RATIO = 8
-"""Host blocks per GPU block."""
+"""Maximum host blocks per GPU block."""
 
 DEFAULT_PREFILL_CHUNK = {"cuda": 512, "numpy": 128}
 """Enough for the best GEMM rate on a GPU."""
@@ -81,12 +81,12 @@ class SizedModel:
     weight_format: str
     kv_format: KvFormat
     workspace_bytes: int
-    budget: int  # tokens of one step
-    slots: AdapterSlots | None  # of --enable-lora
+    budget: int  # tokens per step
+    slots: AdapterSlots | None  # for --enable-lora
 
 
 def read_model_config(settings: Settings) -> ModelConfig:
-    """Raises StartupError."""
+    """Read the model's config. Raises StartupError."""
     if settings.model_config is None:
         try:
             return ModelConfig.read(Path(settings.model or ""), settings.config_overrides)
@@ -102,10 +102,10 @@ def read_model_config(settings: Settings) -> ModelConfig:
 
 
 def build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
-    """Load, size, warm up and try the model. Raises StartupError."""
+    """Load, size, warm up and test the model. Raises StartupError."""
     try:
         return _build_engine(settings, progress=progress)
-    except MemoryError as error:  # also of a GPU that another process fills meanwhile
+    except MemoryError as error:  # also on a GPU that another process fills meanwhile
         raise StartupError(f"memory: {error or 'none is left'} (lower --num-gpu-blocks or --swap-space)") from None
 
 
@@ -151,7 +151,7 @@ def _build_engine(settings: Settings, *, progress: bool) -> BuiltEngine:
 
 
 def _short_rope_len(config: ModelConfig, max_model_len: int, draft: PlannedDraftModel | None) -> int:
-    """A head's keys lie where the model's positions say: it has no short rows."""
+    """Return the length limit of short rope rows; 0 with a draft head, whose keys are at the model's positions."""
     has_head = draft is not None and isinstance(draft.config, Eagle3Config)
     return 0 if has_head else short_length(config.ropes, max_model_len)
 
@@ -164,7 +164,7 @@ def _attach(
     *,
     progress: bool,
 ) -> Drafter | None:
-    """Give the executor its cache, and return the settings' drafter."""
+    """Attach the cache to the executor; return the settings' drafter."""
     executor, memory, model = sized.executor, sized.memory, sized.executor.model
     attach = partial(executor.attach, adapters=sized.slots, num_host_blocks=num_host_blocks, progress=progress)
     if draft is None:
@@ -184,7 +184,7 @@ def _attach(
 
 
 def open_devices(settings: Settings, config: ModelConfig) -> Ops:
-    """Raises StartupError."""
+    """Open the settings' devices. Raises StartupError."""
     wanted = settings.device, settings.dtype, config.dtype, settings.kv_cache_dtype
     try:
         return open_group(*wanted, settings.tensor_parallel_size)
@@ -200,7 +200,7 @@ def size_engine(
     progress: bool,
     draft: PlannedDraftModel | None = None,
 ) -> SizedModel:
-    """Load a model and size its pool: a GPU's after the largest steps, a CPU's before loading, as others use its
+    """Load a model and size its pool: on a GPU after the largest steps, on a CPU before loading, as others use its
     memory. Raises StartupError."""
     wanted_len = wanted_model_len(settings, config)
     planned_format = planned_weights(settings, config, ops)
@@ -273,7 +273,7 @@ def model_folder(settings: Settings) -> Path | None:
 
 
 def planned_weights(settings: Settings, config: ModelConfig, ops: Ops) -> PlannedWeights:
-    """Raises StartupError."""
+    """Plan the weights. Raises StartupError."""
     try:
         check_device(config, ops)
         return plan_weights(model_folder(settings), config, ops.dtype, settings.quantization, ops.num_ranks)
@@ -282,7 +282,7 @@ def planned_weights(settings: Settings, config: ModelConfig, ops: Ops) -> Planne
 
 
 def grammar_compiler(settings: Settings, config: ModelConfig) -> GrammarCompiler:
-    """Raises GrammarError without a tokenizer."""
+    """Build the compiler. Raises GrammarError without a tokenizer."""
     if settings.model_config is not None:
         raise GrammarError("A shape alone has no tokens.")
     try:

@@ -14,7 +14,7 @@ from service.observability.logs import fields
 log = logging.getLogger("quire.engine")
 
 MAX_LOST_THREADS = 8
-"""Lost threads may still compute."""
+"""Maximum threads replaced; lost threads may still compute."""
 
 
 class CompileCall:
@@ -33,7 +33,7 @@ Calls = queue.SimpleQueue[CompileCall | None]
 
 
 class CompileThreads:
-    """Threads that end once this is garbage."""
+    """Threads that end once this object is garbage."""
 
     def __init__(self, num_threads: int) -> None:
         self._calls: Calls = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""The engine loop: plan a step, launch it, and process the previous one meanwhile."""
+"""Engine loop: plan a step, launch it, and process the previous one meanwhile."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Executor(Protocol):
 
     @property
     def num_host_blocks(self) -> int:
-        """Host blocks that are ready; may grow."""
+        """Host blocks ready so far; may grow."""
 
     @property
     def runs_ahead(self) -> bool:
@@ -49,13 +49,13 @@ class Executor(Protocol):
         """Start a plan without chunks."""
 
     def sample(self, launched: Any) -> None:
-        """Sample for sequences that need previous tokens, before the next launch."""
+        """Sample sequences that need previous tokens, before the next launch."""
 
     def collect(self, launched: Any) -> StepResult:
         """Wait for a sampled step, in launch order."""
 
     def finished_transfers(self) -> list[FinishedTransfer]:
-        """Return newly finished transfers, in order for each direction."""
+        """Return newly finished transfers, in order per direction."""
 
     def wait_for_transfer(self) -> None:
         """Wait for one transfer in flight."""
@@ -70,7 +70,7 @@ class InFlightStep:
 
 
 class Engine:
-    """Owner of scheduler, KV cache and executor; used by one thread."""
+    """Owner of scheduler, KV cache and executor. Not thread-safe: used by one thread."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Engine:
 
     @property
     def running(self) -> tuple[Sequence, ...]:
-        """Sequences, oldest first."""
+        """Running sequences, oldest first."""
         return tuple(self._scheduler.running)
 
     @property
@@ -120,7 +120,7 @@ class Engine:
         return 0 if self._kv.host is None else self._kv.host.num_transfers_in_flight
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queue a request. It ends at once if it can never fit (TOO_LARGE), its model lacks a head (INVALID), or its
+        """Queue a request. It ends at once if it can never fit (TOO_LARGE), the model lacks a head (INVALID), or its
         history is complete."""
         outputs = self._output_processor
         if request.request_id in outputs.open_groups:
@@ -178,7 +178,7 @@ class Engine:
     def step(self) -> None:
         """Launch a step, then process the previous one while the device computes.
 
-        A later step may compute a sequence whose blocks are free: their next owner writes later still.
+        A launched step may still compute a sequence whose blocks were freed: the blocks' next owner writes later.
         """
         if not self._in_flight:
             self._collected_at_s = time.perf_counter()
@@ -220,7 +220,7 @@ class Engine:
         num_recomputed_tokens = 0
         for sequence, start, length, _, drafts in plan.chunks:
             end = start + length
-            if drafts:  # count once accepted
+            if drafts:  # counted once accepted
                 end -= len(drafts)
             sequence.num_computed_tokens = end
             if start < sequence.num_tokens_before_preemption:
@@ -245,7 +245,6 @@ class Engine:
         )
 
     def drain_outputs(self) -> list[EngineOutput]:
-        """Return outputs since the last call."""
         return self._output_processor.drain_outputs()
 
     def drain_request_outputs(self) -> list[RequestOutput]:

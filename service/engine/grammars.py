@@ -20,17 +20,17 @@ AnyMatcher = Matcher | RulesMatcher
 
 NUM_COMPILING_THREADS = 2
 MAX_COMPILE_S = 30.0
-"""Limit per grammar: the gateway compiled it in 2 s."""
+"""Limit per grammar; the gateway compiled it in 2 s."""
 MAX_FILLING_THREADS = 8
 MASKS_PER_THREAD = 4
-"""Fewer masks fill faster than a thread wakes."""
+"""Fewer masks are filled faster than a thread wakes."""
 
 
 class Grammars:
-    """Compiler; a bad grammar fails only its request."""
+    """Compiler of grammars; a bad grammar fails only its request."""
 
     def __init__(self, make_compiler: Callable[[], GrammarCompiler]):
-        """`make_compiler` is called on a thread; may raise GrammarError."""
+        """`make_compiler` runs on a thread and may raise GrammarError."""
         self._threads = CompileThreads(NUM_COMPILING_THREADS)
         self._compiler: Future[GrammarCompiler] = self._threads.submit(make_compiler).future
         self._ready_at_s = time.monotonic()
@@ -87,7 +87,7 @@ class Grammars:
 
 
 class MaskBuilder:
-    """Fills masks on several threads, without the GIL."""
+    """Builder of token masks, on several threads without the GIL."""
 
     def __init__(self, vocab_size: int):
         self._num_words = num_mask_words(vocab_size)
@@ -122,7 +122,7 @@ class MaskBuilder:
 
     def build_runs(self, sequences: Seq[Sequence], drafts: Seq[Seq[int]]) -> tuple[TokenMask | None, frozenset[int]]:
         """Return the mask of each row after its `drafts`, and the rows whose matcher failed. Rows of a run are
-        adjacent, one more draft each."""
+        adjacent, each with one more draft."""
         rows: list[int] = []
         words: list[np.ndarray] = []
         failed = set()

@@ -16,21 +16,21 @@ from service.errors import ENDINGS, EndReason
 class BranchOutput(NamedTuple):
     branch: int
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]  # one a token, or none
+    logprobs: tuple[TokenLogprob, ...]  # one per token, or none
     end: EndReason | None  # STOP or LENGTH: complete
-    is_prompt: bool = False  # of all branches
+    is_prompt: bool = False  # shared by all branches
 
 
 class RequestOutput(NamedTuple):
     request_id: str
     parts: tuple[BranchOutput, ...]
     end: EndReason | None  # in the last output
-    choices: tuple[int, ...]  # with a success: n branches, best first
+    choices: tuple[int, ...]  # on success: n branches, best first
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
-    embedding: bytes = b""  # float32[H], with a success
-    num_drafts: int = 0  # draft tokens that were verified
+    embedding: bytes = b""  # float32[H], on success
+    num_drafts: int = 0  # verified draft tokens
     num_accepted_drafts: int = 0
 
 
@@ -155,7 +155,7 @@ class OutputProcessor:
             self._emit_end(group, tuple(reversed(parts)), reason, group.choices())
 
     def _append_tokens(self, sequences: list[Sequence], result: StepResult) -> None:
-        """Append one token each; plain ones are emitted together, first."""
+        """Append one token each; plain tokens are emitted together, first."""
         branches, token_ids, nums_output_tokens = new_tokens = NewTokens([], [], [])
         first_index = len(self._outputs)
         for index, (sequence, token_id) in enumerate(zip(sequences, result.token_ids, strict=True)):
@@ -206,7 +206,7 @@ class OutputProcessor:
                 self._append_run(sequence, result, run)
 
     def _append_plain_run(self, sequence: Sequence, token_ids: tuple[int, ...]) -> bool:
-        """Append a run that ends nothing, in few calls: the next step waits. Return whether it is one."""
+        """Append a run that ends nothing, with few calls as the next step waits. Return False for other runs."""
         group, known = sequence.group, sequence.token_ids
         if (
             not sequence.emits_only_tokens

@@ -17,7 +17,7 @@ class BranchHistory:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Unix seconds, 0 until reached."""
+    """Unix seconds; 0 until reached."""
 
     started_s: float = 0.0
     first_token_s: float = 0.0
@@ -26,7 +26,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSource:
-    """A LoRA adapter: its folder, and the digest of what it must hold."""
+    """LoRA adapter: its folder, and the expected digest of its contents."""
 
     name: str
     path: str

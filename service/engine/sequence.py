@@ -13,7 +13,7 @@ from service.errors import ENDINGS, EndReason
 
 
 class SequenceStatus(Enum):
-    """Only RUNNING sequences hold blocks."""
+    """Status of a sequence. Only RUNNING ones hold blocks."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -35,7 +35,7 @@ class Sequence:
     """
 
     def __init__(self, group: SequenceGroup, branch: int, num_alternatives: int | None):
-        """`num_alternatives`: with each log-probability; None: no log-probabilities."""
+        """`num_alternatives`: alternatives per log-probability; None: no log-probabilities."""
         request, params = group.request, group.request.sampling
         self.group = group
         self.request = request
@@ -45,18 +45,18 @@ class Sequence:
         self.num_alternatives = num_alternatives
         self.sampling_record = sampling_record(params, branch, num_alternatives)
         self.cannot_run_ahead = params.beam is not None
-        """A beam's next step needs the last ids."""
+        """Beams choose the next step from the last ids."""
         self.needs_previous_tokens = params.has_penalties or params.is_masked
         self.has_logit_processors = has_logit_processors(params)
         self.has_adjusted_logprobs = params.beam is not None and (self.has_logit_processors or params.is_masked)
         """Adjustments apply to log-probabilities, not logits."""
         self.emits_only_tokens = params.beam is None and not params.is_masked and num_alternatives is None
-        """Only the last id and the length decide its end."""
-        self.matcher: Matcher | RulesMatcher | None = None  # after the last known token
+        """The last id and the length alone decide its end."""
+        self.matcher: Matcher | RulesMatcher | None = None  # state after the last known token
         self.draft_source = ""  # of its last drafts
         self._seen: SeenTokens | None = None
         self.token_ids = array("I", request.prompt)
-        """The garbage collector would walk a list."""
+        """An array: the garbage collector would walk a list."""
         self.num_prompt_tokens = len(request.prompt)
         self.max_num_tokens = len(request.prompt) + params.max_tokens
         self.num_computed_tokens = 0
@@ -94,7 +94,7 @@ class Sequence:
         return self._seen
 
     def set_status(self, status: SequenceStatus) -> None:
-        """Raise AssertionError unless TRANSITIONS allow it."""
+        """Raise AssertionError unless TRANSITIONS allows it."""
         if status not in TRANSITIONS[self.status]:
             raise AssertionError(f"{self.request_id}: {self.status.name} cannot become {status.name}")
         self.status = status
@@ -115,10 +115,10 @@ class Sequence:
 
 
 class SequenceGroup:
-    """Branches of one request: all hold blocks or none."""
+    """Branches of one request; all hold blocks or none does."""
 
     def __init__(self, request: EngineRequest, eos_token_ids: frozenset[int], first_rope_row: int = 0):
-        """`first_rope_row`: of RopeTables, that of position 0."""
+        """`first_rope_row`: row of RopeTables for position 0."""
         params = request.sampling
         self.request = request
         self.first_rope_row = first_rope_row
@@ -135,10 +135,10 @@ class SequenceGroup:
         self.num_scored_tokens = request.num_scored_tokens
         self.num_pooled_tokens = 0
         self.embedding = b""  # float32[H] once complete
-        self.is_compiled = True  # its grammar
-        self.is_loaded = True  # its adapter
+        self.is_compiled = True  # the grammar
+        self.is_loaded = True  # the adapter
         self.adapter: LoraAdapter | None = None  # once loaded
-        self.adapter_slot: int | None = None  # while it runs
+        self.adapter_slot: int | None = None  # while running
         self.arrival = 0
         self._sums_logprob = [0.0] * len(self.branches)
         for sequence, history in zip(self.branches, self._history(), strict=False):
@@ -153,7 +153,7 @@ class SequenceGroup:
 
     @property
     def adapter_key(self) -> str:
-        """Return the digest of its adapter; "" for the base model."""
+        """Return the adapter's digest; "" for the base model."""
         return "" if self.request.adapter is None else self.request.adapter.digest
 
     @property
@@ -180,7 +180,7 @@ class SequenceGroup:
         return whole + (len(self.branches) - 1) * (whole - shared)
 
     def append(self, sequence: Sequence, token_id: int, logprob: float) -> EndReason | None:
-        """Append a token; return why the branch ends. `logprob` ranks branches."""
+        """Append a token; return why the branch ends, or None. `logprob` ranks branches."""
         sequence.token_ids.append(token_id)
         self.num_output_tokens += 1
         self._sums_logprob[sequence.branch] += logprob
@@ -191,7 +191,7 @@ class SequenceGroup:
             return EndReason.GRAMMAR  # sampled without a mask; may be EOS
         if reason is EndReason.STOP:
             return reason
-        # Before min_tokens a stop id is sampled only if the grammar allows nothing else.
+        # Before min_tokens, a stop id is sampled only if the grammar allows nothing else.
         may_end = token_id in self.stop_ids and sequence.matcher.is_complete
         if not sequence.matcher.advance((token_id,)):
             return EndReason.STOP if may_end else EndReason.GRAMMAR
@@ -214,7 +214,7 @@ class SequenceGroup:
             sequence.share_prefix_with([])
 
     def clear_references(self) -> None:
-        """Break cycles: memory is freed without the collector."""
+        """Break cycles, so that memory is freed without the garbage collector."""
         for sequence in self.branches:
             sequence.sampled_sequences, sequence.prefix_followers = (), []
         self.branches = []
@@ -232,7 +232,7 @@ def stop_ids(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset
 
 
 def _num_inherited_tokens(leader: Sequence, other: Sequence) -> int:
-    # The common prefix; with the last token of `other` only if both sample from it.
+    # The common prefix, including the last token of `other` only if both sample from it.
     ours, theirs = leader.token_ids, other.token_ids
     count, end = other.num_prompt_tokens, min(len(ours), len(theirs))
     while count < end and ours[count] == theirs[count]:

@@ -25,7 +25,7 @@ class EngineStats:
     num_blocks_free: int
     num_blocks_cached: int
     num_blocks_used: int
-    num_blocks_shared: int  # with several holders
+    num_blocks_shared: int  # held several times
     num_blocks_logical: int  # without sharing
     num_block_copies: int  # on write
     num_host_blocks_free: int

@@ -9,10 +9,10 @@ from service.engine.sequence import Sequence, SequenceGroup
 
 
 class Chunk(NamedTuple):
-    """`length` tokens of a sequence from `start`, whose blocks are in its table.
+    """`length` tokens of a sequence from `start`; their blocks are in its table.
 
-    `sampled_sequences` get a token from the last logits: the sequence and branches that fork there; none before its
-    end. With `drafts` at the end, the only one gets a token per right draft, and another one.
+    Each of `sampled_sequences` gets a token from the last logits: the sequence and branches that fork there; none
+    before its end. With `drafts` at the end, the only one gets a token per accepted draft, plus one.
     """
 
     sequence: Sequence
@@ -59,7 +59,7 @@ class StepPlan:
     logprob_spans: tuple[LogprobSpan, ...] = ()
     pool_spans: tuple[PoolSpan, ...] = ()
     changed_tables: tuple[Chunk, ...] = ()
-    """One-token chunks, also in the previous plan, whose table changed since."""
+    """One-token chunks, also of the previous plan, whose table changed since."""
     sampled_sequences: list[Sequence] = field(init=False)
     """Sequences of all chunks, in the order of StepResult."""
 
@@ -81,12 +81,12 @@ class StepPlan:
 class FinishedTransfer(NamedTuple):
     is_out: bool
     num_blocks: int
-    seconds: float  # of the device
+    seconds: float  # on the device
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Alternatives are sorted, best first."""
+    """Log-probability of a token and its alternatives, best first."""
 
     logprob: float
     top_ids: tuple[int, ...]
@@ -94,7 +94,7 @@ class TokenLogprob:
 
 
 class SampledToken(NamedTuple):
-    """Next token; undefined if `is_nan`: the logits were NaN."""
+    """Next token; undefined if `is_nan` (the logits were NaN)."""
 
     token_id: int
     is_nan: bool
@@ -109,17 +109,17 @@ class PromptLogprobs(NamedTuple):
 
 class PooledPrompt(NamedTuple):
     group: SequenceGroup
-    vector: bytes  # float32[H], of length 1
+    vector: bytes  # float32[H], unit length
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`sampled_sequences[i]` gets `token_ids[indptr[i] : indptr[i + 1]]`, its accepted drafts and the next token; with
-    none it recomputes its last one. `indptr` None: one token each."""
+    """`sampled_sequences[i]` gets `token_ids[indptr[i] : indptr[i + 1]]`: its accepted drafts and the next token. With
+    none, it recomputes its last token. `indptr` None: one token each."""
 
     token_ids: Seq[int]
-    logprobs: Seq[TokenLogprob | None] | None = None  # one a token
-    failed: frozenset[int] = frozenset()  # indices in `sampled_sequences` with NaN logits
+    logprobs: Seq[TokenLogprob | None] | None = None  # one per token
+    failed: frozenset[int] = frozenset()  # indices into `sampled_sequences` with NaN logits
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     pooled: tuple[PooledPrompt, ...] = ()
     indptr: Seq[int] | None = None

@@ -1,4 +1,5 @@
-"""Input is checked against limits before it is built, then against types: unknown and missing fields are refused."""
+"""Codec. Input is checked against limits before it is built, then against types: unknown and missing fields are
+refused."""
 
 from __future__ import annotations
 
@@ -32,12 +33,12 @@ Message = TypeVar("Message", Job, Event, Cancel, WorkerCard, RequestRecord, Dead
 
 
 class WireError(ValueError):
-    """An invalid payload; the text omits its values."""
+    """Invalid payload. The text omits the payload's values."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a payload: an empty list takes 1 byte there, 60 here."""
+    """Payload limits: an empty list takes 1 byte in a payload, 60 in memory."""
 
     max_bytes: int
     max_array_len: int
@@ -57,7 +58,7 @@ LIMITS: dict[type, Limits] = {
 }
 MAX_BATCH_BYTES = 64 << 20
 MAX_PLAIN_BYTES = 1 << 20
-"""A longer payload's containers are counted first."""
+"""Containers of longer payloads are counted before decoding."""
 MAX_BODY_DEPTH = 64
 INGRESS_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -88,7 +89,7 @@ def _present(message: Any) -> dict[str, Any]:
 
 
 def decode(kind: type[Message], payload: bytes) -> Message:
-    """Raises WireError only."""
+    """Decode a message. Raises only WireError."""
     limits = LIMITS[kind]
     if len(payload) > limits.max_bytes:
         raise WireError(f"the message takes {len(payload)} bytes, {limits.max_bytes} are allowed")
@@ -99,7 +100,7 @@ def decode(kind: type[Message], payload: bytes) -> Message:
 
 
 def decode_events(batch: bytes, wanted: Collection[str]) -> Iterator[Event]:
-    """Yield the events of `wanted`. Raises WireError at the first broken one."""
+    """Yield the events of jobs in `wanted`. Raises WireError at the first broken event."""
     if len(batch) > MAX_BATCH_BYTES:
         raise WireError(f"the batch takes {len(batch)} bytes, {MAX_BATCH_BYTES} are allowed")
     events = _as_written(_EVENTS, batch)
@@ -111,7 +112,7 @@ def decode_events(batch: bytes, wanted: Collection[str]) -> Iterator[Event]:
 
 
 def _as_written(decoder: msgspec.msgpack.Decoder[Any], payload: bytes) -> Any:
-    """Decode fast what `encode` wrote, else return None."""
+    """Decode what `encode` wrote, fast; return None otherwise."""
     if len(payload) > MAX_PLAIN_BYTES:
         return None
     try:
@@ -127,17 +128,17 @@ def pack_ids(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_ids(packed: bytes) -> list[int]:
-    """Raises WireError for a length that is no multiple of 4."""
+    """Unpack little-endian uint32. Raises WireError unless the length is a multiple of 4."""
     return _unpack("I", packed)
 
 
 def pack_floats(values: Sequence[float]) -> bytes:
-    """Return little-endian float32, infinite beyond its range."""
+    """Return little-endian float32; out-of-range values become infinite."""
     return _pack("f", values)
 
 
 def unpack_floats(packed: bytes) -> list[float]:
-    """Raises WireError for a length that is no multiple of 4."""
+    """Unpack little-endian float32. Raises WireError unless the length is a multiple of 4."""
     return _unpack("f", packed)
 
 
@@ -177,7 +178,7 @@ def _typed(kind: type[Message], raw: Any) -> Message:
 
 
 def _bounded_text(error: Exception) -> str:
-    """Omit a wrong enum value, which may be long."""
+    """Return the text without a wrong enum value, which may be long."""
     text = str(error)
     return "an unknown enum value" if text.startswith("Invalid enum value") else text[:200]
 
@@ -240,7 +241,7 @@ def _refuse_non_json(value: Any) -> None:
 
 
 def unpack(payload: bytes, limits: Limits) -> Any:
-    """Raises WireError; the size was checked."""
+    """Decode a payload whose size was checked. Raises WireError."""
     try:
         return msgpack.unpackb(payload, **_Guard(limits).options(len(payload)))
     except WireError:
@@ -250,7 +251,7 @@ def unpack(payload: bytes, limits: Limits) -> Any:
 
 
 def unpack_each(batch: bytes, limits: Limits) -> Iterator[Any]:
-    """Raises WireError at the first broken value."""
+    """Yield the values of a batch. Raises WireError at the first broken value."""
     guard = _Guard(limits)
     unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(batch)), **guard.options(len(batch)))
     unpacker.feed(batch)
@@ -307,7 +308,7 @@ def _refuse_extension(code: int, data: bytes) -> None:
 
 
 def _cause(error: Exception) -> str:
-    """Omit broken UTF-8, the only value in msgpack's texts."""
+    """Return the text without broken UTF-8, the only value in msgpack's texts."""
     if isinstance(error, UnicodeError):
         return "text that is not UTF-8"
     if isinstance(error, msgpack.StackError):

@@ -1,4 +1,4 @@
-"""The queue between gateways and workers, implemented in service/queue/redis."""
+"""Queue between gateways and workers, implemented in service/queue/redis."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from service.queue.records import (
 
 
 class QueueUnavailable(Exception):
-    """The queue is unreachable or takes no writes; nothing was written, unless OutcomeUnknown."""
+    """The queue is unreachable or refuses writes; nothing was written, unless OutcomeUnknown."""
 
 
 class OutcomeUnknown(QueueUnavailable):
-    """The call may yet take effect: repeat it under the same id."""
+    """The call may still take effect: repeat it under the same id."""
 
 
 SUSPECT_AFTER_DEATHS = 2
 MAX_DEATHS = 3
 """Crashes without progress: after 2 a job runs alone, after 3 it is dead-lettered; after 4 if engines also died without
-it since, or up to NEAR_DEATHS_S before."""
+it since the first, or up to NEAR_DEATHS_S before."""
 NEAR_DEATHS_S = 30.0
 PROGRESS_EVENTS = 3
 """A job that crashes every decode still emits a token per attempt."""
@@ -45,13 +45,13 @@ ALONE_FOR_EVENTS = {"": 0, "suspect": PROGRESS_EVENTS, "recurrent": 1 << 62}
 
 @dataclass(frozen=True)
 class Claim:
-    """A claimed job; `attempt` counts claims from 1 and fences off earlier owners."""
+    """Claimed job. `attempt` counts claims from 1 and fences off earlier owners."""
 
     job: Job
     attempt: int
     alone_for_events: int = 0
     history: tuple[Event, ...] = ()  # of earlier attempts: 1, 2, 3, ..., no `end`
-    stops: tuple[Cancel, ...] = ()  # of branches
+    stops: tuple[Cancel, ...] = ()  # cancels of branches
 
     @property
     def is_suspect(self) -> bool:
@@ -63,16 +63,16 @@ class ClaimBudget:
     """Work that a worker can start. Jobs are claimed while any is left, so the last may exceed it; then tenants within
     their shares (service/fair_share.py) still reclaim slots."""
 
-    num_tokens: int | None = None  # prompts and histories; None: no limit
+    num_tokens: int | None = None  # of prompts and histories; None: no limit
     num_reserved: int = 0  # branches, for tenants within their shares
     num_slots: int = 0  # shared by tenants; 0: reclaim nothing
     slots_by_tenant: Mapping[str, int] = field(default_factory=dict)  # in use
-    num_tenants: int = 1  # sharing them, recent ones included
+    num_tenants: int = 1  # that share the slots, including recent ones
     num_reclaimable_tokens: int = 0  # `num_tokens` if all running jobs were preempted
     num_held: int | None = None  # branches; if given, jobs may be left to a better worker for KEEP_S (prefixes.py)
 
     def is_restricted(self, max_branches: int) -> bool:
-        """Return whether it may exclude waiting jobs."""
+        """Return True if the budget may exclude waiting jobs."""
         return max_branches <= self.num_reserved or (self.num_tokens is not None and self.num_tokens <= 0)
 
 
@@ -97,7 +97,7 @@ class Standing(Enum):
     OURS = 1
     TAKEN = 0  # held by another gateway
     REPEATED = -1  # an earlier entry's, same message
-    IN_USE = -2  # an unfinished entry's, another message
+    IN_USE = -2  # an unfinished entry's, other message
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ UNBOUNDED = Bounds()
 
 @dataclass(eq=False)
 class QueueFull(Exception):
-    """The backlog, of all or of the job's tenant, is full."""
+    """The backlog is full, in total or for the job's tenant."""
 
     of_tenant: bool
     num_jobs: int
@@ -136,13 +136,13 @@ class Backlog:
 
 RETURNED, SUSPECT = "returned", "suspect"
 QUEUE_LANES = (*LANES, RETURNED, SUSPECT)
-"""Never claimed, by lane; claimed before; suspects."""
+"""Queues: never claimed, by lane; claimed before; suspects."""
 
 
 @dataclass(frozen=True)
 class Lane:
     num_jobs: int
-    oldest_at_s: float | None  # queue time, of its first job
+    oldest_at_s: float | None  # queue time of the first job
 
 
 @dataclass(frozen=True)
@@ -156,10 +156,10 @@ class QueueState:
 
 
 class BatchStore(Protocol):
-    """Files and batches, kept for FILE_TTL_S, charged to their tenant. An invalid id raises ValueError."""
+    """Files and batches, kept for FILE_TTL_S and charged to their tenant. An invalid id raises ValueError."""
 
     async def reserve_file(self, file_id: str, tenant: str, num_bytes: int, limits: StorageLimits) -> None:
-        """Charge for a file to write, for UPLOAD_TTL_S. Raises StorageFull."""
+        """Charge for a file to be written, for UPLOAD_TTL_S. Raises StorageFull."""
 
     async def append_file(
         self, file_id: str, tenant: str, data: bytes, limits: StorageLimits = UNLIMITED, *, is_reserved: bool = False
@@ -182,7 +182,7 @@ class BatchStore(Protocol):
         """Drop a file, finished or not."""
 
     async def put_batch(self, batch: Batch, limits: StorageLimits = UNLIMITED) -> None:
-        """Write a batch. A new one beyond `limits` raises StorageFull."""
+        """Write a batch. Raises StorageFull for a new one beyond `limits`."""
 
     async def get_batch(self, batch_id: str) -> Batch | None: ...
 
@@ -193,7 +193,7 @@ class BatchStore(Protocol):
         """Return open batches, oldest first."""
 
     async def hold_batch(self, batch_id: str, holder: str, for_s: float) -> bool:
-        """Lock the batch for `for_s`, or renew; return False if another holder has it."""
+        """Lock the batch for `for_s`, or renew the lock; return False if another holder has it."""
 
     async def cancel_batch(self, batch_id: str) -> None:
         """Mark the batch cancelled."""
@@ -209,7 +209,7 @@ class BatchStore(Protocol):
         """Write a line's first answer, marked ANSWERED_WELL or ANSWERED_BADLY. Raises StorageFull."""
 
     async def line_marks(self, batch_id: str) -> bytes:
-        """Return a byte per line, up to the last answered."""
+        """Return one byte per line, up to the last answered."""
 
     async def line_sizes(self, batch_id: str, first: int, count: int) -> Sequence[int]:
         """Return answers' bytes; 0 if missing."""
@@ -219,17 +219,17 @@ class BatchStore(Protocol):
     async def moved_lines(self, batch_id: str) -> MovedLines: ...
 
     async def move_lines(self, batch: Batch, move: Move) -> int:
-        """Move answers to files, atomically, once; return the first line not moved."""
+        """Move answers to files, atomically and once; return the first line not moved."""
 
     async def drop_lines(self, batch: Batch) -> None:
         """Drop moved answers and their charge."""
 
 
 class ResponseStore(Protocol):
-    """Responses. An invalid id raises ValueError."""
+    """Stored responses. An invalid id raises ValueError."""
 
     async def put_response(self, record: StoredResponse, for_s: float, limits: StorageLimits = UNLIMITED) -> None:
-        """Keep it for `for_s`. Raises StorageFull."""
+        """Keep a response for `for_s`. Raises StorageFull."""
 
     async def settle_response(self, record: StoredResponse, for_s: float) -> None:
         """Replace a record unless dropped; never refused."""
@@ -243,15 +243,15 @@ class AdapterStore(Protocol):
     """LoRA adapters loaded at run time, kept until dropped."""
 
     async def put_adapter(self, record: AdapterRecord, *, replaces: bool) -> bool:
-        """Write a record, in the place of one of the same name if it `replaces`; return whether it was written."""
+        """Write a record, replacing one of the same name if `replaces`; return whether it was written."""
 
     async def get_adapter(self, name: str) -> AdapterRecord | None: ...
 
     async def list_adapters(self) -> Sequence[AdapterRecord]:
-        """Return records by name."""
+        """Return records, sorted by name."""
 
     async def drop_adapter(self, name: str) -> bool:
-        """Return whether it was there."""
+        """Drop a record; return whether it existed."""
 
 
 class RequestStore(Protocol):
@@ -260,11 +260,11 @@ class RequestStore(Protocol):
     async def put_request(
         self, record: RequestRecord, idempotency: str | None = None, limits: StorageLimits = UNLIMITED
     ) -> str:
-        """Keep a record until LOG_ENDED_TTL_S after its deadline; return its id, or that of one with the same
+        """Keep a record until LOG_ENDED_TTL_S after its deadline. Return its id, or that of a record with the same
         `idempotency` (a hash). Raises StorageFull."""
 
     async def get_request(self, request_id: str) -> RequestRecord | None:
-        """Raises ValueError for an id outside [A-Za-z0-9_.-]{1,128}."""
+        """Return the record, or None. Raises ValueError for an id outside [A-Za-z0-9_.-]{1,128}."""
 
     async def find_holder(self, idempotency: str) -> str | None:
         """Return the id of the last record put with this hash; the record may be gone."""
@@ -275,19 +275,19 @@ class RequestStore(Protocol):
         """Drop a record and its idempotency key, unless job `unless_there` was accepted."""
 
     async def mark_watched(self, request_id: str, for_s: float) -> None:
-        """Note for `for_s` that a client waits."""
+        """Mark for `for_s` that a client waits."""
 
     async def is_watched(self, request_id: str) -> bool: ...
 
 
 class IngressQueue(Protocol):
-    """Foreign producers' entries, renewed every INGRESS_KEEP_S; after INGRESS_LEFT_S another gateway gets them."""
+    """Entries of foreign producers, renewed every INGRESS_KEEP_S; after INGRESS_LEFT_S another gateway gets them."""
 
     async def fetch_entries(self, producers: Sequence[str], max_entries: int, wait_s: float) -> Sequence[IngressEntry]:
-        """Return new entries, each to one gateway."""
+        """Return new entries, each to only one gateway."""
 
     async def renew_entries(self) -> Sequence[IngressEntry]:
-        """Renew fetched entries; return the ids that another gateway has taken."""
+        """Renew fetched entries; return the ids another gateway has taken."""
 
     async def begin_replies(self, entry: IngressEntry, reply_id: str) -> ReplyStream:
         """Take the reply stream `reply_id` for a fetched entry."""
@@ -310,7 +310,7 @@ class EventStream(Protocol):
     def __anext__(self) -> Awaitable[Event]: ...
 
     def take_arrived(self) -> Sequence[Event]:
-        """Return the next events that need no waiting."""
+        """Return the next events available without waiting."""
 
     async def aclose(self) -> None: ...
 
@@ -338,25 +338,24 @@ class GatewayQueue(Protocol):
         record: RequestRecord | None = None,
         limits: StorageLimits = UNLIMITED,
     ) -> None:
-        """Accept a job, once, atomically with its `record`, which is left out beyond `limits` if it ends with its
-        client. Raises QueueFull, StorageFull, QueueUnavailable, OutcomeUnknown, or WireError if too large."""
+        """Accept a job, once, atomically with its `record`. Beyond `limits`, a record that ends with its client is
+        omitted. Raises QueueFull, StorageFull, QueueUnavailable, OutcomeUnknown, or WireError if too large."""
 
     async def backlog(self, tenant: str) -> Backlog: ...
 
     async def queue_position(self, job_id: str) -> int | None:
-        """Return the number of its tenant's jobs ahead, None unless waiting."""
+        """Return the number of the tenant's jobs ahead; None unless waiting."""
 
     def follow(self, job_id: str, after: int = 0) -> EventStream:
         """Iterate over the events after number `after`, in order, each once; cheapest before `submit`. Waits out
         outages; a lost job ends with LOST. Raises QueueUnavailable for a gap or a closed queue, ValueError for an id
-        outside [A-Za-z0-9_.-]{1,128}.
-        """
+        outside [A-Za-z0-9_.-]{1,128}."""
 
     async def last_events(self, job_ids: Sequence[str]) -> Sequence[Event | None]:
         """Return each log's last event."""
 
     async def cancel(self, cancel: Cancel) -> None:
-        """End a waiting job, or send the cancel to its worker; keep it for an unsubmitted one."""
+        """End a waiting job, or send the cancel to its worker; keep it for an unsubmitted job."""
 
     async def workers(self) -> Sequence[WorkerCard]:
         """Return fresh cards."""
@@ -373,31 +372,31 @@ class GatewayQueue(Protocol):
 
 
 class WorkerQueue(Protocol):
-    """Jobs are the worker's for `lease_s` after each `renew`; then others may take them over, and its writes are
-    refused."""
+    """Worker's side. Jobs are the worker's for `lease_s` after each `renew`; then others may take them over, and its
+    writes are refused."""
 
     @property
     def lease_s(self) -> float: ...
 
     async def fetch(self, max_branches: int, wait_s: float, budget: ClaimBudget = UNLIMITED_BUDGET) -> Sequence[Claim]:
-        """Claim up to `max_branches` within `budget`, jobs claimed before first, waiting `wait_s` for one. Ends
-        cancelled, expired and deadly jobs and those without their history. For one task at a time."""
+        """Claim up to `max_branches` within `budget`, previously claimed jobs first, waiting `wait_s` for one. Ends
+        jobs that are cancelled, expired, deadly or without their history. For one task at a time."""
 
     async def fetch_suspect(self) -> Claim | None:
-        """Claim a suspect."""
+        """Claim a suspect, if any."""
 
     def stop_fetching(self) -> None:
-        """Have `fetch` claim nothing more, not even what it waits for."""
+        """Stop `fetch` from claiming more, including a job it is waiting for."""
 
     async def publish(self, events: Sequence[Event]) -> frozenset[str]:
-        """Write a step's events in one atomic round trip; an `end` settles its job. Return jobs lost to others, of
+        """Write a step's events in one atomic round trip; an `end` settles its job. Return jobs lost to others, for
         which nothing was written. Repeatable after QueueUnavailable."""
 
     async def renew(self) -> Lease:
-        """Renew the lease while the engine progresses."""
+        """Renew the lease while the engine makes progress."""
 
     async def take_over(self) -> int:
-        """Put dead workers' jobs at the head and return their number; end expired jobs. Before the first fetch a
+        """Put dead workers' jobs at the head and return their number; end expired jobs. Before the first fetch, a
         predecessor of the same name is dead."""
 
     async def hand_back(self, job_ids: Collection[str], cause: str | None = None) -> None:

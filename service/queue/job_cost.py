@@ -6,7 +6,7 @@ NORMAL, BATCH = LANES = ("normal", "batch")
 AGE_S = 10.0
 BATCH_AGE_S = 60.0
 RECLAIM_AFTER_S = 0.025
-"""Wait for another worker's free slot before reclaiming an over share."""
+"""Wait for a free slot at another worker before reclaiming an over share."""
 EXPECTED_OUTPUT_TOKENS = 1024
 """Most branches end long before `max_tokens`."""
 

@@ -18,7 +18,7 @@ MAX_PARTS = 33
 
 @dataclass(frozen=True, kw_only=True)
 class JobAdapter:
-    """LoRA adapter: its folder, which workers read, and the digest of what it must hold."""
+    """LoRA adapter: its folder, read by workers, and the expected digest of its contents."""
 
     name: str
     path: str
@@ -63,7 +63,7 @@ class Part(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown
     tokens: bytes = b""  # uint32[n]
     logprobs: TokenLogprobs | None = None
     end: EndReason | None = None
-    is_prompt: bool | None = None  # its tokens from the second on
+    is_prompt: bool | None = None  # prompt tokens, from the second on
 
 
 class Event(
@@ -108,13 +108,14 @@ class RequestRecord:
     first_ids: bytes = b""  # uint32[num_jobs]
     prompt_ids: bytes = b""  # uint32[sum of num_prompt_tokens]
     stays: bool = False
-    reasoning: str = ""  # what the prompt leaves to the answer: a ReasoningState
+    reasoning: str = ""  # ReasoningState that the prompt leaves to the answer
     client_id: str | None = None  # the client's name for the request
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTable:
-    """A sequence's blocks, first tokens first. `blocks`, `holders` and `states` may be cut to the same length."""
+    """Blocks of a sequence, first tokens first. `blocks`, `holders` and `states` may be truncated to the same
+    length."""
 
     request_id: str
     branch: int

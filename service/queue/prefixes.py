@@ -1,4 +1,5 @@
-"""Digests of a prompt's prefixes, by which `claim.lua` finds the worker that has them. New entries replace old ones."""
+"""Digests of a prompt's prefixes, by which `claim.lua` finds the worker that has them cached. New entries replace old
+ones."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ NUM_STEPS = 32
 MAX_PREFIX_BYTES = 4 << 17
 NUM_SLOTS = 1 << 17
 DIGEST_BYTES = 8
-"""Three of the slot, five to compare."""
+"""Three bytes for the slot, five to compare."""
 
 KEEP_S = 0.03
 """Time for which a waiting job is left to a better worker."""
 MAX_RATIO = 1.5
 MAX_HELD = 8
-"""Branches of a worker with the prefix: up to MAX_HELD + MAX_RATIO * the least busy worker's."""
+"""Maximum branches of a worker with the prefix: MAX_HELD + MAX_RATIO * the least busy worker's."""
 
 
 def prefix_digests(job: Job) -> bytes:

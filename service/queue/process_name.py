@@ -6,5 +6,5 @@ import socket
 
 
 def own_name() -> str:
-    """Return a name for this process that no other on the queue has."""
+    """Return a name for this process, unique on the queue."""
     return f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}"

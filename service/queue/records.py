@@ -14,7 +14,7 @@ from service.typed_decoding import decode_json
 Json = dict[str, Any]
 
 OVERHEAD_BYTES = 512
-"""Charged per record for key, list entries and ledger."""
+"""Charged per record, for key, list entries and ledger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class StorageLimits:
     """Limits of stored bytes; None: no limit."""
 
     max_bytes_per_tenant: int | None = None
-    queue_share: float | None = None  # of its memory: reserved for jobs and events
+    queue_share: float | None = None  # of its memory, reserved for jobs and events
 
     @property
     def max_record_bytes(self) -> int | None:
@@ -31,7 +31,7 @@ class StorageLimits:
 
     @property
     def max_plain_record_bytes(self) -> int | None:
-        """Limit for others, beyond which they have no record."""
+        """Limit for other requests, which have no record beyond it."""
         return None if self.max_bytes_per_tenant is None else self.max_bytes_per_tenant // 4
 
 
@@ -40,7 +40,7 @@ UNLIMITED = StorageLimits()
 
 @dataclass(eq=False)
 class StorageFull(Exception):
-    """Nothing was stored: the tenant, or all, already use `num_bytes`."""
+    """Nothing was stored: the tenant, or all tenants together, already use `num_bytes`."""
 
     of_tenant: bool
     num_bytes: int
@@ -80,7 +80,7 @@ class BatchError:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Written by its creator, then only by its holder."""
+    """Batch, written by its creator, then only by its holder."""
 
     batch_id: str
     tenant: str
@@ -105,7 +105,7 @@ class Batch:
 
 
 PIECE_BYTES = 256 << 10
-"""Size of pieces: no command blocks Redis for long. All but an upload's last have it."""
+"""Size of all pieces but an upload's last: small, so that no command blocks Redis for long."""
 LINE_OVERHEAD_BYTES = 128
 """Charged per answer until its batch ends."""
 ANSWERED_WELL, ANSWERED_BADLY = b"+", b"-"
@@ -127,7 +127,7 @@ class MovedLines:
 @dataclass(frozen=True, kw_only=True)
 class Move:
     first: int
-    past: int  # after the last
+    past: int  # line after the last
     num_bytes: int  # charged so far
     output_file_id: str
     error_file_id: str
@@ -151,7 +151,7 @@ class StoredResponse:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterRecord:
-    """A LoRA adapter that requests may name."""
+    """LoRA adapter that requests may name."""
 
     name: str
     path: str  # of its folder, for gateways and workers

@@ -1,4 +1,4 @@
-"""Claim budget of a worker: as much as its engine can start.
+"""Claim budget of a worker: the work its engine can start.
 
 Holdings over a share can be reclaimed, so jobs may be claimed even without a free slot.
 """
@@ -14,11 +14,11 @@ from service.queue.job_cost import branches_of
 from service.queue.messages import Job
 
 RESERVED_DIVISOR = 16
-"""Reserve with several tenants: 1/16 of the slots, for those below their share."""
+"""Reserve with several tenants: 1/16 of the slots, for tenants below their share."""
 RECENT_S = 30.0
-"""Time that a tenant counts after its last job."""
+"""Time for which a tenant counts after its last job."""
 OVER_CLAIM_DIVISOR = 32
-"""Over-claim one job per 32 slots: a finished sequence is replaced in the next step."""
+"""Over-claim one job per 32 slots, so that a finished sequence is replaced in the next step."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class SlotCapacity:
         self._seen_at_s: OrderedDict[str, float] = OrderedDict()
 
     def add_job(self, job: Job, num_sent_tokens: int, now_s: float) -> None:
-        """Count a job once; `num_sent_tokens`: by earlier claims."""
+        """Count a job, once. `num_sent_tokens`: sent under earlier claims."""
         self.remove_job(job.job_id, now_s)
         num_tokens = len(job.prompt) // 4 + num_sent_tokens
         self._held[job.job_id] = held = _HeldJob(job.tenant, branches_of(job), num_tokens)
@@ -51,7 +51,7 @@ class SlotCapacity:
         self._mark_seen(held.tenant, now_s)
 
     def mark_started(self, job_id: str) -> None:
-        """Stop counting the job's tokens: its blocks are allocated."""
+        """Stop counting the job's tokens, as its blocks are allocated."""
         held = self._held.get(job_id)
         if held is not None and held.num_tokens:
             self._num_tokens -= held.num_tokens
@@ -69,7 +69,7 @@ class SlotCapacity:
         self._mark_seen(held.tenant, now_s)
 
     def claim_budget(self, num_free_tokens: int, now_s: float) -> tuple[int, ClaimBudget]:
-        """Return the branches to claim, 0 or less if none, and the rest of the budget. `num_free_tokens`: capacity of
+        """Return the branches to claim (0 or less: none) and the rest of the budget. `num_free_tokens`: capacity of the
         available blocks."""
         while self._seen_at_s and next(iter(self._seen_at_s.values())) < now_s - RECENT_S:
             self._seen_at_s.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Engine's thread: runs commands between steps, never awaits, and alone uses the device."""
+"""Engine thread: runs commands between steps, never awaits, and alone uses the device."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ class Render:
 
 
 STATS_EVERY_S = 0.1
-"""Short steps need not pay for statistics."""
+"""Limits the cost of statistics with short steps."""
 
 IDLE_TURN_S = 0.5
 
 RENDER_EVERY_S = 0.9
-"""An image takes milliseconds; a heartbeat carries one."""
+"""An image takes milliseconds to render; a heartbeat carries one."""
 
 Command = Add | Cancel | Stop | Render
 
 
 class EngineThread:
-    """Runner of the engine. Its thread calls `on_outputs` after steps, `on_turn` (monotonic seconds) between them, and
+    """Runner of the engine. Its thread calls `on_outputs` after steps, `on_turn` (monotonic seconds) between steps, and
     `on_death` with the exception that ended it."""
 
     def __init__(
@@ -80,7 +80,7 @@ class EngineThread:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last turn: the age of the step under way."""
+        """Seconds since the last turn, i.e. the age of the running step."""
         return time.monotonic() - self._turned_at_s
 
     @property
@@ -128,7 +128,7 @@ class EngineThread:
             self._on_death(error)
 
     def _run_commands(self) -> bool:
-        """Run queued commands; without work wait for one. Return False after Stop."""
+        """Run queued commands; without work, wait for one. Return False after Stop."""
         self._turn()
         while True:
             try:

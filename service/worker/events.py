@@ -11,7 +11,7 @@ from service.queue.codec import pack_floats, pack_ids
 from service.queue.messages import Event, Part, TokenLogprobs, Usage
 
 MAX_EVENT_TOKENS = 4096
-"""Two thirds of the largest event, with 20 alternatives."""
+"""Two thirds of the largest event, with 20 alternatives per token."""
 
 
 def event_of(job_id: str, number: int, outputs: Sequence[RequestOutput]) -> Event:
@@ -52,7 +52,7 @@ def without_end(event: Event) -> Event:
 
 
 def split_by_event(outputs: list[RequestOutput]) -> list[list[RequestOutput]]:
-    """Split outputs into events of at most MAX_EVENT_TOKENS, unless a single output exceeds it."""
+    """Split outputs into events of at most MAX_EVENT_TOKENS; a larger single output is kept whole."""
     if len(outputs) == 1:
         return [outputs]
     runs: list[list[RequestOutput]] = [[]]

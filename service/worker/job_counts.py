@@ -32,7 +32,7 @@ class JobCounts:
     inference_time: Buckets = field(default_factory=_buckets)
 
     def observe_end(self, times: ClaimTimes) -> None:
-        """Count the times of an ended job, as far as this claim has them: its queue time is the first claim's."""
+        """Count the times of an ended job that belong to this claim; queue time belongs to the first claim."""
         request = times.request
         if not request.started_s:
             return

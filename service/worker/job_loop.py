@@ -1,4 +1,4 @@
-"""Worker's asyncio side: jobs, events, heartbeats, cancels."""
+"""Asyncio side of a worker: jobs, events, heartbeats, cancels."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FETCH_WAIT_S = 0.5
 HEARTBEAT_S = 1.0
 RETRY_S = 0.2
 LOOK_AGAIN_S = 0.015
-"""Interval of claims while nearly full: waiting jobs may exceed the budget."""
+"""Claim interval while nearly full, when waiting jobs may exceed the budget."""
 
 
 class OutputInbox:
@@ -45,7 +45,7 @@ class OutputInbox:
         self._outputs: list[EngineOutput] = []
 
     def on_outputs(self, outputs: list[EngineOutput]) -> None:
-        """Called on the engine thread."""
+        """Pass outputs to the loop. Called on the engine thread."""
         self._loop.call_soon_threadsafe(self._append, outputs)
 
     def drain_outputs(self) -> list[EngineOutput]:
@@ -113,8 +113,8 @@ class JobLoop:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def drain(self, timeout_s: float, at_once: asyncio.Event) -> None:
-        """Claim nothing more. After `timeout_s`, or once another worker is ready or `at_once` is set, return open jobs
-        to the queue."""
+        """Stop claiming. After `timeout_s`, or once another worker is ready or `at_once` is set, return open jobs to
+        the queue."""
         self._end_fetching()
         try:
             async with asyncio.timeout(timeout_s):
@@ -122,13 +122,14 @@ class JobLoop:
                     await asyncio.sleep(0.1)
         except TimeoutError:
             log.warning("drain time is over %s", fields(num_open=self.num_open))
-        await self._fetching_ended.wait()  # else it would claim what is returned
+        await self._fetching_ended.wait()  # else it would claim the returned jobs
         for job in self._open.values():
             job.is_leaving = True
             self._engine.send(Cancel(job.request_id, EndReason.SHUTDOWN))
 
     async def abandon(self, in_flight: Collection[str], cause: str) -> None:
-        """Publish a dead engine's outputs and return open jobs, those `in_flight` as suspects because of `cause`."""
+        """Publish a dead engine's outputs and return open jobs, blaming `cause` on those `in_flight`, which become
+        suspects."""
         self._end_fetching()
         await self._fetching_ended.wait()
         await self._publish_all()
@@ -229,7 +230,7 @@ class JobLoop:
             outputs = self._inbox.drain_outputs()
             refused, self._refused = self._refused, []
             events, leaving = self._events(outputs)
-            # A gateway handles events in order: first tokens have waited longest.
+            # A gateway handles events in order; first tokens have waited longest.
             events = sorted(refused + events, key=lambda event: event.number > 1)
             if events:
                 self._drop(await self._persist(lambda: self._queue.publish(events)))
@@ -316,7 +317,7 @@ class JobLoop:
         return await has_replacement(self._queue, self._make_card(False))
 
     async def _persist(self, attempt: Callable[[], Awaitable[Result]]) -> Result:
-        """Retry until the queue is available: no output is lost."""
+        """Retry until the queue is available, so that no output is lost."""
         while True:
             try:
                 return await attempt()

@@ -23,10 +23,10 @@ class OpenJob:
     times: ClaimTimes
     spans: JobSpans | None  # None: not traced
     cleared_at_number: int | None = None  # event that clears a suspect
-    is_leaving: bool = False  # to another worker
+    is_leaving: bool = False  # for another worker
 
     def events(self, job_id: str, outputs: list[RequestOutput]) -> tuple[list[Event], bool]:
-        """Return events, and whether the job leaves now."""
+        """Return the events, and whether the job leaves now."""
         events, is_released = [], False
         for own in split_by_event(outputs):
             event = event_of(job_id, self.next_number, own)
@@ -40,7 +40,7 @@ class OpenJob:
 
 
 def outputs_by_job(outputs: Iterable[RequestOutput], jobs: Mapping[str, OpenJob]) -> dict[str, list[RequestOutput]]:
-    """Return outputs by open job; drop those of earlier claims."""
+    """Return outputs by open job, dropping outputs of earlier claims."""
     by_job: dict[str, list[RequestOutput]] = {}
     for output in outputs:
         job_id = output.request_id.rpartition("/")[0]

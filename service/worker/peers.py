@@ -1,4 +1,4 @@
-"""The other workers of a Redis, by their cards."""
+"""Other workers on the same Redis, by their cards."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ log = logging.getLogger("quire.worker")
 LOOK_S = 0.5
 
 COMPARED = ("weight_format", "kv_cache_dtype")
-"""Fields of a card that decide which tokens a request gets."""
+"""Card fields that affect which tokens a request gets."""
 
 
 async def ready_workers(queue: WorkerQueue) -> Sequence[WorkerCard]:
-    """Raises QueueUnavailable."""
+    """Return the cards of ready workers. Raises QueueUnavailable."""
     now_s = await queue.now_s()
     return [card for card in await queue.workers() if card.ready and now_s - card.beat_at_s < CARD_LATE_S]
 
 
 async def has_replacement(queue: WorkerQueue, ours: WorkerCard) -> bool:
-    """Raises QueueUnavailable."""
+    """Return True if another worker with our model is ready. Raises QueueUnavailable."""
     workers = await ready_workers(queue)
     return any(card.model == ours.model for card in workers if card.worker_id != ours.worker_id)
 
 
 async def require_one_model(queue: WorkerQueue, model: str) -> None:
-    """Wait until no ready worker serves another model: each would refuse the other's jobs. Raises StartupError."""
+    """Wait until no ready worker serves another model, as each would refuse the other's jobs. Raises StartupError."""
     give_up_s = time.monotonic() + CARD_LATE_S + LOOK_S  # a dead worker's card is late by then
     try:
         while others := [card for card in await ready_workers(queue) if card.model != model]:
@@ -49,7 +49,7 @@ async def require_one_model(queue: WorkerQueue, model: str) -> None:
 
 
 async def log_differences(queue: WorkerQueue, ours: WorkerCard) -> None:
-    """Log workers at which a request would go on with other tokens. Raises QueueUnavailable."""
+    """Log workers on which a request would continue with other tokens. Raises QueueUnavailable."""
     for card in await ready_workers(queue):
         values = {name: getattr(card, name) for name in COMPARED if getattr(card, name) != getattr(ours, name)}
         if values and card.worker_id != ours.worker_id:

@@ -31,14 +31,14 @@ from service.worker.watchdog import DEFAULT_STEP_TIMEOUT_S, Watchdog
 log = logging.getLogger("quire.worker")
 
 READY_SILENCE_S = 2.0
-"""Longer steps make a worker not ready."""
+"""A worker in a longer step is not ready."""
 MAX_NAMES_BYTES = 4096
 FLUSH_S = 5.0
 """Time to publish the last events and return jobs."""
 
 
 class EngineDied(Exception):
-    """Engine thread that ended by itself or hangs: the process must end too."""
+    """Engine thread that ended by itself or hangs; the process must end too."""
 
 
 async def run_worker(
@@ -61,7 +61,7 @@ async def run_worker(
     if await _announced(job_loop, (duties, stopped, died)):
         log.info("worker ready %s", fields(worker=worker_id))
         on_ready()
-        with suppress(QueueUnavailable):  # it costs a warning
+        with suppress(QueueUnavailable):  # only the warning is lost
             await log_differences(queue, _card(worker_id, settings, built, engine, ready=True))
         await asyncio.wait([duties, stopped, died], return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set() and not death.reported.is_set():
@@ -85,7 +85,7 @@ async def run_worker(
 
 
 class _EngineDeath:
-    """First cause of death, from any thread."""
+    """First cause of death, reported from any thread."""
 
     def __init__(self) -> None:
         self.cause: BaseException | None = None
@@ -166,7 +166,7 @@ def _card(worker_id: str, settings: Settings, built: BuiltEngine, engine: Engine
 
 
 def _joined(names: Sequence[str]) -> str:
-    """Return names of up to MAX_NAMES_BYTES, comma-separated."""
+    """Return names up to MAX_NAMES_BYTES, comma-separated."""
     sizes = accumulate(len(name.encode()) + 1 for name in names)
     return ",".join(name for name, size in zip(names, sizes, strict=True) if size <= MAX_NAMES_BYTES)
 

@@ -15,7 +15,7 @@ log = logging.getLogger("quire.recovery")
 BEATS_PER_LEASE = 10 / 3
 """Two beats of a 10 s lease may be lost."""
 MAX_LOOK_S = 1.0
-"""Interval of looks for expired leases."""
+"""Interval of checks for expired leases."""
 
 
 async def keep_lease(
@@ -24,9 +24,9 @@ async def keep_lease(
     on_lease: Callable[[Lease], Awaitable[None]],
     take_over: Callable[[], Awaitable[None]],
 ) -> None:
-    """Renew the lease while the engine makes progress; call `take_over` for expired ones.
+    """Renew the lease while the engine makes progress; call `take_over` for expired leases.
 
-    `silent_s`: seconds since the engine's last turn: a hung engine loses its lease. `on_lease` gets each renewal.
+    `silent_s`: seconds since the engine's last turn; a hung engine loses its lease. `on_lease` gets each renewal.
     """
     beat_s = queue.lease_s / BEATS_PER_LEASE
     look_s = min(MAX_LOOK_S, beat_s)
@@ -51,7 +51,7 @@ def num_scored_tokens(events: Iterable[Event]) -> int:
 
 
 def branch_histories(events: Iterable[Event]) -> tuple[BranchHistory, ...]:
-    """Return each branch's history. Log-probabilities are added in order: branches rank as without interruption."""
+    """Return each branch's history. Log-probabilities are summed in order, so branches rank as if uninterrupted."""
     token_ids: dict[int, list[int]] = {}
     ends: dict[int, EndReason] = {}
     sums: dict[int, float] = {}

@@ -63,7 +63,7 @@ class JobSpans:
 
 
 def spans_of(claim: Claim, times: ClaimTimes, tracing: Tracing) -> JobSpans | None:
-    """Return a claim's spans, if traced."""
+    """Return a claim's spans; None if not traced."""
     if not tracing.is_on or claim.job.traceparent is None:
         return None
     return JobSpans(tracing=tracing, job=claim.job, times=times)

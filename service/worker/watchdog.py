@@ -27,7 +27,7 @@ class EngineHung(Exception):
 
 
 class Watchdog:
-    """Watch of the thread that calls `on_turn` between steps; `on_hang` gets an EngineHung once, on another thread.
+    """Watchdog of the thread that calls `on_turn` between steps. `on_hang` gets an EngineHung once, on another thread.
 
     If the hung step holds the GIL, faulthandler's C thread, which `on_turn` postpones, prints all stacks and ends the
     process.
@@ -42,7 +42,7 @@ class Watchdog:
         self._stderr = sys.__stderr__ or sys.stderr
 
     def on_turn(self, now_s: float) -> None:
-        """Postpone the end. `now_s`: monotonic."""
+        """Postpone the end of the process. `now_s`: monotonic."""
         self._supervisor.feed()
         if now_s - self._postponed_at_s >= self._look_every_s and not self._stopped.is_set():
             self._postponed_at_s = now_s

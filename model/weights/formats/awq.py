@@ -23,7 +23,7 @@ from model.weights.safetensors_file import StoredTensor
 
 PER_WORD = 8
 SHIFTS = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.int32)
-"""Bit of each output of a word: nibbles 0, 4, 1, 5, 2, 6, 3, 7."""
+"""Bit offset of each output in a word: nibbles 0, 4, 1, 5, 2, 6, 3, 7."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class AwqScheme:
         num_words = -(-num_outputs // PER_WORD)
         words = tensors.take("qweight", INT32, (num_inputs, num_words))
         scale = tensors.take("scales", FLOATS, (num_groups, num_outputs))
-        has_zeros = self.has_zero_point or "qzeros" in tensors  # GPTQModel stores the middle where the config has none
+        has_zeros = self.has_zero_point or "qzeros" in tensors  # GPTQModel stores the midpoint if the config has none
         zeros = tensors.take("qzeros", INT32, (num_groups, num_words)) if has_zeros else None
 
         def scales(first: int, last: int) -> np.ndarray:

@@ -45,7 +45,7 @@ MAX_GROUPS = 64
 
 @dataclass(frozen=True)
 class Arguments:
-    """Quantisation of one side: weights or input activations."""
+    """Quantisation of weights or of input activations."""
 
     num_bits: int
     kind: str  # "int" | "float"
@@ -58,7 +58,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Int8Scheme:
-    """int8 weights with a scale for the matrix or each row."""
+    """int8 weights with one scale per matrix or row."""
 
     quantised_input: bool
 
@@ -146,7 +146,7 @@ def read_compressed_tensors(fields: Fields) -> Quantisation:
 
 
 def _groups(fields: Fields) -> list[tuple[Callable[[str], bool], bool, Scheme]]:
-    """Return [(a group's target names, whether it targets every linear module, its scheme)]."""
+    """Return (matcher of target names, whether all linear modules are targets, scheme) per group."""
     default_format = fields.text("format", MIXED)
     if default_format not in (*FORMATS, MIXED):
         raise fields.error("format", f"{default_format!r} is not supported ({', '.join((*FORMATS, MIXED))})")
@@ -217,7 +217,7 @@ def _packed_scheme(group: Fields, weights: Arguments, inputs: Arguments | None) 
 
 
 def _fp4_scheme(weights: Arguments, format: str) -> Scheme:
-    """Return the scheme, without rounding of inputs to 4 bits, which needs Blackwell and loses accuracy."""
+    """Return the scheme without rounding inputs to 4 bits, which needs Blackwell and loses accuracy."""
     size = 16 if FP4_FORMATS[format] == "tensor_group" else 32
     if (weights.num_bits, weights.kind, weights.group_size) != (4, "float", size):
         raise weights.fields.error("group_size", f"{format} has 4-bit floats in groups of {size}")

@@ -1,4 +1,4 @@
-"""NVFP4 and MXFP4: e2m1 values, two to a byte, with block scales; dequantised during reading."""
+"""NVFP4 and MXFP4: e2m1 values, two per byte, with block scales; dequantised while read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Nvfp4Scheme:
 
 @dataclass(frozen=True)
 class Mxfp4Scheme:
-    """Blocks of 32 inputs whose scales are powers of two."""
+    """Blocks of 32 inputs with power-of-two scales."""
 
     def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> StoredMatrix:
         return _read_blocks(tensors, shape, "weight_packed", 32, UINT8 + E8M0, np.float32(1))

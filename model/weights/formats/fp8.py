@@ -1,4 +1,4 @@
-"""FP8: e4m3 weights with a scale for each matrix, row or 128 x 128 block."""
+"""FP8: e4m3 weights with one scale per matrix, row or 128 x 128 block."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from model.weights.formats.stored_matrix import (
 )
 
 SCALE_NAMES = ("weight_scale", "weight_scale_inv")
-"""Both multiply, in spite of the second name."""
+"""Both are multipliers, despite the second name."""
 
 INPUT_SCALE_NAMES = ("input_scale", "activation_scale", "act_scale")
 
 
 @dataclass(frozen=True)
 class Fp8Scheme:
-    """One scale for the matrix or each row. Static input scales are unused: each row of x gets its own."""
+    """One scale per matrix or row. Static input scales are unused: each row of x gets its own."""
 
     quantised_input: bool
 
@@ -54,7 +54,7 @@ class Fp8Scheme:
 
 @dataclass(frozen=True)
 class Fp8BlockScheme:
-    """One scale for each 128 x 128 block; the input is not rounded: no reference here has scales of 128 inputs."""
+    """One scale per 128 x 128 block. The input is not rounded: no reference here has scales per 128 inputs."""
 
     def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> StoredMatrix:
         weight = tensors.take("weight", FP8, shape)
@@ -66,7 +66,7 @@ class Fp8BlockScheme:
 
 
 def read_fp8(fields: Fields) -> Quantisation:
-    """Read `quant_method: "fp8"`, of DeepSeek, Qwen and AutoFP8. Raises ModelError."""
+    """Read `quant_method: "fp8"` of DeepSeek, Qwen and AutoFP8. Raises ModelError."""
     if (fmt := fields.text("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
         raise fields.error("fmt", f"{fmt!r} is not supported (e4m3)")
     activations = fields.text("activation_scheme", "dynamic")

@@ -1,4 +1,4 @@
-"""GGUF: tensors in llama.cpp's block formats, dequantised while they are read; experts of a layer are one tensor."""
+"""GGUF: tensors in llama.cpp's block formats, dequantised while read; a layer's experts are one tensor."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ FILE_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "
 IGNORED = "rope_freqs.weight"
 _LAYER = re.compile(r"blk\.([0-9]{1,4})\.([a-z_]+)\.(weight|bias)")
 _EXPERT = re.compile(r"blk\.([0-9]{1,4})\.(ffn_gate|ffn_up|ffn_down)\.([0-9]{1,4})\.weight")
-"""A tensor of one expert, as files before 2024 have them."""
+"""Tensor of one expert, in files before 2024."""
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """`size` elements in `num_bytes`; `widen` makes uint8[n, num_bytes] into float32[n, size]."""
+    """`size` elements in `num_bytes`; `widen` turns uint8[n, num_bytes] into float32[n, size]."""
 
     name: str
     size: int
@@ -71,7 +71,7 @@ def _k_blocks(blocks: np.ndarray, codes: np.ndarray) -> np.ndarray:
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
-    """Unpack uint8[n, 128] to uint8[n, 8, 32]: 32 bytes hold 32 low, then 32 high halves."""
+    """Unpack uint8[n, 128] to uint8[n, 8, 32]: 32 bytes hold 32 low, then 32 high nibbles."""
     parts = packed.reshape(len(packed), 4, 1, 32)
     return np.concatenate([parts & 15, parts >> 4], axis=2).reshape(len(packed), 8, 32)
 
@@ -166,7 +166,7 @@ class _Names:
             self._layer["ffn_gate_inp"] = (tensors.router,)
 
     def modules(self, tensor: GgufTensor) -> list[str] | None:
-        """Return the names in safetensors of what lies below each other in a tensor; None if it is not known."""
+        """Return the safetensors names of the matrices stacked in a tensor; None if unknown."""
         stem, _, kind = tensor.name.rpartition(".")
         if stem in FILE_NAMES and kind == "weight":
             return [f"{FILE_NAMES[stem]}.weight"]
@@ -202,7 +202,7 @@ def _stored(file: StoredFile, tensor: GgufTensor) -> StoredTensor:
 
 
 def _parts(stored: StoredTensor, tensor: GgufTensor, count: int) -> list[StoredTensor]:
-    """Return `count` matrices of equal size that lie below each other. Raises ModelError."""
+    """Return `count` stacked matrices of equal size. Raises ModelError."""
     *outer, num_rows, width = stored.shape
     num_outer = outer[0] if outer else 1
     if count % num_outer or num_outer * num_rows % count:
@@ -213,7 +213,7 @@ def _parts(stored: StoredTensor, tensor: GgufTensor, count: int) -> list[StoredT
 
 
 def _matrix(name: str, stored: StoredTensor, tensor: GgufTensor, paired_head: int) -> StoredMatrix:
-    """Return rows [N, K] of `stored`; `paired_head`: head_dim of q and k rows in pairs, else 0."""
+    """Return rows [N, K] of `stored`; `paired_head`: head_dim of q and k rows stored in pairs, else 0."""
     block = BLOCK_FORMATS.get(tensor.kind)
     num_rows, num_columns = stored.shape[0], tensor.shape[-1]
 

@@ -26,12 +26,12 @@ from model.weights.safetensors_file import StoredTensor
 log = logging.getLogger("quire.weights")
 
 ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
-"""Added to a stored zero point. v1 wraps: a stored 15 is 0, as AutoGPTQ reads it."""
+"""Added to a stored zero point. v1 wraps: a stored 15 means 0, as in AutoGPTQ."""
 
 
 @dataclass(frozen=True)
 class GptqScheme:
-    """`reorders`: inputs may be in groups by `g_idx` (desc_act)."""
+    """`reorders`: inputs may be grouped by `g_idx` (desc_act)."""
 
     bits: int
     group_size: int  # 0: the whole row
@@ -85,7 +85,7 @@ class GptqScheme:
         return lambda first, last: by_output[first:last]
 
     def _groups(self, tensor: StoredTensor, group_size: int) -> np.ndarray | None:
-        """Return each input's group; None if that is its index divided by the group size."""
+        """Return each input's group; None if it is the index divided by the group size."""
         groups = tensor.values()
         expected = np.arange(len(groups), dtype=np.int32) // group_size
         if (groups == expected).all():

@@ -1,4 +1,4 @@
-"""Codes with group scales as INT4 (equal groups), INT8 (row scales) or DENSE."""
+"""Codes with group scales, as INT4 (equal groups), INT8 (row scales) or DENSE."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from model.weights.formats.stored_matrix import (
 
 
 def pack_nibbles(codes: np.ndarray) -> np.ndarray:
-    """Pack uint8[n, K], 0..15, as uint8[n, K / 2], even elements in the low half."""
+    """Pack uint8[n, K] of 0..15 into uint8[n, K / 2], even elements in the low half."""
     packed: np.ndarray = codes[:, 0::2] | codes[:, 1::2] << 4
     return packed
 
 
 def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
-    """Unpack uint8[n, K / 2] to uint8[n, K], 0..15."""
+    """Unpack uint8[n, K / 2] to uint8[n, K] of 0..15."""
     codes = np.empty((len(packed), 2 * packed.shape[1]), np.uint8)
     codes[:, 0::2], codes[:, 1::2] = packed & 15, packed >> 4
     return codes
@@ -39,7 +39,7 @@ def word_codes(words: np.ndarray, bits: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class GroupedIntegers:
-    """Matrix (codes - zeros) * scales, one each per row and `group_size` inputs."""
+    """Matrix (codes - zeros) * scales, one zero and scale per row and `group_size` inputs."""
 
     module: str
     shape: tuple[int, int]

@@ -1,4 +1,4 @@
-"""The quantisation method that a folder's config names; without arrays, so that a start can check it at once."""
+"""Quantisation method named by a folder's config; array-free, so that startup can check it at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from model.json_files import read_json_object
 
 CONFIG_BYTES = 16 << 20
 OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Methods by the config files of older checkpoints."""
+"""Methods by config file of older checkpoints."""
 
 MODELOPT_FILE = "hf_quant_config.json"
 CONFIG_FIELDS = ("quantization_config", "compression_config")
@@ -52,7 +52,7 @@ def _older(directory: Path) -> list[tuple[str, Fields]]:
 
 
 def _check_agree(first: tuple[str | None, Fields], method: str | None, section: Fields) -> None:
-    """Raise ModelError if a field that decides how tensors are read has another value than in the first section."""
+    """Raise ModelError if a field that decides how tensors are read differs from the first section's."""
     known, used = first
     if (known or "").removesuffix("_fp4") != (method or "").removesuffix("_fp4"):
         raise section.error("quant_method", f"{method!r} contradicts {used.source} ({known!r})")

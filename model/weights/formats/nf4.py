@@ -1,4 +1,4 @@
-"""bitsandbytes nf4: 4-bit indices into a table, with block scales; dequantised during reading."""
+"""bitsandbytes nf4: 4-bit indices into a table, with block scales; dequantised while read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ F32 = (FLOAT32,)
 
 @dataclass(frozen=True)
 class Nf4Scheme:
-    """The matrix flattened by rows, the even element in a byte's high half; scales may be 8-bit codes themselves."""
+    """Matrix flattened by rows, even elements in a byte's high half; scales may themselves be 8-bit codes."""
 
     def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> StoredMatrix:
         size = shape[0] * shape[1]

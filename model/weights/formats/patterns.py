@@ -45,7 +45,7 @@ def compile_regex(fields: Fields, name: str, pattern: str) -> re.Pattern[str]:
 
 
 def dynamic_overrides(fields: Fields) -> list[tuple[Callable[[str], Any], Fields | None]]:
-    """Read GPTQModel's `dynamic`: (match of names, changed fields); None: not quantised, by the prefix "-:"."""
+    """Read GPTQModel's `dynamic` as (name matcher, changed fields); None, from the prefix "-:": not quantised."""
     section = fields.section("dynamic")
     if section is None:
         return []
@@ -60,14 +60,14 @@ def dynamic_overrides(fields: Fields) -> list[tuple[Callable[[str], Any], Fields
 
 
 def exact_or_regex(fields: Fields, name: str, values: list[str]) -> Matches:
-    """Match compressed-tensors' names: whole, or "re:" and a prefix expression."""
+    """Match compressed-tensors' names: whole, or "re:" with a prefix expression."""
     names = {value for value in values if not value.startswith("re:")}
     patterns = [compile_regex(fields, name, value[3:]) for value in values if value.startswith("re:")]
     return lambda module: module in names or any(pattern.match(module) for pattern in patterns)
 
 
 def wildcards(values: list[str]) -> Matches:
-    """Match ModelOpt's names: whole (submodules included) or with `*`."""
+    """Match ModelOpt's names: whole (including submodules) or with `*`."""
     plain = {value for value in values if not set(value) & set("*?[")}
     patterns = [value for value in values if value not in plain]
     return lambda module: (
@@ -76,7 +76,7 @@ def wildcards(values: list[str]) -> Matches:
 
 
 def name_parts(values: list[str]) -> Matches:
-    """Match names that hold a value as whole dotted parts ("layers.0.mlp", "v_proj")."""
+    """Match names that contain a value as whole dotted parts ("layers.0.mlp", "v_proj")."""
     return lambda module: any(f".{value}." in f".{module}." for value in values)
 
 

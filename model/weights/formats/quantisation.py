@@ -1,4 +1,4 @@
-"""A checkpoint's quantised modules, by its config."""
+"""Quantised modules of a checkpoint, from its config."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ class Quantisation:
     source: str  # file and field
     skip_field: str  # lists modules left in 16 bits
     scheme_of: Callable[[str], Scheme | None]  # None: not quantised
-    may_be_dense: Callable[[str], bool] = lambda module: False  # although `scheme_of` has a scheme
+    may_be_dense: Callable[[str], bool] = lambda module: False  # despite a scheme from `scheme_of`

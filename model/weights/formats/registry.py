@@ -1,4 +1,4 @@
-"""Finds the quantisation of a folder's weights."""
+"""Registry of quantisation methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stored matrix, read row by row in a form of `Weight`."""
+"""Stored matrix, read row by row in a form of `Weight`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ReadRows = Callable[[int, int], np.ndarray]
 
 @dataclass(frozen=True)
 class WeightForm:
-    """Properties that parts of a stacked `Weight` share."""
+    """Properties shared by all parts of a stacked `Weight`."""
 
     format: WeightFormat = WeightFormat.DENSE
     group_size: int = 0
@@ -68,7 +68,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class CopiedRows:
-    """Elements used as stored; the dtypes have one size."""
+    """Elements used as stored; the dtypes have equal size."""
 
     tensor: StoredTensor
 
@@ -91,18 +91,18 @@ class ConvertedRows:
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """Projection [N, K]; `arrays` holds data, and scale and zero_point if the form has them."""
+    """Projection [N, K]. `arrays` holds data, plus scale and zero_point if the form has them."""
 
-    name: str  # the module's, as in the files
+    name: str  # the module's name in the files
     shape: tuple[int, int]
     form: WeightForm
     arrays: dict[str, Rows]
     input_order: np.ndarray | None = field(default=None)  # int32[K]
-    e4m3: StoredTensor | None = None  # data in e4m3, which may hold NaN
+    e4m3: StoredTensor | None = None  # data in e4m3, possibly with NaN
 
 
 def equally_ordered(parts: Sequence[StoredMatrix]) -> list[StoredMatrix]:
-    """Give parts without an input order the plain one if others have one, as GPTQ rounds some experts without it."""
+    """Give parts without an input order the identity order if others have one: GPTQ rounds some experts without it."""
     if not any(part.form.has_input_order for part in parts):
         return list(parts)
     return [
@@ -118,7 +118,7 @@ def equally_ordered(parts: Sequence[StoredMatrix]) -> list[StoredMatrix]:
 
 
 def check_stackable(parts: Sequence[StoredMatrix]) -> None:
-    """Raise ModelError unless matrices with one input, so one GPTQ order, can share a `Weight`."""
+    """Raise ModelError unless matrices with one input, hence one GPTQ order, can share a `Weight`."""
     first = parts[0]
     for part in parts[1:]:
         if part.form != first.form:
@@ -140,7 +140,7 @@ class Scheme(Protocol):
 
 
 class ModuleTensors:
-    """One module's tensors by suffix, each returned once."""
+    """Tensors of one module by suffix, each returned once."""
 
     def __init__(self, module: str, where: str, tensors: dict[str, StoredTensor]):
         self.module = module
@@ -155,7 +155,7 @@ class ModuleTensors:
         return None if tensor is None else tensor.shape
 
     def take(self, suffix: str, dtypes: Collection[np.dtype], *shapes: tuple[int, ...]) -> StoredTensor:
-        """Return a tensor of one of `dtypes` and `shapes`. Raises ModelError."""
+        """Return a tensor with one of `dtypes` and `shapes`. Raises ModelError."""
         tensor = self._tensors.pop(suffix, None)
         if tensor is None:
             raise ModelError(f"{self._where}: tensor '{self.module}.{suffix}': missing")

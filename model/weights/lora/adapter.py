@@ -1,4 +1,4 @@
-"""One LoRA adapter in PEFT's format, checked against the model and ready for a slot."""
+"""LoRA adapter in PEFT's format, checked against the model and ready for a slot."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EXPERTS = ".experts"
 """Part of the names of experts' modules and tensors."""
 
 ROUTER_MODULE = "mlp.gate"
-"""Name of every family's router in transformers 5."""
+"""Router name of every family in transformers 5."""
 
 _FLOATS = frozenset(FLOAT_DTYPES.values())
 _OF_EXPERTS = re.compile(r"\.experts(\.|$)|\.gate$")
@@ -51,7 +51,8 @@ SPELLINGS = ("model.language_model.", "language_model.model.")
 """Prefixes of a wrapper's layers, in place of "model."."""
 
 READ_THREADS = min(8, len(os.sched_getaffinity(0)))
-"""Threads that hash and convert an adapter while its requests wait: more than cores wait for one another."""
+"""Threads that hash and convert an adapter while its requests wait; more threads than cores would wait for each
+other."""
 
 ALIGNMENT_BYTES = 64
 
@@ -63,23 +64,23 @@ Result = TypeVar("Result")
 class LoraAdapter:
     """Adapters of products, in the activations' dtype."""
 
-    digest: str  # of everything that its outputs depend on, in hex
-    rank: int  # the highest of any module
-    products: Mapping[tuple[int, str], Mapping[int, Part]]  # by layer and product, then by part; [E, ...] of experts
+    digest: str  # of everything its outputs depend on, in hex
+    rank: int  # highest of any module
+    products: Mapping[tuple[int, str], Mapping[int, Part]]  # by layer and product, then by part; [E, ...] for experts
     num_bytes: int
-    memory: np.ndarray | None = None  # uint8[n] that all arrays are views of
-    layout: str | None = None  # equal for adapters whose arrays lie in the same places of their memories
+    memory: np.ndarray | None = None  # uint8[n] behind all arrays
+    layout: str | None = None  # equal for adapters with the same array offsets in their memories
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A module: one part of a layer's stacked product."""
+    """Module: one part of a layer's stacked product."""
 
     layer: int
     product: str
     part: int
     shape: tuple[int, int]  # (N, K)
-    row_order: np.ndarray | None  # of its outputs, where loading reorders them
+    row_order: np.ndarray | None  # order of its outputs, where loading reorders them
 
 
 class OtherReaders(Protocol):
@@ -89,25 +90,25 @@ class OtherReaders(Protocol):
     def count(self) -> int: ...
 
     def start(self, path: Path, shares: Sequence[Sequence[PlannedModule]]) -> None:
-        """Let each of them read a share of the modules of a file."""
+        """Start each process on a share of a file's modules."""
 
     def digests(self) -> Sequence[Sequence[bytes]]:
-        """Wait for them; return the digests of each share, in order. Raises ModelError."""
+        """Wait for the processes; return each share's digests, in order. Raises ModelError."""
 
 
 def adapts_experts(directory: Path) -> bool:
-    """Return whether an adapter's tensors have names of experts or routers. Raises ModelError."""
+    """Return True if tensor names show adapted experts or routers. Raises ModelError."""
     return any(_OF_EXPERTS.search(name.partition(".lora_")[0]) for name in read_safetensors(directory / TENSORS_FILE))
 
 
 def read_digest(directory: Path, config: ModelConfig, max_rank: int, *, with_experts: bool = False) -> str:
-    """Return the digest of an adapter whose values are finite in float32: see `read_adapter`. Raises ModelError."""
+    """Return the digest of an adapter with values finite in float32; see `read_adapter`. Raises ModelError."""
     arguments = directory, config, np.dtype(np.float32), max_rank, _new_bytes
     return _read(*arguments, with_experts=with_experts, keeps_experts=False).digest
 
 
 def _new_bytes(count: int) -> np.ndarray:
-    """NumPy asks for huge pages, which cost few page faults."""
+    """Allocate memory. NumPy asks for huge pages, which means few page faults."""
     return np.empty(count, np.uint8)
 
 
@@ -121,18 +122,18 @@ def read_adapter(
     with_experts: bool = False,
     others: OtherReaders | None = None,
 ) -> LoraAdapter:
-    """Read and check a folder of PEFT for the model of `config`, its values in `dtype`.
+    """Read and check a PEFT folder for the model of `config`, with values in `dtype`.
 
-    All values lie in one array, uint8[n] of `new_bytes(n)`, in a slot's order, then experts'. `others` read shares of
-    the modules to the same memory meanwhile. Raises ModelError with the file and the field or tensor, of experts and
-    routers unless `with_experts`.
+    All values are in one array, uint8[n] from `new_bytes(n)`, in a slot's order, then experts'. `others` read shares of
+    the modules to the same memory meanwhile. Raises ModelError with the file and the field or tensor, also for experts
+    and routers unless `with_experts`.
     """
     return _read(directory, config, dtype, max_rank, new_bytes, with_experts=with_experts, others=others)
 
 
 @dataclass(frozen=True)
 class _PlannedAdapter:
-    """A checked adapter whose values are not read."""
+    """Checked adapter whose values are not read yet."""
 
     described: AdapterConfig
     dtype: np.dtype
@@ -237,7 +238,7 @@ def _planned(
     pair: tuple[StoredTensor, StoredTensor],
     begins: tuple[int, int],
 ) -> PlannedModule:
-    """Raise ModelError unless A is [r, K] and B [N, r], of floats."""
+    """Plan a module. Raises ModelError unless A is [r, K] and B [N, r], in floats."""
     rank, scale = described.rank_and_scale(name)
     (num_outputs, num_inputs), (a, b) = place.shape, pair
     for tensor, expected in ((a, (rank, num_inputs)), (b, (num_outputs, rank))):
@@ -255,13 +256,13 @@ def _planned(
 def _read_shares(
     pool: ThreadPoolExecutor, read: Callable[[Sequence[Source]], Sequence[Result]], sources: Sequence[Source]
 ) -> list[Result]:
-    """Read shares on READ_THREADS threads; return the results in the order of `sources`."""
+    """Read shares on READ_THREADS threads; return results in the order of `sources`."""
     shares = list(pool.map(read, [sources[thread::READ_THREADS] for thread in range(READ_THREADS)]))
     return _in_turn(shares, len(sources))
 
 
 def _in_turn(shares: Sequence[Sequence[Result]], count: int) -> list[Result]:
-    """Return the first of each share, then the second of each."""
+    """Interleave: the first of each share, then the second of each."""
     return [shares[number % len(shares)][number // len(shares)] for number in range(count)]
 
 
@@ -274,7 +275,7 @@ def _read_config(directory: Path, config: ModelConfig, max_rank: int, with_exper
 def _adaptable(
     config: ModelConfig, with_experts: bool
 ) -> tuple[tuple[str, ...], frozenset[str], tuple[str, ...] | None]:
-    """Return names that an adapter's config may use: modules, the ends of experts' and routers', parameters."""
+    """Return the names an adapter's config may use: modules, endings of experts and routers, parameters."""
     modules = tuple(name for name, place in _places(config, with_experts).items() if place.product != ROUTER)
     experts = {name.split(".")[-2] for name in expected_shapes(config) if EXPERTS in name}
     if config.experts is not None:
@@ -290,7 +291,7 @@ def _check_expected(
     sources: Sequence[ExpertSource],
     places: Mapping[str, _Place],
 ) -> None:
-    """Raise ModelError unless all modules and parameters that the config names have tensors."""
+    """Raise ModelError unless all modules and parameters named by the config have tensors."""
     for module in described.expected:
         if module not in modules:
             raise ModelError(f"{path}: no tensors of {module}, which target_modules names")
@@ -302,7 +303,7 @@ def _check_expected(
 
 
 def adapter_bytes(config: ModelConfig, dtype: np.dtype, max_rank: int, *, with_experts: bool = False) -> int:
-    """Return the most bytes that `read_adapter` asks of `new_bytes`."""
+    """Return the maximum bytes `read_adapter` requests from `new_bytes`."""
     places = _places(config, with_experts)
     widths = [width for place in places.values() for width in place.shape]
     if with_experts and config.experts is not None:
@@ -359,7 +360,7 @@ def _parsed(tensor: StoredTensor, name: str) -> tuple[str, str]:
 
 @functools.cache
 def _places(config: ModelConfig, with_router: bool) -> dict[str, _Place]:
-    """Return every module that an adapter may change, by its plain name, without experts."""
+    """Return every module an adapter may change, by plain name, without experts."""
     shapes, orders = expected_shapes(config), row_orders(config)
     places = {}
     for layer in range(config.num_layers):

@@ -1,4 +1,4 @@
-"""PEFT's adapter_config.json: what changes the result is honoured, or refused by the field's name."""
+"""PEFT's adapter_config.json: a field that changes the result is honoured, or refused by name."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ REFUSED = {
     "monteclora_config": "MonteCLoRA is not supported (plain LoRA)",
     "velora_config": "VeLoRA is not supported (plain LoRA)",
 }
-"""Fields that are refused unless neutral."""
+"""Fields refused unless neutral."""
 
 PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
-"""Values of `init_lora_weights` that leave the base model's weights as they are."""
+"""Values of `init_lora_weights` that leave the base model's weights unchanged."""
 
 KNOWN = frozenset(
     (
@@ -52,10 +52,10 @@ KNOWN = frozenset(
 """Switches and sections that are read here or do not change the result. Others are refused when switched on."""
 
 ANY_MODULE = r".*\."
-"""Begin of a pattern's key for any module, as PEFT writes it for stacks of experts: the same as without it."""
+"""Prefix that PEFT writes to a pattern's key for stacks of experts; the key means the same without it."""
 
 STACKED = "gate_up_proj"
-"""End of the keys of stacks of gate and up, whose rank may be the sum of the two: checked when they are read."""
+"""Ending of the keys of gate and up stacks, whose rank may be the sum of both; checked when read."""
 
 EXPERTS_ARE_OFF = "adapters of experts and routers are off (--lora-experts)"
 
@@ -67,10 +67,10 @@ class AdapterConfig:
     rank: int
     alpha: float
     is_rank_stabilised: bool
-    ranks: Mapping[str, int]  # by a module's name or its end
+    ranks: Mapping[str, int]  # by a module's name or its ending
     alphas: Mapping[str, float]
-    expected: tuple[str, ...]  # modules whose tensors must be there
-    parameters: tuple[str, ...] = ()  # of experts and routers, which target_parameters names: likewise
+    expected: tuple[str, ...]  # modules whose tensors must exist
+    parameters: tuple[str, ...] = ()  # of experts and routers, from target_parameters; tensors must exist too
 
     @property
     def key(self) -> str:
@@ -78,7 +78,7 @@ class AdapterConfig:
         return json.dumps([self.rank, self.alpha, self.is_rank_stabilised, dict(self.ranks), dict(self.alphas)])
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
-        """Return a module's or parameter's rank and what B @ A is multiplied by."""
+        """Return a module's or parameter's rank and the factor of B @ A."""
         if f"{module}.weight" in self.parameters:
             module += ".weight"
         rank = int(_of_pattern(self.ranks, module, self.rank))
@@ -96,8 +96,8 @@ def read_adapter_config(
 ) -> AdapterConfig:
     """Read and check the config of an adapter for `modules` of a model. Raises ModelError with the field.
 
-    `experts`: names of experts' projections and routers. Targets may name them: where transformers stores all experts
-    of a layer in one parameter, PEFT adapts none of them. `parameters`: names that target_parameters may end in; None:
+    `experts`: names of experts' projections and routers. Targets may name them: where transformers stores a layer's
+    experts in one parameter, PEFT adapts none of them. `parameters`: names that target_parameters may end in; None:
     they are off.
     """
     path = directory / CONFIG_FILE
@@ -163,7 +163,7 @@ def _pattern(fields: Fields, name: str) -> dict[str, Any]:
 
 
 def _of_pattern(pattern: Mapping[str, float], module: str, default: float) -> float:
-    """Return the first match, as PEFT does: a key is the whole name after "^", else its end."""
+    """Return the first match, as PEFT does: a key after "^" is the whole name, else its ending."""
     for key, value in pattern.items():
         if (module == key[1:]) if key.startswith("^") else f".{module}".endswith(f".{key}"):
             return value
@@ -186,7 +186,7 @@ def _parameters(fields: Fields, known: Collection[str] | None) -> tuple[str, ...
 
 
 def _expected(fields: Fields, modules: Sequence[str], num_layers: int, experts: Collection[str]) -> tuple[str, ...]:
-    """Return the modules that the config names. An expression names none: the tensors show what it matched."""
+    """Return the modules named by the config. A regular expression names none: the tensors show its matches."""
     targets = fields.get("target_modules")
     layers = _layers(fields, num_layers)
     if isinstance(targets, str) and targets != ALL_LINEAR:

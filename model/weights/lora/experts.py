@@ -1,4 +1,4 @@
-"""Adapters of experts: tensors of each expert's modules, or of a layer's stacks (PEFT's `target_parameters`)."""
+"""Adapters of experts: tensors per expert module, or of a layer's stacks (PEFT's `target_parameters`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Pair = tuple[StoredTensor, StoredTensor]
 
 @dataclass(frozen=True)
 class ExpertTensors:
-    """A part of a layer's product: a pair for each of some experts."""
+    """Part of a layer's product: a pair for each of some experts."""
 
     layer: int
     product: str
@@ -37,10 +37,10 @@ class ExpertTensors:
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """All parts of a layer's product: A [E r, K], an expert's rows adjacent, B [N, r E], an expert's columns each E-th.
+    """All parts of a layer's product: A [E r, K] with an expert's rows adjacent, B [N, r E] with an expert's columns E
+    apart.
 
-    PEFT before 0.19.1 stores the transposed product: A [E r, N], B [K, r E]. Shapes show it, unless all are as wide as
-    long.
+    PEFT before 0.19.1 stores the transposed product: A [E r, N], B [K, r E]. Shapes show it, unless all are square.
     """
 
     layer: int
@@ -54,7 +54,7 @@ ExpertSource = ExpertTensors | ExpertStack
 
 
 def find_experts(config: ModelConfig, pairs: Mapping[str, Pair]) -> list[ExpertSource]:
-    """Return the adapted products of `pairs`, which are all of experts, by layer. Raises ModelError with the tensor."""
+    """Return the adapted products of `pairs`, all of experts, by layer. Raises ModelError with the tensor."""
     if not pairs:
         return []
     stacks: dict[tuple[int, str], ExpertStack] = {}
@@ -80,7 +80,7 @@ def find_experts(config: ModelConfig, pairs: Mapping[str, Pair]) -> list[ExpertS
 
 
 def parameter_names(config: ModelConfig) -> Iterator[str]:
-    """Yield the names that `target_parameters` may end in: stacks of experts and routers."""
+    """Yield the names `target_parameters` may end in: stacks of experts and routers."""
     blocks = {"mlp", config.tensors.experts.rpartition(".")[0]}
     for layer in range(config.num_layers):
         if config.has_experts(layer):
@@ -90,7 +90,7 @@ def parameter_names(config: ModelConfig) -> Iterator[str]:
 
 
 class ExpertReader:
-    """Reads what `find_experts` returns. Callable from any thread."""
+    """Reader of `find_experts` results. Callable from any thread."""
 
     def __init__(self, config: ModelConfig, described: AdapterConfig, dtype: np.dtype, max_rank: int):
         self._num_experts, self._size = (0, 0) if config.experts is None else _sizes(config)
@@ -100,16 +100,16 @@ class ExpertReader:
         self._max_rank = max_rank
 
     def num_values(self, source: ExpertSource) -> int:
-        """Return the most values of the parts, of ranks up to the highest allowed."""
+        """Return the maximum values of the parts, with ranks up to the highest allowed."""
         first = source.name if isinstance(source, ExpertStack) else next(iter(source.modules.values()))[0]
         rank, hidden, size = self._described.rank_and_scale(first)[0], self._hidden, self._size
         num_parts = 2 if isinstance(source, ExpertStack) and source.product == GATE_UP else 1
         return self._num_experts * min(rank, self._max_rank) * (hidden + size) * num_parts
 
     def read(self, source: ExpertSource, memory: np.ndarray | None, scaler: Scaler) -> tuple[dict[int, Part], bytes]:
-        """Return A [E, r, K] and B [E, N, r] of each part, and the digest of what they depend on. Raises ModelError.
+        """Return A [E, r, K] and B [E, N, r] of each part, and their digest. Raises ModelError.
 
-        The parts lie in `memory` [num_values]; None: there are none.
+        The parts are in `memory` [num_values]; with None, none are returned.
         """
         if isinstance(source, ExpertStack):
             parts, digest = self._read_stack(source, scaler)
@@ -118,7 +118,7 @@ class ExpertReader:
         return {} if memory is None else dict(_placed(parts, memory)), digest
 
     def _read_each(self, source: ExpertTensors, scaler: Scaler) -> tuple[dict[int, Part], bytes]:
-        """Experts without tensors have zeros."""
+        """Read tensors per expert; experts without tensors get zeros."""
         (first, pair), described = next(iter(source.modules.values())), self._described
         rank, scale = described.rank_and_scale(first)
         self._check_rank(rank, pair)
@@ -174,7 +174,7 @@ class ExpertReader:
 
 
 def _placed(parts: Mapping[int, Part], memory: np.ndarray) -> Iterator[tuple[int, Part]]:
-    """Yield copies of the parts, one after the other in `memory`."""
+    """Yield copies of the parts, one after another in `memory`."""
     begin = 0
     for number, part in parts.items():
         placed = []
@@ -187,8 +187,8 @@ def _placed(parts: Mapping[int, Part], memory: np.ndarray) -> Iterator[tuple[int
 
 
 def _divided(a: np.ndarray, b: np.ndarray) -> dict[int, Part]:
-    """Return gate and up of a [E, r, H], b [E, 2 I, r]. Two adapters that PEFT stacked, rows above rows, have their
-    ranks apart: b is zero off its two blocks."""
+    """Return gate and up from a [E, r, H], b [E, 2 I, r]. If PEFT stacked two adapters, their ranks are separate: b is
+    zero off its two diagonal blocks."""
     size, half = b.shape[1] // 2, a.shape[1] // 2
     is_stacked = 2 * half == a.shape[1] and not b[:, :size, half:].any() and not b[:, size:, :half].any()
     if is_stacked:
@@ -202,14 +202,14 @@ def _is_stack(module: str) -> bool:
 
 
 def _are_transposed(config: ModelConfig, pairs: Iterable[Pair]) -> bool:
-    """Return whether all stacks have shapes of transposed products, and not all are as wide as long."""
+    """Return True if all stacks have shapes of transposed products, and not all are square."""
     (_, size), hidden = _sizes(config), config.hidden_size
     plain, found = ((hidden, 2 * size), (size, hidden)), [_shape(pair) for pair in pairs]
     return any(shape not in plain for shape in found) and all(shape[::-1] in plain for shape in found)
 
 
 def _stack(config: ModelConfig, layer: int, experts: str, pair: Pair, is_transposed: bool) -> ExpertStack:
-    """Name a stack by its shape: wrappers of both are nested, the first in order inside."""
+    """Name a stack by its shape: wrappers of both stacks are nested, the first in order innermost."""
     (num_experts, size), hidden = _sizes(config), config.hidden_size
     shape = _shape(pair)[::-1] if is_transposed else _shape(pair)
     product = {(hidden, 2 * size): GATE_UP, (size, hidden): DOWN}.get(shape)
@@ -245,7 +245,7 @@ def _sizes(config: ModelConfig) -> tuple[int, int]:
 
 
 def _check(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
-    """Raise ModelError unless the tensor has this shape, of floats."""
+    """Raise ModelError unless the tensor has this shape, in floats."""
     if tensor.dtype not in FLOAT_DTYPES.values():
         raise tensor.error(f"dtype {tensor.dtype.name} is not supported ({', '.join(FLOAT_DTYPES)})")
     if tensor.shape != shape:

@@ -1,4 +1,4 @@
-"""Modules of an adapter's file: where their tensors go in the adapter's memory, and reading them there.
+"""Modules of an adapter's file: their tensors' places in the adapter's memory, and reading them there.
 
 Plans can be sent to other processes, which read to the same memory.
 """
@@ -18,7 +18,7 @@ from model.weights.safetensors_file import StoredFile, StoredTensor
 
 
 class PlannedTensor(NamedTuple):
-    """A matrix in the file and in the memory."""
+    """Matrix in the file and in the memory."""
 
     name: str
     dtype: np.dtype  # in the file
@@ -47,7 +47,8 @@ class PlannedModule(NamedTuple):
 def read_modules(
     file: StoredFile, modules: Sequence[PlannedModule], memory: np.ndarray, dtype: np.dtype
 ) -> list[bytes]:
-    """Read modules to `memory`, uint8[n], as `dtype`; return the digest of what each depends on. Raises ModelError."""
+    """Read modules to `memory`, uint8[n], as `dtype`; return each one's digest (name, rank, scale, stored values).
+    Raises ModelError."""
     scaler = Scaler(dtype)
     return [_read(file, module, memory, scaler) for module in modules]
 

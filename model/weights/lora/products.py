@@ -1,4 +1,4 @@
-"""Products of a layer that adapters change, and the modules that they consist of."""
+"""Products of a layer that adapters change, and their modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROUTER, GATE_UP, DOWN = "router", "expert_gate_up", "expert_down"
 """Products of a layer with experts; "gate_up" and "down" are a dense MLP's."""
 
 STACK_NAMES = {GATE_UP: "gate_up_proj", DOWN: "down_proj"}
-"""Products with a matrix for each expert, and the parameters of transformers 5 that hold them all."""
+"""Products with a matrix per expert, and the transformers 5 parameters that hold them all."""
 
 Part = tuple[np.ndarray, np.ndarray]
 """A [r, K], B [N, r] times the scale."""
@@ -23,18 +23,18 @@ Part = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class ProductPart:
-    """A module of a layer's stacked product, as a rank has it."""
+    """Module of a layer's stacked product, as held by a rank."""
 
     num_outputs: int
     num_inputs: int
-    split: Split | None  # of its weight [N, K]: A [r, K] or B [N, r] is divided likewise
+    split: Split | None  # split of the weight [N, K]; A [r, K] or B [N, r] is divided likewise
 
 
 def product_parts(
     config: ModelConfig, layer: int, sharding: Sharding, with_experts: bool = False
 ) -> dict[str, list[ProductPart]]:
-    """Return the parts of each product of a layer; of a stack, an expert's. `with_experts`: router and experts
-    too."""
+    """Return the parts of each product of a layer; for a stack, one expert's. `with_experts`: include router and
+    experts."""
     shapes = layer_shapes(config, layer)
 
     def part(module: str) -> ProductPart:

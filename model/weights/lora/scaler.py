@@ -1,4 +1,4 @@
-"""Scaled values of an adapter in the activations' dtype."""
+"""Scaling of an adapter's values in the activations' dtype."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import numpy as np
 from model.dtypes import all_finite
 
 PIECE = 1 << 16
-"""Values that are converted at once, in memory that stays in a core's cache."""
+"""Values converted at once, in memory that stays in a core's cache."""
 
 
 class Scaler:
-    """Multiplies arrays and casts them to `dtype`, for one thread."""
+    """Multiplier and caster of arrays to `dtype`, for one thread."""
 
     def __init__(self, dtype: np.dtype):
         self.dtype = dtype
         self._memory = np.empty(PIECE, np.float32)
 
     def scale(self, stored: np.ndarray, factor: float, out: np.ndarray) -> bool:
-        """Write values times a factor to `out`, rounded once; it may be `stored`. Return whether all are finite."""
+        """Write values times a factor to `out` (which may be `stored`), rounded once. Return True if all are finite."""
         if not all_finite(stored):
             return False
         if factor == 1 and out is stored:

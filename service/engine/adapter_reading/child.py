@@ -1,7 +1,7 @@
-"""A process that reads adapters into shared memory.
+"""Process that reads adapters into shared memory.
 
-Started by `process.py`: python -P -m service.engine.adapter_reading.child <socket's descriptor>. It ends once the
-engine has closed the socket, or has died.
+Started by `process.py` as python -P -m service.engine.adapter_reading.child <socket fd>. It ends once the engine closes
+the socket or dies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from service.engine.adapter_reading.sharing import ReadingOptions, ShareReaders,
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a process group may get them; the engine ends first
+        signal.signal(number, signal.SIG_IGN)  # sent to the process group; the engine ends first
     try:
         with connection.Connection(int(sys.argv[1])) as link:
             serve(link)
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def serve(link: connection.Connection) -> None:
-    """Answer (folder, number of a memory, ()) with a ReadAdapter or a ModelError; `send_memory` comes before."""
+    """Answer (folder, memory number, ()) with a ReadAdapter or a ModelError; `send_memory` precedes it."""
     options, num_processes = link.recv()
     readers = ShareReaders(num_processes - 1, options.dtype, link)
     memories: dict[int, np.ndarray] = {}

@@ -1,4 +1,4 @@
-"""Memories that the engine shares with the processes that read adapters."""
+"""Memories shared between the engine and the processes that read adapters."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Pin = Callable[[np.ndarray], Callable[[], None]]
 
 
 class SharedMemories:
-    """Memories of `num_bytes`, which are used again: to map and free one for each adapter would delay steps.
+    """Reusable memories of `num_bytes`: mapping and freeing one per adapter would delay steps.
 
-    One is made ahead. Another thread pins them, slowly: a memory may be taken before it is pinned.
+    One is made ahead. Another thread pins memories, slowly, so one may be taken before it is pinned.
     """
 
     def __init__(self, num_bytes: int, pin: Pin | None = None):
@@ -37,7 +37,7 @@ class SharedMemories:
         self._maker.submit(self._make)
 
     def take(self) -> int:
-        """Return the number of a free memory, once there is one. Raises OSError if none can be made."""
+        """Return the number of a free memory, waiting for one. Raises OSError if none can be made."""
         number = self._free.get()
         if self._free.empty():
             self._maker.submit(self._make)
@@ -46,7 +46,7 @@ class SharedMemories:
         return number
 
     def array(self, number: int) -> np.ndarray:
-        """Return a taken memory, uint8[num_bytes], which is free once neither the array nor a view of it is left."""
+        """Return a taken memory, uint8[num_bytes]. It is free again once the array and all its views are gone."""
         array = np.frombuffer(self._maps[number], np.uint8)
         weakref.finalize(array, self._free.put, number)
         return array
@@ -69,7 +69,7 @@ class SharedMemories:
         descriptor = os.memfd_create("adapter", os.MFD_CLOEXEC)
         close = weakref.finalize(self, os.close, descriptor)
         try:
-            os.posix_fallocate(descriptor, 0, self._num_bytes)  # all pages at once
+            os.posix_fallocate(descriptor, 0, self._num_bytes)  # allocate all pages at once
             self._maps.append(mmap.mmap(descriptor, self._num_bytes))
         except OSError:
             close()

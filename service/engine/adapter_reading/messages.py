@@ -1,4 +1,4 @@
-"""An adapter in shared memory, as the two processes describe it to each other."""
+"""Description of an adapter in shared memory, exchanged by the two processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Place = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ReadAdapter:
-    """An adapter whose arrays lie in shared memory."""
+    """Adapter whose arrays are in shared memory."""
 
     digest: str
     rank: int
@@ -26,7 +26,7 @@ class ReadAdapter:
     layout: str  # see LoraAdapter
 
     def placed_in(self, memory: np.ndarray) -> LoraAdapter:
-        """Return the adapter whose arrays are views of its memory, uint8[n]."""
+        """Return the adapter with its arrays as views of the memory, uint8[n]."""
 
         def array(place: Place) -> np.ndarray:
             begin, shape = place

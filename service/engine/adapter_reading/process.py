@@ -1,4 +1,4 @@
-"""The engine's side of the process that reads adapters: the interpreter that runs steps does none of that work."""
+"""Engine side of the process that reads adapters, which keeps that work off the interpreter that runs steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXIT_WAIT_S = 2.0
 
 
 class AdapterProcess:
-    """Reads adapters, one at a time. It starts again if it has died."""
+    """Process that reads adapters, one at a time; restarted if it has died."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class AdapterProcess:
         self._start()
 
     def read(self, directory: Path) -> LoraAdapter:
-        """See `read_adapter`. Raises ModelError, also if the process dies twice."""
+        """Read an adapter; see `read_adapter`. Raises ModelError, also if the process dies twice."""
         try:
             try:
                 return self._read(directory)
@@ -78,11 +78,11 @@ class AdapterProcess:
                 raise
         self._link = connection.Connection(ours.detach())
         self._end = weakref.finalize(self, _end, self._link, process)
-        self._num_sent = 0  # memories that the process has
+        self._num_sent = 0  # memories sent to the process
         self._link.send(self._hello)
 
     def _read(self, directory: Path) -> LoraAdapter:
-        """If the process dies, the memory is lost: a process that it has forked may still write there."""
+        """Read an adapter. If the process dies, the memory is lost, as one of its forks may still write there."""
         number = self._memories.take()
         self._send_memories()
         self._link.send((directory, number, ()))
@@ -92,7 +92,7 @@ class AdapterProcess:
             raise reply
         assert isinstance(reply, ReadAdapter)
         adapter = reply.placed_in(self._memories.array(number))
-        with suppress(OSError):  # the next read finds the memory made meanwhile mapped, or a process that has died
+        with suppress(OSError):  # the next read finds a new memory mapped, unless the process has died
             self._send_memories()
         return adapter
 

@@ -1,4 +1,4 @@
-"""Processes that read an adapter together."""
+"""Processes that read one adapter together."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class ReadingOptions(NamedTuple):
 
 
 class ShareReaders:
-    """`OtherReaders`: forked processes, which end once this one has closed their sockets or died. All calls raise
+    """`OtherReaders` as forked processes, which end once this one closes their sockets or dies. All calls raise
     EOFError if one of them has died."""
 
     def __init__(self, count: int, dtype: np.dtype, inherited: connection.Connection):
-        """Fork, before this process has threads. The processes close the socket `inherited`."""
+        """Fork before this process has threads. The forks close the socket `inherited`."""
         self._links: list[connection.Connection] = []
         self._num_awaited = 0
         self._memory = 0
@@ -52,13 +52,13 @@ class ShareReaders:
         return len(self._links)
 
     def add_memory(self, number: int, descriptor: int) -> None:
-        """Let the processes map a memory."""
+        """Map a memory in the processes."""
         with _no_os_errors():
             for link in self._links:
                 send_memory(link, number, descriptor)
 
     def use_memory(self, number: int) -> None:
-        """Let the processes read to a memory from now on."""
+        """Make later reads write to this memory."""
         self._memory = number
 
     def start(self, path: Path, shares: Sequence[Sequence[PlannedModule]]) -> None:
@@ -87,7 +87,7 @@ class ShareReaders:
 
 @contextmanager
 def _no_os_errors() -> Iterator[None]:
-    """Raise EOFError for OSError, which a file's errors are too."""
+    """Turn OSError of the link into EOFError, as files raise OSError too."""
     try:
         yield
     except OSError as error:
@@ -101,7 +101,7 @@ def send_memory(link: connection.Connection, number: int, descriptor: int) -> No
 
 
 def mapped(descriptor: int) -> np.ndarray:
-    """Return a memory, uint8[n], whose pages are mapped now rather than when it is read to; close its descriptor."""
+    """Return a memory, uint8[n], with its pages mapped now rather than on first use; close its descriptor."""
     try:
         size, flags = os.fstat(descriptor).st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE
         return np.frombuffer(mmap.mmap(descriptor, size, flags=flags), np.uint8)
@@ -110,7 +110,7 @@ def mapped(descriptor: int) -> np.ndarray:
 
 
 def _run(link: connection.Connection, dtype: np.dtype) -> None:
-    """Serve a forked process, and end it without this process's cleanup."""
+    """Serve in a forked process, and exit without the parent's cleanup."""
     try:
         _serve(link, dtype)
     except (EOFError, OSError):

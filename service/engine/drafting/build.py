@@ -40,13 +40,13 @@ MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
 NUM_ROUNDS = 5
 WITHOUT_WEIGHTS = ("ngram", "suffix")
 TUNED_ROWS = (1, 2, 4, 8, 16)
-"""Rows of a draft model's step whose products are measured."""
+"""Batch sizes of a draft model for which GEMMs are tuned."""
 DEFAULT_DRAFTS = 3
-"""Draft tokens, unless the settings or the head say how many."""
+"""Default number of draft tokens."""
 
 
 def check_speculation(settings: Settings, ops: Ops) -> None:
-    """Raises StartupError for settings that do not go together on the device."""
+    """Raise StartupError for settings that the device does not support together."""
     wanted = settings.speculative_config
     if wanted is not None and wanted.ignored:
         log.info("--speculative-config: without effect here %s", fields(keys=",".join(wanted.ignored)))
@@ -66,7 +66,7 @@ def build_speculation(
     drafter: Drafter | None,
     draft: PlannedDraftModel | None,
 ) -> Speculation | None:
-    """Return the drafts of this engine; None on a GPU without the setting. Without a drafter, only grammars draft."""
+    """Return this engine's speculation; None on a GPU without the setting. Without a drafter, only grammars draft."""
     vocab_size, wanted = executor.model.config.vocab_size, settings.speculative_config
     if executor.runs_ahead and wanted is None:
         return None
@@ -97,8 +97,8 @@ def build_drafter(wanted: SpeculativeConfig | None) -> Drafter | None:
 
 
 def check_experts(draft: ModelConfig, model: ModelConfig, ops: Ops) -> None:
-    """Raise StartupError for two models with experts on one GPU: blocks of `experts_row` wait for each other, and those
-    of two streams could each hold some SMs."""
+    """Raise StartupError for two expert models on one GPU: thread blocks of `experts_row` wait for each other, and
+    those of two streams could each occupy some SMs."""
     if ops.name == "cuda" and ops.num_ranks == 1 and draft.experts is not None and model.experts is not None:
         raise StartupError(
             "--speculative-config: two models with experts on one GPU are not supported (a dense draft model)"
@@ -108,7 +108,7 @@ def check_experts(draft: ModelConfig, model: ModelConfig, ops: Ops) -> None:
 def load_drafter(
     draft: PlannedDraftModel, model: Llama, kv: Array, max_model_len: int
 ) -> Eagle3Drafter | DraftModelDrafter:
-    """Load a head or draft model for `model`, with its cache `kv`; rank 0 of a group runs it. Raises StartupError."""
+    """Load a draft head or model for `model`, with its cache `kv`; rank 0 of a group runs it. Raises StartupError."""
     kv, embedding = on_rank((kv, model.weights.embedding), 0)
     try:
         if isinstance(draft.config, ModelConfig):
@@ -126,7 +126,7 @@ def load_drafter(
 def load_device_head(
     settings: Settings, draft: PlannedDraftModel, executor: ModelExecutor, kv: Array, max_model_len: int
 ) -> DeviceEagle3Drafter:
-    """Load a head that runs on the model's GPU, in the last layer of its cache `kv`. Raises StartupError."""
+    """Load a draft head that runs on the model's GPU, in the last layer of its cache `kv`. Raises StartupError."""
     model, wanted = executor.model, settings.speculative_config
     if wanted is None or not isinstance(model.ops, DraftOps):
         raise StartupError(f"--speculative-config: eagle3 does not run on {model.ops.device_name}")
@@ -142,7 +142,7 @@ def load_device_head(
 
 
 def step_cost(executor: ModelExecutor, max_model_len: int) -> StepCost:
-    """Measure the captured steps, or without any the model."""
+    """Measure the captured steps; without captures, the model."""
     seconds = executor.runner.decode_seconds()
     if seconds:
         return StepCost(range(1, len(seconds) + 1), seconds)
@@ -160,7 +160,7 @@ def measure_step_cost(model: Llama, kv: Array, max_model_len: int) -> StepCost:
 
 
 def _seconds(model: Llama, kv: Array, batch: Batch) -> float:
-    """Return the seconds of a forward pass: this thread's CPU time on a single NumPy rank, else wall time."""
+    """Return a forward pass's seconds: this thread's CPU time on a single NumPy rank, else wall time."""
     is_alone = model.ops.name == "numpy" and model.ops.num_ranks == 1
     clock = time.thread_time if is_alone else time.perf_counter
     start_s = clock()

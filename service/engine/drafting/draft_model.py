@@ -1,4 +1,4 @@
-"""Drafts of a smaller model with the same vocabulary."""
+"""Drafter that runs a smaller model with the same vocabulary."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from service.engine.drafting.step_cost import DraftTime
 from service.engine.sequence import Sequence
 
 SHORT_CATCH_UP = 32
-"""Tokens of a sequence that are read together with other sequences'."""
+"""Tokens of a sequence that are read in one batch with other sequences."""
 MAX_PIECE = 512
-"""Tokens of a prompt in one forward pass."""
+"""Prompt tokens per forward pass."""
 
 
 @dataclass(slots=True)
 class _Read:
-    """Tokens whose keys and values were written, and where."""
+    """Tokens whose keys and values are written, and their blocks."""
 
     num_tokens: int
-    drafts: list[int]  # that follow
+    drafts: list[int]  # following drafts
     table: array[int]
     num_tokens_before_preemption: int
 
 
 class DraftModelDrafter:
-    """Its keys and values lie in the model's blocks. What a sequence gets from elsewhere, the prefix cache or the host,
-    is computed again."""
+    """Drafter with its keys and values in the model's blocks. Tokens a sequence took from the prefix cache or the host
+    are recomputed."""
 
     source, writes_cache = DRAFT_MODEL, True
 
@@ -75,7 +75,7 @@ class DraftModelDrafter:
         return [tuple(drafts[sequence]) for sequence in sequences]
 
     def _catch_up(self, sequence: Sequence) -> int:
-        """Read all but the last tokens; return how many are read."""
+        """Read all but the last tokens; return the number read."""
         start, num_tokens = self._num_read(sequence), len(sequence.token_ids)
         while num_tokens - start > SHORT_CATCH_UP:
             end = min(start + MAX_PIECE, num_tokens - 1)
@@ -84,7 +84,7 @@ class DraftModelDrafter:
         return start
 
     def _num_read(self, sequence: Sequence) -> int:
-        """Return how many tokens' keys are there, at most all but the last one's."""
+        """Return the number of tokens with valid keys, at most all but the last."""
         read = self._read.get(sequence)
         if read is None or read.num_tokens_before_preemption != sequence.num_tokens_before_preemption:
             return 0
@@ -102,7 +102,7 @@ class DraftModelDrafter:
         self._read[sequence] = _Read(num_tokens, drafts, sequence.block_table[:], before)
 
     def _forward(self, sequences: list[Sequence], tokens: list[array[int]], starts: list[int]) -> list[int]:
-        """Read `tokens` at `starts`; return each sequence's next one."""
+        """Read `tokens` at `starts`; return each sequence's next token."""
         ops = self._model.ops
         with ops.scratch():
             logits = self._model.forward(self._batch(sequences, tokens, starts), self._kv)

@@ -7,7 +7,7 @@ from typing import Protocol, overload
 from service.engine.sequence import Sequence
 
 MAX_DRAFTS = 16
-"""Draft tokens of a sequence in a step."""
+"""Maximum draft tokens per sequence and step."""
 
 GRAMMAR, NGRAM, SUFFIX, EAGLE3, DRAFT_MODEL = SOURCES = ("grammar", "ngram", "suffix", "eagle3", "draft_model")
 
@@ -19,26 +19,26 @@ class Drafter(Protocol):
 
     @property
     def writes_cache(self) -> bool:
-        """True if it writes the cache where the drafts will lie: blocks come first."""
+        """True if drafting writes the cache at the drafts' positions, so that blocks are allocated first."""
 
     @property
     def token_s(self) -> float:
         """Seconds to draft one more token for all sequences."""
 
     def draft(self, sequences: Seq[Sequence], max_tokens: Seq[int]) -> Seq[Seq[int]]:
-        """Return at most `max_tokens` likely next tokens of each sequence, whose ids are all known."""
+        """Return at most `max_tokens` likely next tokens of each sequence. All ids of the sequences are known."""
 
     def on_end(self, sequence: Sequence) -> None:
-        """Note that a sequence has ended."""
+        """Drop an ended sequence's state."""
 
 
 class LateDrafts(Seq[int]):
-    """Draft tokens of `rows` of the runner's `sampled`, which the host may not have seen. Reading one waits."""
+    """Draft tokens in `rows` of the runner's `sampled`, possibly not yet on the host. Reading one waits."""
 
     __slots__ = ("_read", "rows")
 
     def __init__(self, rows: Seq[int], read: Callable[[], Seq[int]]):
-        """`read` returns the tokens of `rows`."""
+        """`read` returns the tokens in `rows`."""
         self.rows, self._read = rows, read
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Drafts drawn as the sampler will draw their positions: with the same noise, from the drafter's own logits."""
+"""Draft sampling with the same noise the sampler will use at each position, from the drafter's own logits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from model.sampler import RECORD
 from service.engine.sequence import Sequence
 
 SPAN = 6.0
-"""Tokens whose logit over the temperature is further below the best are not drawn."""
+"""Tokens whose logit / temperature is further below the best are not drawn."""
 
 
 def drawn(
     logits: np.ndarray, sequences: Seq[Sequence], positions: Seq[int] | np.ndarray, vocabulary: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return token ids int64[S] at `positions`; logits float32[S, V] of `vocabulary` int64[V], or of 0..V-1.
+    """Return token ids int64[S] at `positions`; logits float32[S, V] for `vocabulary` int64[V], or for 0..V-1.
     Penalties, biases and grammars are left to the sampler."""
     chosen: np.ndarray = logits.argmax(axis=1)
     records = np.frombuffer(b"".join(one.sampling_record for one in sequences), RECORD)
@@ -36,7 +36,7 @@ def drawn(
 
 
 def drawn_on(ops: Ops, logits: Array, sequences: Seq[Sequence], positions: Seq[int]) -> list[int]:
-    """Return token ids drawn on the device of `ops`: on a GPU by the sampler, so within top-k and top-p."""
+    """Return token ids drawn on the device of `ops`: on a GPU by the sampler, hence within top-k and top-p."""
     if ops.name == "numpy":
         return list(map(int, drawn(logits, sequences, positions)))
     records = np.frombuffer(b"".join(one.sampling_record for one in sequences), RECORD)

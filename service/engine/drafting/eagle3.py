@@ -1,4 +1,4 @@
-"""Drafts of an EAGLE-3 head, from the states that steps of the model leave."""
+"""EAGLE-3 drafter on the host, from the hidden states of the model's steps."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from service.engine.execution.decode_batch import BatchLayout
 from service.engine.sequence import Sequence
 
 MAX_PENDING_ROWS = 512
-"""States of a sequence before the head reads them though nothing is drafted."""
+"""Maximum unread states per sequence; beyond it the head reads them even without drafting."""
 SHORT_CATCH_UP = 32
-"""Rows per sequence of a call that counts as decoding: a prompt's would spoil the time per token."""
+"""Rows per sequence up to which a call counts as decoding; prompt rows would distort the time per token."""
 
 
 @dataclass(slots=True)
 class _States:
-    """States [n, k H] of positions `start` on, which the head has not read."""
+    """States [n, k H] from position `start` on that the head has not read."""
 
     start: int
     rows: list[np.ndarray] = field(default_factory=list)
@@ -46,8 +46,8 @@ class _States:
 
 @dataclass(slots=True)
 class _Context:
-    """Keys and values of S sequences, gathered for one call: drafts add theirs here alone, since the next call computes
-    them again from the model's states."""
+    """Keys and values of S sequences, gathered for one call. Drafts add theirs only here, since the next call
+    recomputes them from the model's states."""
 
     keys: np.ndarray  # [S, Hkv, C, D]
     values: np.ndarray
@@ -67,8 +67,8 @@ class _Context:
 
 
 class Eagle3Drafter:
-    """Its keys and values lie in the model's blocks. States of a prompt that was found in the prefix cache are not
-    computed again: its keys are there if the head has read it."""
+    """Drafter with its keys and values in the model's blocks. States of a prefix-cache hit are not recomputed: the keys
+    are there if the head has read that prefix."""
 
     source, writes_cache = EAGLE3, True
 
@@ -124,7 +124,8 @@ class Eagle3Drafter:
         return [tuple(drafts[sequence]) for sequence in sequences]
 
     def _draft(self, ready: list[Sequence], counts: dict[Sequence, int], drafts: dict[Sequence, list[int]]) -> int:
-        """Extend `drafts` of sequences, those with the most tokens first; return how many states were read."""
+        """Extend `drafts` of the `ready` sequences, sorted by draft length, longest first; return the number of states
+        read."""
         head, num_steps = self._head, counts[ready[0]]
         tables = self._tables(ready, num_steps)
         hidden, q, num_rows = self._catch_up(ready, tables)
@@ -145,7 +146,7 @@ class Eagle3Drafter:
         return num_rows
 
     def _is_ready(self, sequence: Sequence) -> bool:
-        """Return whether the state of the last computed position is here."""
+        """Return True if the state of the last computed position is available."""
         kept, end = self._states.get(sequence), sequence.num_computed_tokens
         if kept is None:
             return False
@@ -153,8 +154,8 @@ class Eagle3Drafter:
         return kept.end == end and kept.start < end
 
     def _catch_up(self, ready: list[Sequence], tables: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-        """Write the keys of all new positions; return hidden [S, H] and q [S, Hq, D] of the last ones, and their
-        number."""
+        """Write the keys of all new positions; return hidden [S, H] and q [S, Hq, D] of the last ones, and the number
+        of positions."""
         kept = [self._states[sequence] for sequence in ready]
         lengths = [one.end - one.start for one in kept]
         ends = np.cumsum(lengths)
@@ -173,7 +174,7 @@ class Eagle3Drafter:
         return hidden[ends - 1], q[ends - 1], int(ends[-1])
 
     def _write_keys(self, sequence: Sequence, kept: _States) -> None:
-        """Write the keys of states in `kept` whose next token is known, and drop these states."""
+        """Write and drop the states in `kept` whose next token is known."""
         end = min(kept.end, len(sequence.token_ids) - 1)
         if end <= kept.start:
             return
@@ -190,7 +191,7 @@ class Eagle3Drafter:
         self._kv[blocks, 0, 1, :, offsets] = values
 
     def _tables(self, ready: list[Sequence], num_drafts: int) -> np.ndarray:
-        """Return block tables int64[S, n] that hold the known tokens and the drafts; absent blocks are 0, masked."""
+        """Return block tables int64[S, n] for the known tokens and the drafts; missing blocks are 0 and masked."""
         end = max(sequence.num_computed_tokens for sequence in ready) + num_drafts
         width = -(-end // self._block_size)
         tables = np.zeros((len(ready), width), np.int64)

@@ -1,4 +1,5 @@
-"""Drafts of an EAGLE-3 head on the device, which follow each step there; the host fetches them with the next plan."""
+"""EAGLE-3 drafter on the device: it drafts after each step there, and the host fetches the drafts with the next
+plan."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from service.engine.step import Chunk
 _INT32 = np.dtype(np.int32)
 NOT_SAMPLED = -1
 MAX_DRAFTED = 64
-"""Most sequences that are drafted for: with more, a step is no longer bound by its weights."""
+"""Maximum sequences to draft for; with more, a step is no longer bound by reading weights."""
 
 
 class _Run(NamedTuple):
@@ -43,11 +44,11 @@ class _Run(NamedTuple):
 class _Drafted:
     """Drafts of the last step."""
 
-    columns: dict[Sequence, tuple[int, int]]  # and the tokens that the sequence's blocks hold
+    columns: dict[Sequence, tuple[int, int]]  # (column, tokens that the sequence's blocks hold)
     num_drafts: int
-    size: int  # sequences, padding included
+    size: int  # sequences, including padding
     fetch: Callable[[], list[np.ndarray]]  # int32[num_drafts, size]
-    tokens: list[list[int]] | None = None  # by column, fetched
+    tokens: list[list[int]] | None = None  # by column, once fetched
 
     def read(self, column: int, count: int) -> list[int]:
         if self.tokens is None:
@@ -56,8 +57,9 @@ class _Drafted:
 
 
 class DeviceEagle3Drafter:
-    """Each step's rows are read once they are sampled, so that nothing of a sequence is kept but its keys. As many
-    tokens are drafted after a step as were asked for before it; none if a step with decodes was not asked."""
+    """Drafter that reads each step's rows once they are sampled, so that only keys and values persist per sequence.
+    After a step it drafts as many tokens as the last `draft` call asked for, and none if a step with decodes had no
+    call."""
 
     source, writes_cache = EAGLE3, True
 
@@ -87,7 +89,7 @@ class DeviceEagle3Drafter:
             self._drafted.columns.pop(sequence, None)
 
     def draft(self, sequences: Seq[Sequence], max_tokens: Seq[int]) -> list[Seq[int]]:
-        """Return what follows the last step, whose drafts the device compares as the host does. Waits for nothing."""
+        """Return drafts for the last step; the device compares them as the host does. Does not wait."""
         self._num_drafts, self._was_asked = max(max_tokens), True
         if self._drafted is None:
             return [()] * len(sequences)
@@ -97,7 +99,7 @@ class DeviceEagle3Drafter:
     def follow(
         self, layout: BatchLayout, batch: SampleBatch, calls: Seq[SampleCall], rows: StateRows, sampled: Array
     ) -> None:
-        """Read the rows of a sampled step, then draft. Waits for nothing."""
+        """Read the rows of a sampled step, then draft. Does not wait."""
         self._num_sequences = max(1, len(layout.plan.sampled_sequences))
         sources = _sources(layout, batch, calls[0], len(rows.token_ids))
         is_captured = len(sources) <= self._graphs.max_rows
@@ -141,7 +143,8 @@ class DeviceEagle3Drafter:
         return _Drafted(columns, self._num_drafts, size, fetch)
 
     def _drafts_of(self, drafted: _Drafted, sequence: Sequence, count: int) -> Seq[int]:
-        """If a grammar ended the run earlier than the device did, these are drafts of later tokens: wrong ones."""
+        """Return a sequence's drafts. If a grammar ended the run earlier than the device did, they are of later tokens,
+        hence wrong."""
         if sequence not in drafted.columns:
             return ()
         column, num_held = drafted.columns[sequence]
@@ -163,7 +166,7 @@ def _is_alone(chunk: Chunk) -> bool:
 
 
 def _sources(layout: BatchLayout, batch: SampleBatch, call: SampleCall, count: int) -> np.ndarray:
-    """Return int32[count]: of each row that the call samples, the first of its samples."""
+    """Return int32[count]: for each row that the call samples, its first sample."""
     sources = np.full(count, NOT_SAMPLED, np.int32)
     if batch.rows and call.sequences:
         indices = slice(None) if call.indices is None else call.indices
@@ -173,7 +176,7 @@ def _sources(layout: BatchLayout, batch: SampleBatch, call: SampleCall, count: i
 
 
 def _known_tokens(layout: BatchLayout, count: int) -> np.ndarray:
-    """Return int32[count]: the token after each row, if it is known."""
+    """Return int32[count]: the token after each row, where known."""
     known = np.zeros(count, np.int32)
     if layout.is_one_token_each and not layout.prefills:
         return known

@@ -1,4 +1,4 @@
-"""Choice of how many tokens to draft for each sequence."""
+"""Choice of the number of draft tokens per sequence."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from service.engine.drafting.step_cost import StepCost
 from service.engine.sequence import Sequence
 
 FIRST_RATE = 0.7
-"""Acceptance until any is seen; high enough to try."""
+"""Assumed acceptance before any observation; high enough to try drafts."""
 DECAY = 0.95
-"""Factor of a sequence's counts, each step."""
+"""Per-step decay of a sequence's counts."""
 SOURCE_DECAY, FADE, MIN_TRIALS = 0.995, 0.98, 16.0
-"""Factors of a source's counts, each step with drafts and without; FADE ends at MIN_TRIALS."""
+"""Per-step decay of a source's counts, with drafts and without; FADE stops at MIN_TRIALS."""
 PRIOR_TRIALS, SEQUENCE_PRIOR_TRIALS = 4.0, 12.0
 """Weights of FIRST_RATE against a source's trials, and of the source's rate against a sequence's own."""
 MIN_SPEED_UP = 1.03
-"""A smaller gain is within the error of the step times."""
+"""Smaller gains are within the error of the step times."""
 TRIAL_SHARE = 0.005
-"""Share of time for trials of the slower choice, drafts or none."""
+"""Share of time spent on trials of the slower choice (drafts or none)."""
 MAX_CHARGE = 1.0
-"""Most that a trial of drafts is charged, in plain steps, before it as expected and again after it as it went: the next
-one comes after 400 plain steps at the latest."""
+"""Maximum charge for a trial of drafts, in plain steps: once for the expected cost, once for the excess. The next trial
+follows after 400 plain steps at the latest."""
 PLAIN_STEPS = 3
 """Steps of a trial without drafts; the first does not overlap."""
 SWITCH_STEPS = 8
-"""Least steps for which a change from none to drafts should last."""
+"""Minimum steps over which a switch to drafts is amortised."""
 LONGEST = (1, 2, 3, 4, 6, 8, 12)
-"""Limits to compare where drafting takes time."""
+"""Length limits to compare where drafting takes time."""
 
 
 Gains = Seq[Seq[float]] | np.ndarray
@@ -44,8 +44,8 @@ class Drafting(NamedTuple):
     """Limits of a step's drafts."""
 
     token_s: float = 0.0  # to draft one token for all sequences
-    max_drafts: int | None = None  # in all
-    hope: float = 0.0  # least acceptance that a trial supposes; 0: the chances are known
+    max_drafts: int | None = None  # over all sequences
+    hope: float = 0.0  # minimum acceptance that a trial assumes; 0: the chances are known
 
 
 FREE = Drafting()
@@ -53,7 +53,7 @@ FREE = Drafting()
 
 @dataclass(slots=True)
 class Counts:
-    """Decayed trials of drafts."""
+    """Decayed counts of draft trials."""
 
     accepted: float = 0.0
     trials: float = 0.0
@@ -72,7 +72,7 @@ class Counts:
 
 @dataclass(slots=True)
 class Acceptance:
-    """Acceptance by source and sequence. Sequences forget, so that each is tried again."""
+    """Acceptance by source and sequence. Sequence counts decay, so that each sequence is retried."""
 
     _sources: dict[str, Counts] = field(default_factory=lambda: {source: Counts() for source in SOURCES})
     _sequences: WeakKeyDictionary[Sequence, Counts] = field(default_factory=WeakKeyDictionary)
@@ -81,7 +81,8 @@ class Acceptance:
         return self._sources[source].rate(FIRST_RATE)
 
     def gains(self, source: str, sequences: Seq[Sequence], max_tokens: Seq[int]) -> np.ndarray:
-        """Return float64[S, max(max_tokens)], the chance that all drafts up to each are accepted, or 0."""
+        """Return float64[S, max(max_tokens)]: the chance that all drafts up to each are accepted; 0 beyond a sequence's
+        limit."""
         prior, counts = self.rate(source), np.array(max_tokens, np.int64)
         rates = np.array([self._rate(prior, one) for one in sequences], np.float64)
         numbers = np.arange(1, counts.max(initial=0) + 1)
@@ -89,7 +90,7 @@ class Acceptance:
         return gains
 
     def on_step(self, source: str, num_drafts: int) -> None:
-        """Forget a little, before a step's results."""
+        """Decay a source's counts, before a step's results."""
         counts = self._sources[source]
         if num_drafts:
             counts.decay(SOURCE_DECAY)
@@ -116,7 +117,7 @@ class _Option(NamedTuple):
 
 
 class _Trial(NamedTuple):
-    """The slower choice for a step of `num_rows` decodes, `plain_s` without drafts."""
+    """Step with the slower choice: `num_rows` decodes, `plain_s` seconds without drafts."""
 
     plain_s: float
     num_rows: int
@@ -127,31 +128,31 @@ class _Trial(NamedTuple):
 @dataclass(slots=True)
 class DraftLengths:
     cost: StepCost | None = None
-    """None: as many as there are."""
-    is_idle: bool = False  # no drafts were worth their time in the last choice, and no trial was due
+    """None: draft as many as possible."""
+    is_idle: bool = False  # no drafts paid off in the last choice, and no trial was due
     _budget_s: float = 0.0  # for trials
     _trial: _Trial | None = None  # if the last choice is one
-    _refund_s: float = 0.0  # of a trial's charge for each accepted draft of the last step with drafts
-    _charged_s: float = 0.0  # for it, the most to refund
+    _refund_s: float = 0.0  # per accepted draft of the last step with drafts
+    _charged_s: float = 0.0  # for the trial; the maximum refund
     _plain_steps: int = 0  # left of a trial
     _is_drafting: bool = False  # in the last step
 
     def may_pay(self, gain: float, num_rows: int) -> bool:
-        """Return False if `gain` expected tokens cannot pay for a row. Cheap."""
+        """Return False if `gain` expected tokens cannot pay for one row; cheap."""
         if self.cost is None:
             return True
         hoped_s = self.cost.hoped_s(num_rows, 1)
         return gain > num_rows * (MIN_SPEED_UP * hoped_s / self.cost.plain_s(num_rows) - 1)
 
     def choose(self, gains: Gains, num_rows: int, drafting: Drafting = FREE) -> list[int]:
-        """Return each sequence's number of drafts with the most expected tokens/s, for a step of `num_rows` decodes.
-        `gains`: as Acceptance.gains."""
+        """Return the number of drafts per sequence that maximises expected tokens/s of a step with `num_rows` decodes.
+        `gains`: as from Acceptance.gains."""
         self.is_idle = False
         counts, self._trial = self._choose(_table(gains), num_rows, drafting)
         return counts
 
     def on_planned(self, num_drafts: int, drafting_s: float = 0.0) -> None:
-        """Pay for a trial once its step is planned; its drafts took `drafting_s`."""
+        """Charge a trial once its step is planned; its drafts took `drafting_s`."""
         trial, self._trial = self._trial, None
         if num_drafts:
             self._charged_s = 0.0
@@ -166,11 +167,10 @@ class DraftLengths:
             self._refund_s = trial.plain_s / trial.num_rows * min(1.0, self._charged_s / max(added_s, 1e-9))
 
     def on_accepted(self, num_drafts: int) -> None:
-        """Refund a trial by its accepted drafts. After a trial that paid for itself comes another."""
+        """Refund a trial by its accepted drafts: a trial that paid for itself is followed by another."""
         self._budget_s += min(self._charged_s, num_drafts * self._refund_s)
 
     def on_step(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """Learn from a step of `num_rows` decodes."""
         if self.cost is not None:
             self.cost.on_step(num_rows, num_drafts, seconds)
         self._budget_s += TRIAL_SHARE * seconds
@@ -178,7 +178,7 @@ class DraftLengths:
         self._is_drafting = num_drafts > 0
 
     def _choose(self, table: np.ndarray, num_rows: int, drafting: Drafting) -> tuple[list[int], _Trial | None]:
-        """Return the numbers, and a trial if they are one."""
+        """Return the numbers of drafts, and a trial if they are one."""
         num_drafts, nothing = int(np.count_nonzero(table)), [0] * len(table)
         if drafting.max_drafts is not None:
             num_drafts = min(num_drafts, drafting.max_drafts)
@@ -199,14 +199,15 @@ class DraftLengths:
         return trial or (nothing, None)
 
     def _drafted_s(self, cost: StepCost, num_rows: int, num_drafts: int) -> np.ndarray:
-        """Return seconds of steps with 1 to `num_drafts` drafts. After a plain step, drafts cost two overlaps."""
+        """Return the seconds of steps with 1 to `num_drafts` drafts. After a plain step, drafts cost two overlaps."""
         switch_s = 0.0 if self._is_drafting else cost.excess_s(num_rows) / SWITCH_STEPS
         return cost.drafted_s(num_rows, num_drafts) + switch_s
 
     def _due_trial(
         self, cost: StepCost, table: np.ndarray, num_rows: int, expected_s: np.ndarray, drafting: Drafting
     ) -> tuple[list[int], _Trial] | None:
-        """Return the best drafts as a trial hopes, if the budget allows. They add at most a plain step, if any do."""
+        """Return the best drafts under a trial's assumptions, if the budget allows; preferably ones that add at most
+        one plain step."""
         plain_s = cost.plain_s(num_rows)
         least_s = (MIN_SPEED_UP - 1) * plain_s
         if self._budget_s <= least_s:
@@ -230,7 +231,7 @@ class DraftLengths:
 
 
 def _options(chances: np.ndarray, seconds: np.ndarray, num_rows: int, drafting: Drafting) -> list[_Option]:
-    """Return the best of `chances` [S, longest] for each limit of length; `seconds` of steps with 1 draft and more."""
+    """Return the best of `chances` [S, longest] for each length limit. `seconds`: of steps with 1, 2, ... drafts."""
     flat, width = chances.ravel(), chances.shape[1]
     order, options = _best_first(chances, flat.size), []
     limits = [most for most in LONGEST if drafting.token_s and most < width]

@@ -1,4 +1,4 @@
-"""The head or draft model that `--speculative-config` names, before its weights are read."""
+"""Plan of the draft head or model named by `--speculative-config`, before its weights are read."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from service.config.speculative import SpeculativeConfig
 from service.errors import StartupError
 
 LONGEST_STEP = 8192
-"""Tokens of a GPU's step without --max-num-batched-tokens."""
+"""Tokens of a GPU step without --max-num-batched-tokens."""
 EAGLE3_FOLDER = "eagle3"
-"""Folder of a head that comes with a model."""
+"""Folder of a draft head that comes with a model."""
 
 
 @dataclass(frozen=True)
 class PlannedDraftModel:
     folder: Path
     config: Eagle3Config | ModelConfig
-    num_bytes: int  # of the weights, and on a GPU of the states of the longest step
+    num_bytes: int  # of the weights; on a GPU also of the states of the longest step
 
     def block_shape(self, block_size: int) -> tuple[int, ...]:
         """Return [L, 2 (keys, values), Hkv, B, D]."""
@@ -38,12 +38,12 @@ class PlannedDraftModel:
 
     @property
     def num_proposed(self) -> int | None:
-        """Draft tokens that its makers propose."""
+        """Number of draft tokens its authors propose."""
         return self.config.num_speculative_tokens if isinstance(self.config, Eagle3Config) else None
 
 
 def plan_draft_model(settings: Settings, target: ModelConfig, ops: Ops) -> PlannedDraftModel | None:
-    """Read the config of the settings' head or draft model; None without one. Raises StartupError."""
+    """Read the config of the settings' draft head or model; None without one. Raises StartupError."""
     wanted = settings.speculative_config
     if wanted is None or not target.has_head:
         return None

@@ -1,4 +1,4 @@
-"""Prompt lookup: a sequence's last tokens have occurred in it before, and go on as they did then."""
+"""Prompt lookup: find earlier occurrences of a sequence's last tokens in it, and draft what followed them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from service.engine.drafting.drafter import NGRAM
 from service.engine.sequence import Sequence
 
 MAX_LENGTHS = 4
-"""Different lengths looked for."""
+"""Run lengths to look up."""
 FACTOR = 0x9E3779B97F4A7C15
-"""Factor of the hash of a run of tokens: odd, its bits well mixed."""
+"""Multiplier of the rolling hash of a token run: odd, with well-mixed bits."""
 MASK = (1 << 64) - 1
 ARRAY_TOKENS = 32
-"""More new tokens are hashed as an array."""
+"""Longer runs of new tokens are hashed as an array."""
 
 
 class NgramDrafter:
     source, writes_cache, token_s = NGRAM, False, 0.0
 
     def __init__(self, min_tokens: int, max_tokens: int):
-        """Look for the last `max_tokens` tokens, then for fewer, down to `min_tokens`."""
+        """Look up the last `max_tokens` tokens, then fewer, down to `min_tokens`."""
         self._lengths = lookup_lengths(min_tokens, max_tokens)
         self._indexes: dict[Sequence, TokenIndex] = {}
 
@@ -41,22 +41,22 @@ class NgramDrafter:
 
 
 def lookup_lengths(shortest: int, longest: int) -> tuple[int, ...]:
-    """Return at most MAX_LENGTHS lengths, longest first, in even ratios where there are more."""
+    """Return at most MAX_LENGTHS lengths, longest first, evenly spaced by ratio if there are more."""
     if longest - shortest < MAX_LENGTHS:
         return tuple(range(longest, shortest - 1, -1))
     return tuple(dict.fromkeys(np.geomspace(longest, shortest, MAX_LENGTHS).round().astype(int).tolist()))
 
 
 class TokenIndex:
-    """Ends of the latest runs of tokens in one sequence, by length and hash. A collision is one more wrong draft."""
+    """Ends of the latest token runs in one sequence, by length and hash. A hash collision only yields a wrong draft."""
 
     def __init__(self, lengths: Seq[int]):
-        """`lengths`: those of runs, longest first."""
+        """`lengths`: run lengths, longest first."""
         self._num_tokens = 0
         self._runs = [_Runs(length) for length in lengths]
 
     def find(self, sequence: Sequence) -> int | None:
-        """Return where the longest run that the sequence ends with last ended before, or None."""
+        """Return where the longest run that ends the sequence last ended before, or None."""
         tokens, num_known = sequence.token_ids, self._num_tokens
         self._num_tokens = len(tokens)
         if len(tokens) - num_known > ARRAY_TOKENS:
@@ -80,7 +80,7 @@ class _Runs:
     def __init__(self, length: int):
         self.length = length
         self.last: int | None = None
-        """End of the previous run like the last; None if there is none."""
+        """End of the previous occurrence of the last run, or None."""
         self._ends: dict[int, int] = {}
         self._hash = 0  # of the last run
         self._oldest_factor = pow(FACTOR, length, MASK + 1)
@@ -93,7 +93,7 @@ class _Runs:
             self._ends[key] = end
 
     def add_array(self, tokens: np.ndarray) -> None:
-        """Index all tokens uint64[n] anew."""
+        """Rebuild the index from all tokens uint64[n]."""
         self._hash = 0
         if len(tokens) < self.length:
             for end, token in enumerate(tokens.tolist(), 1):
@@ -110,6 +110,6 @@ class _Runs:
 
 
 def repeated(sequence: Sequence, start: int, count: int) -> tuple[int, ...]:
-    """Return `count` tokens from `start` on, the sequence's end being followed by that start again."""
+    """Return `count` tokens from `start` on; past the sequence's end, continue at `start` again."""
     tokens = tuple(sequence.token_ids[start : start + count])
     return tokens if len(tokens) == count else (tokens * count)[:count]

@@ -1,4 +1,4 @@
-"""Recent outputs of a tenant, searched for what a sequence ends with."""
+"""Recent outputs of a tenant, searched for a sequence's last tokens."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from itertools import islice, zip_longest
 KEY_TOKENS = 3
 """Tokens that must match."""
 MAX_CANDIDATES = 12
-"""Latest occurrences that are compared."""
+"""Latest occurrences to compare."""
 MAX_VOTERS = 3
-"""Latest ones of the longest matches, whose next tokens are compared."""
+"""Latest of the longest matches, whose next tokens are compared."""
 TOKEN_BYTES = array("I").itemsize
 KEY_BYTES = KEY_TOKENS * TOKEN_BYTES
 NO_TOKEN = (1 << 8 * TOKEN_BYTES) - 1
-"""Follows each output; no vocabulary has it."""
+"""Terminates each output; no vocabulary contains it."""
 NOWHERE = -1
 
 
 class PastOutputs:
-    """Outputs in one buffer, and a chain of occurrences for each run of KEY_TOKENS, the latest first. An occurrence is
-    the number of bytes ever added before the token that follows it."""
+    """Outputs in one buffer, with a chain of occurrences per run of KEY_TOKENS, latest first. An occurrence is the
+    number of bytes ever added before the token that follows it."""
 
     def __init__(self) -> None:
         self._tokens = bytearray()
-        self._previous = array("q")  # by token that follows: the run's occurrence before
+        self._previous = array("q")  # the run's previous occurrence, by following token
         self._num_cut = 0  # bytes
-        self._first = 0  # of the oldest output
+        self._first = 0  # offset of the oldest output
         self._ends: deque[int] = deque()
         self._latest: dict[bytes, int] = {}
 
@@ -63,7 +63,7 @@ class PastOutputs:
             self._num_cut = end
 
     def longest_matches(self, recent: bytes, shortest: int) -> tuple[int, list[int]]:
-        """Return the most last tokens of `recent` that occur, at least `shortest`, and where they do, the latest
+        """Return the largest number of last tokens of `recent` that occur, at least `shortest`, and where, latest
         first."""
         buffer, previous, num_cut, first = self._tokens, self._previous, self._num_cut, self._first
         matching = longer = recent[-max(KEY_BYTES, shortest * TOKEN_BYTES) :]
@@ -84,7 +84,7 @@ class PastOutputs:
         return len(matching) // TOKEN_BYTES, ends[:MAX_VOTERS]
 
     def continuation(self, ends: list[int], count: int, min_prob: float) -> tuple[int, ...]:
-        """Return the likeliest `count` tokens or fewer after `ends`, while this share of them agree."""
+        """Return up to `count` likeliest tokens after `ends`, while at least the share `min_prob` of them agree."""
         starts, size = [end - self._num_cut for end in ends], count * TOKEN_BYTES
         paths = [self._tokens[start : start + size] for start in starts]
         if 2 * paths.count(paths[0]) > len(paths) and min_prob <= 0.5:
@@ -94,7 +94,7 @@ class PastOutputs:
 
 
 def likeliest(paths: list[list[int]], min_votes: float) -> list[int]:
-    """Follow the most frequent token, the first path's of equals, while `min_votes` paths have it. NO_TOKEN has no
+    """Follow the most frequent token (on a tie, the first path's) while `min_votes` paths have it. NO_TOKEN gets no
     votes."""
     drafts: list[int] = []
     while len(paths) > 1:
@@ -115,7 +115,7 @@ def likeliest(paths: list[list[int]], min_votes: float) -> list[int]:
 
 
 def num_matching(one: bytes | bytearray, other: bytes | bytearray) -> int:
-    """Return how many last tokens of both are equal."""
+    """Return how many trailing tokens are equal."""
     if one == other:
         return len(one) // TOKEN_BYTES
     count = min(len(one), len(other))

@@ -1,5 +1,5 @@
-"""Shadow drafts: guesses that no step verifies. The tokens that follow show which of them were right, so that a
-sequence drafts once its guesses hold, and costs nothing until then."""
+"""Shadow drafts: guesses that no step verifies. The tokens sampled later show which were right, so a sequence drafts
+only once its guesses hold, and costs nothing until then."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from service.engine.drafting.lengths import Counts
 from service.engine.sequence import Sequence
 
 FIRST_RATES = (0.1, 0.3, 0.5, 0.7, 0.85, 0.9)
-"""Share of right guesses after 0, 1, 2 to 3, 4 to 7, 8 to 15 and more right ones in a row, until any are seen."""
+"""Initial share of right guesses after 0, 1, 2 to 3, 4 to 7, 8 to 15 and more right guesses in a row."""
 LONGEST_STREAK = 1 << (len(FIRST_RATES) - 2)
 RATE_DECAY = 0.998
-"""Factor of counts, each guess."""
+"""Decay of the counts per guess."""
 GUESSES_PER_TABLE = 16
-"""Guesses after which the rates are read again."""
+"""Guesses between updates of the rates."""
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Shadow:
 
 
 class ShadowDrafts:
-    """Guesses of a drafter that needs no device, for each running sequence."""
+    """Guesses for each running sequence, from a drafter that needs no device."""
 
     def __init__(self, drafter: Drafter, max_drafts: int):
         self.source = drafter.source
@@ -37,11 +37,11 @@ class ShadowDrafts:
         self._shadows: dict[Sequence, Shadow] = {}
         self._counts = [Counts() for _ in FIRST_RATES]
         self._gains: dict[int, list[float]] = {}  # by streak
-        self._num_guesses = 0  # since then
+        self._num_guesses = 0  # since `_gains` was cleared
 
     def look(self, sequences: Iterable[Sequence]) -> list[tuple[Sequence, Shadow]]:
-        """Compare the known tokens since the last call; draft again after a wrong one, or with half the drafts used.
-        Return the sequences with drafts."""
+        """Compare the tokens known since the last call; draft again after a wrong guess or once half the drafts are
+        used. Return the sequences with drafts."""
         shadows, found, stale = self._shadows, [], []
         for sequence in sequences:
             shadow = shadows.get(sequence)
@@ -67,7 +67,7 @@ class ShadowDrafts:
         return found
 
     def gains(self, streak: int) -> list[float]:
-        """Return the chance that all guesses up to each are right, for as many as are drafted, after a streak."""
+        """Return the chance that all guesses up to each are right, for `max_drafts` guesses after a streak."""
         streak = min(streak, LONGEST_STREAK)
         gains = self._gains.get(streak)
         if gains is None:

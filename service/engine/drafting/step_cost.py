@@ -1,4 +1,4 @@
-"""Times of steps, measured of the model at start and corrected by each step, and of drafting."""
+"""Step times, measured from the model at start and corrected by each step, and drafting times."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 STEP_WEIGHT = 0.1
-"""Weight of the last step in means, once ten were seen."""
+"""Weight of the last step in means, after ten steps."""
 MAX_EXCESS = 2.0
-"""Longer times count as this multiple of the expected one: the machine had other work."""
+"""Longer times are clipped to this multiple of the expected time: the machine had other work."""
 EXCESS_DECAY, FADE = 0.97, 0.98
-"""Factors of earlier steps with drafts, each step with and without; FADE ends at the weight of one step."""
+"""Decay of earlier steps with drafts, per step with and without drafts; FADE stops at the weight of one step."""
 QUICKER, QUICKER_DECAY = 0.5, 0.2
-"""A step with drafts that is quicker than expected by this share of a plain one leaves earlier ones this weight: they
-waited for kernels to load, or for the processor."""
+"""If a step with drafts beats its expected time by QUICKER of a plain step, earlier steps keep only the weight
+QUICKER_DECAY: they waited for kernels to load, or for the processor."""
 ORIGIN_WEIGHT = 0.1
-"""Weight of 0 s at 0 rows: a single size seen gives a proportion."""
+"""Weight of 0 s at 0 rows, so that a single observed size gives a proportion."""
 HALF_LIFE_S = 10.0
-"""Without a call the mean time of drafting halves: it was that of another batch."""
+"""Half-life of the mean drafting time without calls, as it was measured with another batch."""
 
 
 class StepCost:
-    """Seconds between the tokens of two steps; those without drafts overlap."""
+    """Seconds between the tokens of two steps; steps without drafts overlap."""
 
     def __init__(self, rows: Seq[int], seconds: Seq[float]):
-        """`seconds` of a forward pass with each number of `rows`, ascending."""
+        """`seconds`: of a forward pass with each number of `rows`, ascending."""
         self._forward = np.interp(np.arange(rows[-1] + 1), rows, seconds)  # by rows
         self._forward_by_rows: list[float] = self._forward.tolist()  # read in each step
         self._overhead_s = 0.0
-        self._plain: dict[int, tuple[float, int]] = {}  # seconds of steps without drafts and their number, by rows
+        self._plain: dict[int, tuple[float, int]] = {}  # (seconds, count) of steps without drafts, by rows
         self._excess = _Excess()
 
     def plain_s(self, num_rows: int) -> float:
@@ -39,7 +39,7 @@ class StepCost:
         return self._one_forward_s(num_rows) + self._overhead_s if seen is None else seen[0]
 
     def hoped_s(self, num_rows: int, num_drafts: int) -> float:
-        """Return the seconds of a step with drafts that adds to its forward pass no more than one without."""
+        """Return the seconds of a step whose drafts only add to its forward pass."""
         added_s = self._one_forward_s(num_rows + num_drafts) - self._one_forward_s(num_rows)
         return self.plain_s(num_rows) + added_s
 
@@ -58,7 +58,6 @@ class StepCost:
         return max(0.0, origin_s + row_s * num_rows)
 
     def on_step(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """Learn from a step of `num_rows` decodes."""
         plain_s = self.plain_s(num_rows)
         if num_drafts:
             size, hoped_s = num_rows + num_drafts, self.hoped_s(num_rows, num_drafts)
@@ -80,7 +79,7 @@ class StepCost:
         self._overhead_s = max(0.0, self._overhead_s + STEP_WEIGHT * excess_s)
 
     def _one_forward_s(self, num_rows: int) -> float:
-        """Extrapolate in proportion beyond the largest size."""
+        """Extrapolate proportionally beyond the largest size."""
         largest = len(self._forward_by_rows) - 1
         return self._forward_by_rows[min(num_rows, largest)] * max(1.0, num_rows / largest)
 
@@ -91,21 +90,21 @@ class StepCost:
 
 
 class _Excess:
-    """Line of seconds over rows: what drafts add beyond their forward pass, the exposed host and attention."""
+    """Line of seconds over rows: time that drafts add beyond their forward pass (exposed host work and attention)."""
 
     def __init__(self) -> None:
         self._sums = [ORIGIN_WEIGHT, 0.0, 0.0, 0.0, 0.0]
         """Sums of weight, x, x^2, y and xy."""
 
     def line(self) -> tuple[float, float]:
-        """Return the seconds at 0 rows, and of a row."""
+        """Return the seconds at 0 rows and per row."""
         weight, x, xx, y, xy = self._sums
         spread = weight * xx - x * x
         slope = (weight * xy - x * y) / spread if spread > 0 else 0.0
         return (y - slope * x) / weight, slope
 
     def shift(self, seconds: float) -> None:
-        """Add to the seconds of all steps seen."""
+        """Add `seconds` to all observed steps."""
         weight, x, _, y, xy = self._sums
         self._sums[3:] = y + (weight - ORIGIN_WEIGHT) * seconds, xy + x * seconds
 
@@ -131,7 +130,7 @@ class DraftTime:
 
     @property
     def token_s(self) -> float:
-        """0 until two calls were seen: the first is slow."""
+        """Mean seconds; 0 until the second call, as the first is slow."""
         age_s = self._clock() - self._last_s
         return float(self._mean_s * 0.5 ** (age_s / HALF_LIFE_S))
 

@@ -1,4 +1,4 @@
-"""Suffix decoding: the tenant's recent outputs, and the sequence's own tokens, go on as they did before."""
+"""Suffix decoding: draft from the tenant's recent outputs and the sequence's own tokens, as they continued before."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from service.engine.drafting.past_outputs import KEY_TOKENS, TOKEN_BYTES, PastOu
 from service.engine.sequence import Sequence
 
 MAX_TOKENS = 1 << 20
-"""Limit of all tenants' outputs."""
+"""Maximum tokens over all tenants' outputs."""
 
 
 class SuffixDrafter:
-    """Outputs of one tenant never draft for another: the time of an answer would show what others wrote."""
+    """Suffix drafter. Outputs of one tenant never draft for another: response times would reveal what others wrote."""
 
     source, writes_cache, token_s = SUFFIX, False, 0.0
 
     def __init__(self, *, max_depth: int, max_requests: int, max_spec_factor: float, min_token_prob: float):
-        """Draft at most `max_spec_factor` tokens per matching token, of which `max_depth` count, while the most
-        frequent next one has `min_token_prob`."""
+        """Draft at most `max_spec_factor` tokens per matching token (counting at most `max_depth`), while the most
+        frequent next token has `min_token_prob`."""
         self._max_depth, self._max_requests = max_depth, max_requests
         self._max_spec_factor, self._min_token_prob = max_spec_factor, min_token_prob
         self._tenants: dict[str, PastOutputs] = {}
-        self._order: deque[tuple[str, int]] = deque()  # tenant, tokens; oldest first
+        self._order: deque[tuple[str, int]] = deque()  # (tenant, tokens), oldest first
         self._num_tokens = 0
         self._indexes: dict[Sequence, TokenIndex] = {}
 
@@ -49,7 +49,7 @@ class SuffixDrafter:
                 del self._tenants[tenant]
 
     def _draft(self, sequence: Sequence, count: int) -> tuple[int, ...]:
-        """Return what followed the longest match, the sequence's own of equals."""
+        """Return what followed the longest match; on a tie, the sequence's own."""
         tokens, index = sequence.token_ids, self._indexes.get(sequence)
         recent = tokens[-self._max_depth :].tobytes()
         if index is None:

@@ -1,4 +1,4 @@
-"""Host arrays of a step. Decodes keep their rows; only changes are written."""
+"""Host arrays of a step. Decodes keep their rows, and only changes are written."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from service.engine.step import Chunk, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """Rows of a plan: decodes, then longer chunks in the plan's order."""
+    """Row layout of a plan: decodes, then longer chunks in plan order."""
 
     plan: StepPlan
     inputs: ForwardInputs
-    decodes: list[Sequence]  # by row; same object until one enters or leaves
-    row_of_decode: np.ndarray  # int64, in the plan's order
-    is_one_token_each: bool  # each decode samples its own next token
+    decodes: list[Sequence]  # by row; the same object until a decode enters or leaves
+    row_of_decode: np.ndarray  # int64, in plan order
+    is_one_token_each: bool  # each decode samples only its own next token
     has_drafts: bool
 
     @property
@@ -49,7 +49,7 @@ class BatchLayout:
         return np.repeat(np.array([NO_SLOT if slot is None else slot for slot in slots], np.int32), lengths)
 
     def first_rows(self) -> dict[int, int]:
-        """Return each chunk's first row of hidden states, by id(chunk)."""
+        """Return each chunk's first row of hidden states by id(chunk)."""
         planned, num_decodes = self.plan.chunks, len(self.decodes)
         rows = dict(zip(map(id, planned), self.row_of_decode.tolist(), strict=False))
         starts = accumulate((chunk.length for chunk in self.prefills), initial=num_decodes)
@@ -66,11 +66,11 @@ class _PrefillArrays(NamedTuple):
 
 
 class DecodeBatch:
-    """Rows of decodes. A new sequence takes a vacated row or the next one; the last rows fill gaps."""
+    """Persistent decode rows. A new sequence takes a vacated row or the next one; the last rows fill gaps."""
 
     def __init__(self, max_rows: int, max_blocks: int, block_size: int, *, drafts_are_decodes: bool = False):
-        """`drafts_are_decodes`: each draft is a decode row while `max_rows` hold them; else a sequence with drafts is a
-        chunk."""
+        """`drafts_are_decodes`: each draft is a decode row while `max_rows` suffice; otherwise a sequence with drafts
+        is a chunk."""
         self._drafts_are_decodes = drafts_are_decodes
         self.dirty_tables = np.zeros(max_rows, np.bool_)
         """Rows whose block table is outdated on the device."""
@@ -88,8 +88,8 @@ class DecodeBatch:
         self._order = np.zeros(0, np.int64)
 
     def lay_out(self, plan: StepPlan, sampled_rows: Mapping[Sequence, int]) -> BatchLayout:
-        """Return the plan's arrays, valid until the next call. `sampled_rows`: rows of pending tokens outside their
-        sequence's row."""
+        """Return the plan's arrays, valid until the next call. `sampled_rows`: rows of pending tokens not in their
+        sequence's own row."""
         num_decodes = plan.num_decodes
         decodes, prefills = plan.chunks[:num_decodes], plan.chunks[num_decodes:]
         drafted = prefills[: self._num_drafted(num_decodes, prefills)]
@@ -104,7 +104,7 @@ class DecodeBatch:
             self._pending_token_row[self._row_of[sequence]] = sampled_rows[sequence]
         self._write(fresh)
         self._write_known([chunk for chunk in decodes if not chunk.sequence.num_pending_tokens])
-        # Counted from the end: the last decode may sample several sequences.
+        # Counted from the end, since the last decode may sample several sequences.
         num_longer = sum(len(chunk.sampled_sequences) for chunk in prefills)
         sampled = plan.sampled_sequences
         is_one_token_each = (sampled[: len(sampled) - num_longer] if prefills else sampled) == sequences
@@ -164,7 +164,7 @@ class DecodeBatch:
             self._pending_token_row[rows] = NO_PENDING_ROW
 
     def _prefill_arrays(self, chunk: Chunk, sampled_rows: Mapping[Sequence, int]) -> _PrefillArrays:
-        """Build arrays before rows are reassigned: the last token may be pending."""
+        """Build a chunk's arrays before rows are reassigned: its last token may be pending."""
         sequence, start, length, _, drafts = chunk
         known = sequence.token_ids[start : start + length]
         known.extend(drafts)
@@ -181,7 +181,7 @@ class DecodeBatch:
         return _PrefillArrays(token_ids, pending_token_row, rope_rows, slots, positions + 1, table)
 
     def _draft_arrays(self, first: int, chunks: tuple[Chunk, ...]) -> _PrefillArrays:
-        """Build the rows of tokens and their drafts, from row `first`, and write their tables."""
+        """Build the rows of tokens and their drafts from row `first`, and write their tables."""
         lengths = np.array([chunk.length for chunk in chunks])
         ends = np.cumsum(lengths)
         rows = slice(first, first + int(ends[-1]))
@@ -212,7 +212,7 @@ class DecodeBatch:
         prefills: tuple[Chunk, ...],
         tails: list[_PrefillArrays],
     ) -> ForwardInputs:
-        """Join the decodes' rows with `tails`: one of all `drafted` chunks, if there are any, and one a prefill."""
+        """Join the decode rows with `tails`: one for all `drafted` chunks, if any, then one per prefill."""
         num_decodes = len(self._sequences)
         rows, lengths = slice(num_decodes), [chunk.length for chunk in prefills]
         columns = [column[rows] for column in (self._token_ids, self._pending_token_row, self._positions, self._slots)]
@@ -242,7 +242,7 @@ class DecodeBatch:
         )
 
     def _num_drafted(self, num_decodes: int, prefills: tuple[Chunk, ...]) -> int:
-        """Return how many chunks with drafts, the first of `prefills`, are decode rows."""
+        """Return how many leading chunks of `prefills` have drafts that fit as decode rows."""
         num_rows, count = num_decodes, 0
         for chunk in prefills if self._drafts_are_decodes else ():
             num_rows += chunk.length
@@ -253,7 +253,7 @@ class DecodeBatch:
 
 
 def _logit_rows(first: int, prefills: tuple[Chunk, ...]) -> np.ndarray:
-    """Return the rows, from `first` on, whose logits are sampled: each chunk's last and those before its drafts."""
+    """Return the rows to sample, counting from `first`: each chunk's last, and the rows before its drafts."""
     ends = accumulate((chunk.length for chunk in prefills), initial=first - 1)
     next(ends)
     due = [
@@ -266,6 +266,6 @@ def _logit_rows(first: int, prefills: tuple[Chunk, ...]) -> np.ndarray:
 
 
 def _joined(pieces: Seq[np.ndarray]) -> np.ndarray:
-    """Concatenate without copying a single nonempty piece: a lone prompt waits for this."""
+    """Concatenate, without copying a single nonempty piece: a lone prompt waits for this."""
     filled = [piece for piece in pieces if len(piece)] or [pieces[0]]
     return filled[0] if len(filled) == 1 else np.concatenate(filled)

@@ -1,4 +1,4 @@
-"""Execution of plans; the model runner sees arrays only."""
+"""Execution of plans; the model runner only sees arrays."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from service.engine.execution.sampling import SampleBatch, SampleCall, StepSampl
 from service.engine.step import BlockCopy, FinishedTransfer, PoolSpan, StepPlan, StepResult
 
 MAX_DRAFTED_ROWS = 256
-"""Most decode rows of a step with drafts, unless more sequences decode: beyond, bf16 products on an H200 are bound by
-arithmetic, and a row costs its share."""
+"""Maximum decode rows of a step with drafts, unless more sequences decode. Above this, bf16 GEMMs on an H200 are
+compute-bound and every row adds to the time."""
 
 
 @runtime_checkable
 class StateReader(Protocol):
-    """A draft head that continues the model's states."""
+    """Draft head that continues the model's states."""
 
     @property
     def state_layers(self) -> tuple[int, ...]:
         """Layers whose inputs it takes."""
 
     def read_states(self, layout: BatchLayout, states: Array) -> None:
-        """Note a launched step's states [T, len(state_layers) * H]."""
+        """Record a launched step's states [T, len(state_layers) * H]."""
 
 
 @runtime_checkable
 class StepFollower(Protocol):
-    """A draft head that reads each step's states on the device."""
+    """Draft head that reads each step's states on the device."""
 
     @property
     def state_layers(self) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ class StepFollower(Protocol):
     def follow(
         self, layout: BatchLayout, batch: SampleBatch, calls: Seq[SampleCall], rows: StateRows, sampled: Array
     ) -> None:
-        """Read a step's rows; `sampled` int32[R] are the ids of its first call."""
+        """Read a step's rows; `sampled` int32[R] holds the ids from its first call."""
 
 
 @dataclass(slots=True)
@@ -67,8 +67,8 @@ class LaunchedStep:
 
 
 class ModelExecutor:
-    """Executor of at most `max_num_seqs` sequences of `max_blocks` blocks, ahead on a GPU. `attach` adds the cache
-    once the remaining memory is known."""
+    """Executor of at most `max_num_seqs` sequences of `max_blocks` blocks; it runs ahead on a GPU. `attach` adds the
+    cache once the remaining memory is known."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class ModelExecutor:
         *,
         verifies_drafts: bool = False,
     ):
-        """`verifies_drafts`: on a GPU, each draft is a decode row, MAX_DRAFTED_ROWS in a step."""
+        """`verifies_drafts`: on a GPU each draft is a decode row, up to MAX_DRAFTED_ROWS per step."""
         self.model = model
         self.runs_ahead = model.ops.name == "cuda"
         self.max_rows = max_decode_rows(max_num_seqs, verifies_drafts=verifies_drafts)
@@ -155,7 +155,7 @@ class ModelExecutor:
         return launched
 
     def write_adapter(self, slot: int, adapter: LoraAdapter, *, is_unused: bool = False) -> AsyncWrite:
-        """Start to replace a slot's adapter, after the steps launched so far unless none of them uses it."""
+        """Start replacing a slot's adapter, after all launched steps unless the slot `is_unused`."""
         return self.runner.write_adapter(slot, adapter, is_unused=is_unused)
 
     def transfer(self, plan: StepPlan) -> None:

@@ -23,19 +23,19 @@ from model.step_inputs import ForwardInputs, LogprobRows, SampleInputs, StepInpu
 from model.weights.lora.adapter import LoraAdapter
 
 MAX_LATE_DRAFTS = 1024
-"""Draft tokens that a step takes from the device: 16 of each of 64 sequences."""
+"""Draft tokens that a step reads from the device: 16 for each of 64 sequences."""
 
 Fetch = Callable[[], list[np.ndarray]]
 
 Then = Callable[[StateRows, Array], None]
-"""Work that follows a step on the device, with its rows and the ids int32[R] of its first call of `sample`. Neither
-lives longer."""
+"""Work that follows a step on the device, called with its rows and the ids int32[R] from its first `sample` call.
+Neither outlives the call."""
 
 
 class DoneTransfer(NamedTuple):
     is_out: bool
     num_blocks: int
-    seconds: float  # of the device
+    seconds: float  # on the device
 
 
 @dataclass(slots=True)
@@ -43,17 +43,17 @@ class RunningStep:
     """Launched step. Fetches return samples in the order of StepInputs."""
 
     logits: Array | None  # float32[R, V] until sampled
-    context_lens: Array | None  # int32[num_decodes], if their buffer stays
-    states: StateRows | None  # with state_layers
+    context_lens: Array | None  # int32[num_decodes], if the buffer persists
+    states: StateRows | None  # if there are state_layers
     scratch: ExitStack
-    samples: list[Fetch]  # token ids, NaN flags, perhaps log-probabilities (see Sampled)
+    samples: list[Fetch]  # token ids, NaN flags, optionally log-probabilities (see Sampled)
     prompt_logprobs: list[Fetch]
     pool_rows: list[Fetch]
 
 
 class ModelRunner:
-    """Buffers of steps of at most `max_rows` sequences of `max_blocks` blocks. `sampled` keeps ids on the device for
-    the next step. `attach` adds the cache."""
+    """Buffers for steps of at most `max_rows` sequences of `max_blocks` blocks. Sampled ids stay on the device in
+    `sampled` for the next step. `attach` adds the cache."""
 
     def __init__(self, model: Llama, max_rows: int, max_blocks: int, *, verifies_drafts: bool = False):
         self.model = model
@@ -81,7 +81,7 @@ class ModelRunner:
 
     @property
     def first_late_row(self) -> int:
-        """Row of `sampled` from which on a draft head leaves MAX_LATE_DRAFTS tokens for the next step."""
+        """First row of `sampled` where a draft head leaves up to MAX_LATE_DRAFTS tokens for the next step."""
         return self._max_rows
 
     @property
@@ -106,25 +106,25 @@ class ModelRunner:
         self._adapters = adapters
         if self._graphs is not None:
             self._graphs.capture(kv, state_layers=state_layers, adapters=adapters, progress=progress)
-        if num_host_blocks:  # last: pinning slows down the start
+        if num_host_blocks:  # last: pinning slows down startup
             self.host = self._ops.host_blocks(self._blocks, num_host_blocks)
 
     def write_adapter(self, slot: int, adapter: LoraAdapter, *, is_unused: bool = False) -> AsyncWrite:
-        """Start to replace a slot's adapter, after the steps launched so far unless none of them uses it."""
+        """Start replacing a slot's adapter, after all launched steps unless the slot `is_unused`."""
         if self._adapters is None:
             raise ValueError("write_adapter: there are no slots (attach them)")
         return self._adapters.write(slot, adapter, is_unused=is_unused)
 
     def fit_prompts(self, num_decodes: int, num_tokens: int) -> int:
-        """Return the prompt tokens, at most `num_tokens`, for a step with decodes."""
+        """Return the efficient number of prompt tokens, up to `num_tokens`, for a step with decodes."""
         return num_tokens if self._graphs is None else self._graphs.fit(num_decodes, num_tokens)
 
     def decode_seconds(self) -> list[float]:
-        """Time captured decodes of 1, 2 ... rows on padding; empty without captures."""
+        """Time captured decodes of 1, 2, ... rows on padding; empty without captures."""
         return [] if self._graphs is None else self._graphs.decode_seconds()
 
     def launch(self, inputs: StepInputs) -> RunningStep:
-        """Start the step; call `sample` unless the inputs have samples."""
+        """Start the step; call `sample` unless the inputs include samples."""
         scratch = ExitStack()
         scratch.enter_context(self._ops.scratch())
         self.transfer(inputs)
@@ -158,7 +158,7 @@ class ModelRunner:
                 then(step.states, sampled[0][0])
 
     def finished_transfers(self) -> list[DoneTransfer]:
-        """Return transfers finished since the last call, in order for each direction."""
+        """Return transfers finished since the last call, in order per direction."""
         finished = []
         for is_out, in_flight in ((True, self._swap_outs), (False, self._swap_ins)):
             while in_flight and in_flight[0][1].is_done():
@@ -176,7 +176,7 @@ class ModelRunner:
             self._ops.copy_blocks(self._blocks, *self._ops.upload_all(pair))
 
     def _replay(self, inputs: ForwardInputs, step: RunningStep) -> bool:
-        """Run a captured graph, which keeps no final hidden states; return False if none fits."""
+        """Replay a captured graph, which keeps no final hidden states; return False if none fits."""
         step.logits = None if self._graphs is None else self._graphs.forward(inputs)
         if self._graphs is None or step.logits is None:
             return False
@@ -201,7 +201,7 @@ class ModelRunner:
             return self._ops.download_async(self._ops.top_logprobs(logits, token_ids, part.num_alternatives))
 
     def _sample(self, step: RunningStep, call: SampleInputs) -> tuple[Array, Fetch]:
-        """Return the ids, on the device, and what fetches all."""
+        """Return the ids on the device, and a function to fetch all results."""
         if not call.num_rows:
             return self.sampled, self._ops.download_async(())
         logits = step.logits
@@ -213,7 +213,7 @@ class ModelRunner:
         if call.keeps_params and step.context_lens is not None:
             self._kept_params = replace(params, position=step.context_lens.view(np.uint32))
         is_kept = call.num_rows <= self._max_rows and not params.adjusts_logprobs
-        out = self.sampled[: call.num_rows] if is_kept else None  # more rows have drafts: the next step knows its ids
+        out = self.sampled[: call.num_rows] if is_kept else None  # more rows have drafts: the next step knows their ids
         sampled = self._ops.sample(logits, params, out=out)
         arrays = [sampled.token_ids, sampled.is_nan]
         if sampled.logprobs is not None:
@@ -280,8 +280,8 @@ class ModelRunner:
 
 
 def padded_rows(rows: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """Pad int32[R] with zeros to the next of `sizes`; unchanged if empty or longer than all. For other sizes of
-    the LM head cuBLASLt may load a kernel, 15 to 70 ms under load."""
+    """Pad int32[R] with zeros to the next of `sizes`; unchanged if empty or longer than all. At other sizes of the LM
+    head, cuBLASLt may load a kernel, which takes 15 to 70 ms under load."""
     index = bisect_left(sizes, len(rows))
     if not len(rows) or index == len(sizes):
         return rows

@@ -16,7 +16,7 @@ class _Sum(NamedTuple):
 
 
 class Pooler:
-    """Sums of rows, kept on the host: an embedding is needed once a prompt."""
+    """Running sums of hidden rows, on the host: an embedding is needed only once per prompt."""
 
     def __init__(self) -> None:
         self._sums: WeakKeyDictionary[SequenceGroup, _Sum] = WeakKeyDictionary()
@@ -30,7 +30,7 @@ class Pooler:
     def read(
         self, spans: Sequence[PoolSpan], fetches: Sequence[Callable[[], list[np.ndarray]]]
     ) -> tuple[PooledPrompt, ...]:
-        """Wait for the rows; return complete vectors."""
+        """Wait for the rows; return completed vectors."""
         done = []
         for span, fetch in zip(spans, fetches, strict=True):
             group = span.chunk.sequence.group
@@ -47,6 +47,6 @@ class Pooler:
 
 
 def _unit(vector: np.ndarray) -> bytes:
-    """Return float32[H], little-endian, of length 1; zero stays zero."""
+    """Return float32[H], little-endian, of unit length; zero stays zero."""
     length = float(np.linalg.norm(vector))
     return (vector / length if length > 0 else vector).astype("<f4").tobytes()

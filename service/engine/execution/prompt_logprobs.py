@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, few rows at a time because they are wide."""
+"""Log-probabilities of prompt tokens, a few wide rows at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from model.step_inputs import LogprobRows
 from service.engine.step import LogprobSpan, PromptLogprobs, TokenLogprob
 
 MAX_ROWS = 256
-"""Rows of logits at once, 128 MiB for a vocabulary of 128K."""
+"""Rows of logits at once: 128 MiB with a vocabulary of 128K."""
 
 
 class PlannedLogprobs(NamedTuple):
@@ -23,7 +23,7 @@ class PlannedLogprobs(NamedTuple):
 def plan_prompt_logprobs(
     spans: Sequence[LogprobSpan], first_rows: Mapping[int, int], max_rows: int
 ) -> list[PlannedLogprobs]:
-    """Return the rows to score, at most `max_rows` together."""
+    """Return the rows to score, in parts of at most `max_rows`."""
     step = min(MAX_ROWS, max_rows)
     return [
         _planned(span, first_rows[id(span.chunk)], start, min(start + step, span.stop))

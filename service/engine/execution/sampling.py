@@ -25,13 +25,13 @@ class SampleBatch:
     """Sequences that sample in a step, by row."""
 
     sequences: list[Sequence]
-    rows: list[int]  # of each sequence, in the logits
+    rows: list[int]  # logit row of each sequence
     positions: np.ndarray  # int32, of the sampled tokens
-    num_own_rows: int  # first ones, in their own decode rows
-    indices: np.ndarray  # int64, index in `sequences` of each of the plan's; with drafts, of its first row
-    drafts: list[Seq[int]] | None = None  # with drafts: those before each row
+    num_own_rows: int  # leading ones in their own decode rows
+    indices: np.ndarray  # int64, index in `sequences` (with drafts, of the first row) for each of the plan's
+    drafts: list[Seq[int]] | None = None  # drafts preceding each row
     next_drafts: Callable[[], np.ndarray] | None = None
-    """Function that returns int64, the draft after each row, NO_DRAFT after a run's last; it may wait."""
+    """Function returning int64: the draft after each row, NO_DRAFT after a run's last. It may wait."""
     unmasked: frozenset[int] = frozenset()  # rows after a draft whose matcher has failed
     needs_previous_tokens: bool = False
     has_logit_processors: bool = False  # penalties, biases or min_tokens
@@ -51,7 +51,7 @@ class SampleBatch:
 class SampleCall(NamedTuple):
     sequences: list[Sequence]
     inputs: SampleInputs
-    indices: list[int] | None = None  # in the batch; None: all
+    indices: list[int] | None = None  # indices in the batch; None: all
 
 
 class StepSampler:
@@ -59,7 +59,7 @@ class StepSampler:
     `other_rows`."""
 
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], *, keeps_params: bool):
-        """`keeps_params`: the runner can keep parameters of decodes alone."""
+        """`keeps_params`: the runner can keep parameters of decode-only steps."""
         self.other_rows: dict[Sequence, int] = {}
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -79,8 +79,8 @@ class StepSampler:
         return self._last
 
     def calls(self, batch: SampleBatch, *, masked: bool) -> list[SampleCall]:
-        """Return the sampling calls. Beams with adjusted log-probabilities are a second one: the next step does not
-        need their tokens on the device."""
+        """Return the sampling calls. Beams with adjusted log-probabilities form a second call, as the next step does
+        not need their tokens on the device."""
         if batch.has_one_sequence_per_row and not batch.has_adjusted_logprobs:
             calls = [self._call(batch, masked)]
         else:
@@ -175,10 +175,10 @@ def _sampled_rows(calls: Seq[SampleCall], arrays: Seq[list[np.ndarray]]) -> list
 
 
 def _accepted(batch: SampleBatch, sampled: Seq[np.ndarray], firsts: np.ndarray) -> tuple[np.ndarray, list[int] | None]:
-    """Return each sequence's rows, and where they begin: its first row, and each after a draft that equals the token
-    before it. `sampled`: token ids and NaN flags of all rows. Without drafts: `firsts`, and None.
+    """Return the accepted rows, and each sequence's start among them: its first row, then each row after a draft that
+    equals the token before it. `sampled`: token ids and NaN flags of all rows. Without drafts: `firsts`, None.
 
-    A row whose logits or matcher failed ends the run before it: the next step samples it without drafts.
+    A row with NaN logits or a failed matcher ends the run before it; the next step samples it without drafts.
     """
     if batch.next_drafts is None:
         return firsts, None

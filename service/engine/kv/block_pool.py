@@ -6,22 +6,22 @@ from itertools import chain
 from zlib import crc32
 
 _PLAIN, _RETAINED, _SAVED = range(3)
-"""Saved: the other tier has the contents too."""
+"""`_SAVED`: the other tier holds a copy too."""
 
 
 class OutOfBlocks(Exception):
-    """Raised before anything is allocated."""
+    """Raised before any block is allocated."""
 
 
 class BlockPool:
-    """Block ids of one memory: *used* (held), *cached* (retained contents) or *free*.
+    """Block ids of one tier: *used* (held), *cached* (contents retained) or *free*.
 
-    Without free blocks, cached ones are evicted: saved ones first, then the least recently held. Tables are released
-    from their ends, so prefixes are evicted from theirs.
+    When none is free, cached blocks are evicted: saved ones first, then the least recently held. Tables are released
+    from the end, so prefixes are evicted from theirs.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None):
-        """`on_evict` gets each evicted block; it may discard others."""
+        """`on_evict` receives each evicted block and may discard others."""
         self.num_blocks = num_blocks
         self.num_shared = 0
         self._on_evict = on_evict
@@ -51,7 +51,7 @@ class BlockPool:
         return self.num_blocks - len(self._free) - self.num_cached
 
     def is_shared(self, block: int) -> bool:
-        """Return True if retained or held by several: read-only."""
+        """Return True if the block is read-only: retained or shared."""
         return self._references[block] > 1 or self._retention[block] != _PLAIN
 
     def is_held_by_several(self, block: int) -> bool:
@@ -87,7 +87,7 @@ class BlockPool:
         return taken
 
     def num_freed(self, tables: Iterable[Sequence[int]]) -> int:
-        """Count blocks that only these tables hold."""
+        """Count the blocks held by these tables alone."""
         held = Counter(chain.from_iterable(tables))
         return sum(self._references[block] == count for block, count in held.items())
 
@@ -110,7 +110,7 @@ class BlockPool:
         self.num_blocks += len(more)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove a holder from each block; the one released last is allocated first."""
+        """Drop one reference to each block; the last released is the first allocated."""
         for block in reversed(blocks):
             count = self._references[block] - 1
             if count < 0:
@@ -126,7 +126,7 @@ class BlockPool:
                     self._cached[retention][block] = None
 
     def retain(self, block: int, *, is_saved: bool = False) -> None:
-        """Cache the contents once unheld; `is_saved`: the other tier has them too."""
+        """Cache the contents once unheld. `is_saved`: the other tier holds a copy too."""
         if self._references[block] == 0:
             if self._retention[block] == _PLAIN:
                 raise AssertionError(f"block {block} is free and cannot be retained")
@@ -144,7 +144,7 @@ class BlockPool:
         return chain(self._cached[_SAVED], self._cached[_RETAINED])
 
     def oldest_unsaved(self) -> Iterable[int]:
-        """Return cached blocks that the other tier lacks, in eviction order."""
+        """Return cached blocks without a copy in the other tier, in eviction order."""
         return iter(self._cached[_RETAINED])
 
     def check_invariants(self, holders: Iterable[Sequence[int]]) -> None:
@@ -163,13 +163,13 @@ class BlockPool:
 
 
 FREE, CACHED, SHARED, MOVING, FIRST_OWNER = 0, 1, 2, 3, 16
-"""Bytes of an image; from FIRST_OWNER on a request's colour."""
+"""Bytes of an image; values from FIRST_OWNER up are request colours."""
 MAX_CELLS = 131_072
 
 
 def render_blocks(pool: BlockPool, held: Iterable[tuple[str, Iterable[int]]], moving: Iterable[int] = ()) -> bytes:
-    """Return a byte per block, or per k-th, at most MAX_CELLS. `held`: (request id, blocks); `moving`: targets of
-    copies."""
+    """Return one byte per block, or per k-th block to stay within MAX_CELLS. `held`: (request id, blocks); `moving`:
+    copy targets."""
     picture = bytearray(pool.num_blocks)
     for block in moving:
         picture[block] = MOVING

@@ -1,6 +1,6 @@
-"""Host tier. Copies are recorded for the plan, at most one transfer in each direction.
+"""Host tier. Copies are recorded for the next plan, at most one transfer per direction.
 
-Transfers of a direction finish in order, and hold their blocks in both tiers until then.
+Transfers in one direction finish in order, and hold their blocks in both tiers until then.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class _SwapOut(NamedTuple):
 
 
 class HostCache:
-    """Host blocks for contents of `gpu`. Waiting sequences pin theirs; others are evicted, least recently used
-    first. `drop_subtree` removes a node without contents."""
+    """Host copies of blocks in `gpu`. Waiting sequences pin theirs; others are evicted, least recently used first.
+    `drop_subtree` removes a node without contents."""
 
     def __init__(self, gpu: BlockPool, drop_subtree: Callable[[PrefixNode], None]):
         self.pool = BlockPool(0, self._on_evict)
@@ -34,7 +34,7 @@ class HostCache:
         self._node_of: dict[int, PrefixNode] = {}
         self._pins: dict[Sequence, list[int]] = {}
         self._swapping_out: dict[PrefixNode, int] = {}
-        self._swapping_in: dict[int, int] = {}  # transfer by GPU block
+        self._swapping_in: dict[int, int] = {}  # swap-in number by GPU block
         self._planned_outs: list[_SwapOut] = []
         self._planned_ins: list[BlockCopy] = []
         self._outs_in_flight: deque[list[_SwapOut]] = deque()
@@ -54,24 +54,24 @@ class HostCache:
         return len(self._swapping_in)
 
     def num_exclusive_swapping_out(self) -> int:
-        """Count blocks being copied out without another holder."""
+        """Count blocks being copied out that have no other holder."""
         return sum(not self._gpu.is_held_by_several(node.gpu_block()) for node in self._swapping_out)
 
     def holds(self, node: PrefixNode) -> bool:
-        """Return True if the host has the contents, or is about to."""
+        """Return True if the host holds the contents or a copy is under way."""
         return node.host is not None or node in self._swapping_out
 
     def num_transfers(self, node: PrefixNode) -> int:
         return (node in self._swapping_out) + (node.gpu in self._swapping_in)
 
     def copy_out(self, nodes: Iterable[PrefixNode]) -> None:
-        """Copy nodes that earlier steps wrote, parents first, while space lasts."""
+        """Copy nodes written by earlier steps, parents first, while host blocks last."""
         wanted = [node for node in nodes if not self.holds(node)]
         blocks = self.pool.allocate(min(len(wanted), self.pool.num_available))
         for node in wanted:
             if not blocks:
                 break
-            if node.in_tree:  # eviction may have removed it
+            if node.in_tree:  # evicted by the allocation
                 swap = _SwapOut(node, node.gpu_block(), blocks.pop())
                 self._swapping_out[node] = swap.host
                 self._gpu.share((swap.gpu,))
@@ -79,7 +79,7 @@ class HostCache:
         self.pool.release(blocks)
 
     def pin(self, holder: Sequence, nodes: Iterable[PrefixNode]) -> None:
-        """Pin host blocks for the holder, up to the first missing one."""
+        """Pin the host blocks of `nodes` for `holder`, up to the first missing one."""
         pinned = self._pins.setdefault(holder, [])
         for node in nodes:
             block = node.host if node.host is not None else self._swapping_out.get(node)
@@ -104,7 +104,7 @@ class HostCache:
         return block in self._swapping_in
 
     def last_swap_in(self, blocks: Iterable[int]) -> int:
-        """Return the transfer that completes these GPU blocks; 0 if complete."""
+        """Return the number of the swap-in that completes these GPU blocks; 0 if complete."""
         return max((self._swapping_in.get(block, 0) for block in blocks), default=0)
 
     def is_swap_in_done(self, number: int) -> bool:
@@ -147,7 +147,7 @@ class HostCache:
         if node.host is not None:
             del self._node_of[node.host]
             self.pool.discard(node.host)
-            node.host = None  # sequences still read it
+            node.host = None  # sequences may still read it
 
     def _on_evict(self, block: int) -> None:
         node = self._node_of.pop(block)

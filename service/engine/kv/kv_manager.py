@@ -1,4 +1,4 @@
-"""Block tables. Copies are recorded for the plan."""
+"""Block tables. Copies are recorded for the next plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from service.engine.sequence import Sequence, SequenceStatus
 from service.engine.step import BlockCopy, Chunk, FinishedTransfer
 
 MAX_SAVED_PER_STEP = 256
-"""About 10 ms of the bus."""
+"""About 10 ms on the bus."""
 
 
 SwapInRule = Callable[[int, int], bool]
@@ -29,7 +29,7 @@ def always(num_tokens: int, num_blocks: int) -> bool:
 
 
 class SwapFootprint(NamedTuple):
-    """Cached blocks of sequences to preempt, shared ones once."""
+    """Cached blocks of the sequences to preempt; shared blocks count once."""
 
     num_cached: int
     num_to_save: int
@@ -39,9 +39,9 @@ class SwapFootprint(NamedTuple):
 class KVManager:
     """Block tables on the GPU, with an optional host tier.
 
-    Full blocks of known tokens are cached. A sequence starts from its longest cached prefix: with `prefix_caching` of
-    its salt, else its own from before a preemption. The cached part of a table is a path of the tree. `format_key`
-    names the dtype and scales of the cache (`KvFormat`).
+    Full blocks of known tokens are cached. A sequence starts from its longest cached prefix: with `prefix_caching` any
+    prefix with its salt, else only its own from before a preemption. The cached part of a table is a path in the prefix
+    tree. `format_key` names the cache's dtype and scales (`KvFormat`).
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class KVManager:
         self._cache = cache if prefix_caching or swapping else None
         self.pool: BlockPool = cache.pool
         self.host: HostCache | None = cache.host
-        self._tails: dict[Sequence, PrefixNode] = {}  # last cached block
-        self._swap_in_ids: dict[Sequence, int] = {}  # transfer to wait for
+        self._tails: dict[Sequence, PrefixNode] = {}  # node of the last cached block
+        self._swap_in_ids: dict[Sequence, int] = {}  # swap-in number to wait for
         self._copied: dict[Sequence, dict[int, BlockCopy]] = {}  # by index in the table
 
     def start_step(self) -> None:
@@ -74,20 +74,20 @@ class KVManager:
             self._cache.start_step()
 
     def match(self, sequence: Sequence, should_swap_in: SwapInRule = always) -> Match:
-        """Return the cached prefix, less the last token."""
+        """Return the cached prefix, without the last token."""
         if self._cache is None:
             return NO_MATCH
         token_ids = sequence.token_ids[: sequence.num_tokens - 1]
         return self._cache.match(self._salt(sequence), token_ids, should_swap_in)
 
     def num_blocks_for_match(self, sequence: Sequence, match: Match) -> int:
-        """Return the blocks that `attach` and `extend` to all tokens take."""
+        """Return the blocks needed to `attach` the match and `extend` to all tokens."""
         shared = match.on_gpu
         missing = -(-sequence.num_tokens // self.block_size) - len(shared) + (match.partial is not None)
         return missing + self.pool.num_unreferenced(shared)
 
     def match_within_blocks(self, sequence: Sequence, num_blocks: int, should_swap_in: SwapInRule = always) -> Match:
-        """Match, but drop a partial-block hit if copying it would exceed `num_blocks`."""
+        """Like `match`, but drop a partial-block hit if copying it would exceed `num_blocks`."""
         match = self.match(sequence, should_swap_in)
         if match.partial is None or self.num_blocks_for_match(sequence, match) <= num_blocks:
             return match
@@ -103,7 +103,7 @@ class KVManager:
         shared, absent = match.on_gpu, match.on_host
         if not self.can_attach(match):
             raise OutOfBlocks(f"{len(absent)} blocks needed to swap in")
-        self.pool.share(shared)  # before swapping in could evict
+        self.pool.share(shared)  # before the swap-in can evict them
         if absent:
             self._cache.swap_in(absent)
         self.unpin_host(sequence)
@@ -124,13 +124,13 @@ class KVManager:
         return self.host
 
     def swapping_in(self) -> Set[Sequence]:
-        """Return sequences that wait for blocks from the host."""
+        """Return the sequences waiting for blocks from the host."""
         for sequence in [one for one, number in self._swap_in_ids.items() if self._host_cache.is_swap_in_done(number)]:
             del self._swap_in_ids[sequence]
         return self._swap_in_ids.keys()
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return the blocks that `extend` would allocate."""
+        """Return the number of blocks `extend` would allocate."""
         table, size = sequence.block_table, self.block_size
         first, end = sequence.num_computed_tokens // size, -(-num_tokens // size)
         if end == first + 1 <= len(table):
@@ -138,7 +138,7 @@ class KVManager:
         return max(0, end - len(table)) + sum(map(self.pool.is_shared, table[first:end]))
 
     def extend(self, sequence: Sequence, num_tokens: int) -> None:
-        """Allocate blocks up to `num_tokens`, copying shared ones. Raises OutOfBlocks, changing nothing."""
+        """Allocate blocks up to `num_tokens`, copying shared ones on write. Raises OutOfBlocks, changing nothing."""
         missing, size = self.num_missing_blocks(sequence, num_tokens), self.block_size
         end = -(-num_tokens // size)
         if missing:
@@ -155,7 +155,7 @@ class KVManager:
         sequence.num_exclusive_tokens = end * size
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Start a child from the parent's first `num_tokens` tokens, sharing even a partial block."""
+        """Start a child from the parent's first `num_tokens` tokens, sharing any partial block."""
         child.block_table.extend(parent.block_table[: -(-num_tokens // self.block_size)])
         self.pool.share(child.block_table)
         child.num_computed_tokens = num_tokens
@@ -166,11 +166,11 @@ class KVManager:
             self.unpin_host(child)
 
     def awaits_copy(self, sequence: Sequence) -> bool:
-        """Return whether the next plan copies a block to one of the sequence's."""
+        """Return True if the next plan copies into a block of the sequence."""
         return any(copy.target in sequence.block_table for copy in self._copies)
 
     def copied_from(self, sequence: Sequence) -> dict[int, int]:
-        """Return the source of each block of the table that was copied on write, by its index."""
+        """Return the source of each copied-on-write block by its index in the table."""
         table, copies = sequence.block_table, self._copied.get(sequence, {})
         return {index: copy.source for index, copy in copies.items() if table[index] == copy.target}
 
@@ -179,14 +179,14 @@ class KVManager:
         return copies
 
     def cache_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        """Make this plan's full blocks available to prefix hits."""
+        """Make this plan's full blocks available as prefix hits."""
         tail = self._tails.get(sequence)
         if tail is not None:
             self._tails[sequence] = self._extend_tail(sequence, tail, num_tokens, may_replace=False)
 
     def commit_step(self, chunks: Iterable[Chunk], failed: Set[Sequence]) -> None:
-        """Cache blocks that a finished step filled; for `failed` ones (NaN logits) drop those since the last valid
-        logits."""
+        """Cache the blocks a finished step filled; for `failed` sequences (NaN logits), drop those after the last valid
+        one."""
         if self._cache is None:
             return
         size = self.block_size
@@ -204,7 +204,7 @@ class KVManager:
                 self._cache.mark_valid(tail)
 
     def accept_drafts(self, sequence: Sequence, count: int) -> None:
-        """Count computed drafts whose ids are known; no effect after a preemption."""
+        """Count accepted drafts as computed; no effect after a preemption."""
         if sequence.status is not SequenceStatus.RUNNING or not count:
             return
         num_blocks = sequence.num_computed_tokens // self.block_size
@@ -217,7 +217,7 @@ class KVManager:
             self._cache.mark_valid(tail)
 
     def retract_token(self, sequence: Sequence) -> None:
-        """Recompute the last token: a finished step returned none."""
+        """Mark the last token uncomputed after a step that returned none."""
         if sequence.status is SequenceStatus.RUNNING:
             num_computed = sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
             sequence.num_exclusive_tokens = 0
@@ -225,7 +225,7 @@ class KVManager:
                 self._tails[sequence] = _ancestor(self._tails[sequence], num_computed // self.block_size)
 
     def swap_out(self, sequence: Sequence) -> None:
-        """Release the sequence; its cached blocks are pinned on the host until it is attached or ends."""
+        """Release the sequence, pinning its cached blocks on the host until it is attached or ends."""
         path = self._tails[sequence].path() if sequence in self._tails else []
         self.release(sequence)
         host = self._host_cache
@@ -260,7 +260,7 @@ class KVManager:
         return self.pool.num_freed(one.block_table for one in sequences)
 
     def num_returning_blocks(self) -> int:
-        """Return blocks available once copied out."""
+        """Return the blocks that copies out will free."""
         return 0 if self.host is None else self.host.num_exclusive_swapping_out()
 
     def save_to_host(self, sequence: Sequence) -> None:
@@ -301,7 +301,7 @@ class KVManager:
         sequence.num_computed_tokens = sequence.num_exclusive_tokens = 0
 
     def num_slots(self, sequences: Iterable[Sequence]) -> tuple[int, int]:
-        """Return (held, filled) token slots, shared blocks once."""
+        """Return (held, filled) token slots; shared blocks count once."""
         size = self.block_size
         empty: dict[int, int] = {}
         for sequence in sequences:
@@ -313,7 +313,7 @@ class KVManager:
         return held, held - sum(empty.values())
 
     def _salt(self, sequence: Sequence) -> str:
-        """Return the root of its blocks in both tiers: another cache format, adapter or rope never matches."""
+        """Return the key of the sequence's tree root: another cache format, adapter or rope never matches."""
         group, owner = sequence.group, sequence.request.cache_salt if self._prefix_caching else sequence.request_id
         return f"{self._format_key}\n{group.adapter_key}\n{group.first_rope_row}\n{owner}"
 

@@ -1,4 +1,4 @@
-"""Size of the KV cache: memory left by weights and workspace."""
+"""Size of the KV cache: the memory left after weights and workspace."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from service.errors import StartupError
 CPU_CACHE_BYTES = 2 << 30
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""Bytes, or "max"."""
+"""Holds bytes, or "max"."""
 
 RESERVED_GPU_BYTES = 256 << 20
-"""Reserve for the driver, cuBLAS and fragmentation."""
+"""Reserved for the driver, cuBLAS and fragmentation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     num_blocks: int
     block_size: int
-    block_bytes: int  # of all ranks
+    block_bytes: int  # summed over ranks
     max_model_len: int
     num_ranks: int = 1
 
@@ -40,7 +40,7 @@ def plan_memory(
     reserved_bytes: int = 0,
     draft: PlannedDraftModel | None = None,
 ) -> MemoryPlan:
-    """Size the pool from a rank's free memory less `reserved_bytes` and the draft model. Raises StartupError."""
+    """Size the pool from one rank's free memory minus `reserved_bytes` and the draft model. Raises StartupError."""
     bytes_per_block = block_bytes(config, settings.block_size, ops.kv_dtype, ops.num_ranks)
     if draft is not None:
         bytes_per_block += draft_bytes(ops, draft.block_shape(settings.block_size))

@@ -1,6 +1,6 @@
 """Prefix cache: a prefix tree over both tiers.
 
-A node without a block leaves the tree with its descendants: a prefix never outlives its parent.
+A node without any block leaves the tree with its descendants: a prefix never outlives its parent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from service.engine.kv.prefix_tree import PrefixNode, PrefixTree, pack_tokens
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Cached prefix: whole blocks, perhaps a partial one."""
+    """Cached prefix: full blocks, optionally followed by a partial one."""
 
     nodes: list[PrefixNode]
     partial: PrefixNode | None
@@ -39,8 +39,8 @@ NO_MATCH = Match.of([], None, 0)
 
 
 class PrefixCache:
-    """Map from contents to blocks, matched once planned: plans run in order. A copy needs a block written by an
-    earlier plan."""
+    """Map from contents to blocks. Planned blocks already match, as plans run in order; a copy needs a block written by
+    an earlier plan."""
 
     def __init__(self, num_blocks: int, block_size: int, *, with_host: bool):
         self.pool = BlockPool(num_blocks, self._on_evict)
@@ -57,8 +57,8 @@ class PrefixCache:
         return self._tree.root(salt)
 
     def match(self, salt: str, token_ids: Sequence[int], should_swap_in: Callable[[int, int], bool]) -> Match:
-        """Return the longest cached prefix. `should_swap_in(num_tokens, num_blocks)`: whether to swap in `num_blocks`
-        host blocks after `num_tokens` on the GPU."""
+        """Return the longest cached prefix. `should_swap_in(num_tokens, num_blocks)` decides whether to swap in
+        `num_blocks` host blocks after `num_tokens` on the GPU."""
         found, closest = self._tree.find(salt, pack_tokens(token_ids))
         nodes = self._worth_swapping_in(found, should_swap_in)
         if len(nodes) < len(found) or closest is None or not self.is_written(closest[0]):
@@ -67,7 +67,7 @@ class PrefixCache:
         return Match.of(nodes, partial, len(nodes) * self._block_size + num_common)
 
     def is_written(self, node: PrefixNode) -> bool:
-        """Return True if the GPU has the contents before the planned step."""
+        """Return True if the GPU holds the contents before the planned step runs."""
         if node.gpu is None or node.written_by >= self._step:
             return False
         return self.host is None or not self.host.is_swapping_in(node.gpu)
@@ -75,8 +75,8 @@ class PrefixCache:
     def insert(
         self, tail: PrefixNode, token_ids: Sequence[int], table: array[int], end: int, *, may_replace: bool
     ) -> PrefixNode:
-        """Insert full blocks from `tail` to block `end`; return the last node. A duplicate is replaced, or without
-        `may_replace` (still being written) ends the path."""
+        """Insert full blocks from `tail` up to block `end`; return the last node. A duplicate block is replaced;
+        without `may_replace` (still being written) it ends the path."""
         size = self._block_size
         while tail.depth < end and tail.in_tree:
             index = tail.depth
@@ -105,18 +105,18 @@ class PrefixCache:
             self._assign_block(node, block)
 
     def oldest_unsaved(self, count: int) -> list[PrefixNode]:
-        """Return the next `count` nodes to evict that the host lacks, parents first."""
+        """Return up to `count` nodes that the host lacks, next to evict, parents first."""
         nodes = [self._known_node(block) for block in islice(self.pool.oldest_unsaved(), count)]
         return [node for node in reversed(nodes) if self.is_written(node)]
 
     def mark_valid(self, tail: PrefixNode) -> None:
-        """Mark blocks up to `tail`: a token that attends to them had finite logits."""
+        """Mark the blocks up to `tail` valid: a token attending to them had finite logits."""
         while not tail.is_valid and tail.parent is not None:
             tail.is_valid = True
             tail = tail.parent
 
     def invalidate_unproven(self, tail: PrefixNode) -> None:
-        """Drop blocks up to `tail` after the last valid one, with descendants."""
+        """Drop the blocks after the last valid one up to `tail`, with their descendants."""
         suspect = None
         while tail.parent is not None and not tail.is_valid:
             suspect, tail = tail, tail.parent

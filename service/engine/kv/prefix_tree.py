@@ -1,7 +1,7 @@
-"""Prefix tree of token blocks, with a root per salt.
+"""Prefix tree of token blocks, with one root per salt.
 
-Lookup compares tokens: unlike hashes they cannot collide. Children are sorted: the closest is next to the insertion
-point.
+Lookup compares tokens, so unlike hashes it cannot collide. Children are sorted: the closest match is next to the
+insertion point.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ ROOTS_BETWEEN_SWEEPS = 1024
 
 
 class PrefixNode:
-    """Block of tokens. Step `written_by` writes `gpu`. `is_valid`: a token that attends to it had finite logits."""
+    """One block of tokens. Step `written_by` writes `gpu`. `is_valid`: a token attending to it had finite logits."""
 
     __slots__ = ("children", "depth", "gpu", "host", "in_tree", "is_valid", "keys", "parent", "tokens", "written_by")
 
     def __init__(self, parent: PrefixNode | None, tokens: bytes):
         self.parent = parent
-        self.tokens = tokens  # big-endian uint32: bytes sort as tokens
+        self.tokens = tokens  # big-endian uint32: bytes sort like tokens
         self.depth: int = 0 if parent is None else parent.depth + 1  # in blocks
         self.gpu: int | None = None
         self.host: int | None = None
@@ -48,7 +48,7 @@ class PrefixNode:
         return self.host
 
     def path(self) -> list[PrefixNode]:
-        """Return the path below the root."""
+        """Return the nodes below the root, down to this one."""
         nodes: list[PrefixNode] = []
         node = self
         while node.parent is not None:
@@ -85,8 +85,7 @@ class PrefixTree:
         return self._roots[salt]
 
     def find(self, salt: str, packed: bytes) -> tuple[list[PrefixNode], tuple[PrefixNode, int] | None]:
-        """Return the longest prefix in whole blocks, and the child with the most common next tokens, with their
-        number."""
+        """Return the longest prefix in full blocks, then the child sharing the most further tokens and their number."""
         node = self._roots.get(salt)
         if node is None:
             return [], None
@@ -94,7 +93,7 @@ class PrefixTree:
         size = self._block_bytes
         for start in range(0, len(packed), size):
             tokens, keys = packed[start : start + size], node.keys
-            index = bisect_left(keys, tokens)  # inlined `child`: twice as fast
+            index = bisect_left(keys, tokens)  # `child`, inlined: twice as fast
             if index == len(keys) or keys[index] != tokens:
                 return nodes, _closest_child(node, tokens)
             node = node.children[index]
@@ -141,7 +140,7 @@ class PrefixTree:
                 raise AssertionError(f"the children of a node at depth {node.depth} are out of order")
 
     def _drop_empty_roots(self) -> None:
-        # Sequences below a dropped root are not cached any more.
+        # Sequences below a dropped root are no longer cached.
         for salt in [salt for salt, root in self._roots.items() if not root.children]:
             self._roots.pop(salt).in_tree = False
 

@@ -17,12 +17,12 @@ MAX_TABLE_BLOCKS = 16_384
 """Maximum over all tables."""
 
 WRITABLE, CACHED, ARRIVING = 0, 1, 2
-"""States of a block: CACHED ones are kept for later prompts, ARRIVING ones are being copied from the host."""
+"""Block states. CACHED blocks are kept for later prompts; ARRIVING ones are being copied from the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableView:
-    """`blocks`, `holders` and `states` are cut where all tables exceed MAX_TABLE_BLOCKS."""
+    """View of one table. `blocks`, `holders` and `states` are truncated where all tables exceed MAX_TABLE_BLOCKS."""
 
     request_id: str
     branch: int
@@ -33,7 +33,7 @@ class TableView:
     blocks: array[int]
     holders: tuple[int, ...]
     states: bytes
-    copied_from: Mapping[int, int]  # source by index
+    copied_from: Mapping[int, int]  # source block by index
     host_blocks: tuple[int, ...]
     num_drafted: int
     num_accepted: int
@@ -42,8 +42,8 @@ class TableView:
 def view_tables(
     kv: KVManager, running: Iterable[Sequence], drafts: Mapping[Sequence, tuple[int, int]]
 ) -> tuple[TableView, ...]:
-    """Return the longest running sequences, then preempted ones with blocks on the host, MAX_TABLES in all.
-    `drafts`: (drafted, accepted) of the last step."""
+    """Return the longest running sequences, then preempted ones with host blocks, MAX_TABLES in total. `drafts`:
+    (drafted, accepted) in the last step."""
     pinned = {} if kv.host is None else kv.host.pinned
     preempted = [*islice(pinned, MAX_PREEMPTED)]
     longest = nlargest(MAX_TABLES - len(preempted), running, key=lambda sequence: len(sequence.block_table))

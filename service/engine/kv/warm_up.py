@@ -1,4 +1,4 @@
-"""Steps that a GPU runs before it serves, to compile and load kernels and to allocate workspace."""
+"""Warm-up steps on a GPU: compile and load kernels and allocate workspace before serving."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from model.sampling_params import MAX_LOGPROBS, SamplingParams
 from model.text.grammar_matcher import num_mask_words
 
 SMALL_BATCHES = (16, 32, 64, 96, 128, 192, 256)
-"""Decode batches with their own kernels on some devices."""
+"""Decode batch sizes with their own kernels on some devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +30,13 @@ class WarmUpSizes:
 
 
 def run_all_kernels(model: Llama, sizes: WarmUpSizes, adapters: AdapterSlots | None = None) -> None:
-    """Run what an engine runs on a GPU at its start, for `Ops.compile_ahead`."""
+    """Run everything an engine runs at start on a GPU, for `Ops.compile_ahead`."""
     ops, max_rows = model.ops, sizes.num_sequences
     max_blocks = -(-sizes.max_model_len // sizes.block_size)
     sampled = ops.empty((max_rows,), np.dtype(np.int32))
     graphs = StepGraphs(model, sampled, max_rows, max_blocks, verifies_drafts=sizes.verifies_drafts)
     kv = allocate(ops, model.config, 1, sizes.block_size)
-    with ops.scratch():  # first: sampling is needed first, and compiles long
+    with ops.scratch():  # first: sampling is needed first and compiles slowly
         logits = model.forward(shared_block_batch(ops, np.ones(1, np.int64), sizes.block_size, 1), kv)
         ops.sample(logits, _sampling(model, SamplingParams(max_tokens=1, temperature=0.0), 1))
     graphs.run_sizes(kv, adapters)
@@ -45,7 +45,7 @@ def run_all_kernels(model: Llama, sizes: WarmUpSizes, adapters: AdapterSlots | N
 
 
 def warm_up(model: Llama, sizes: WarmUpSizes, adapters: AdapterSlots | None = None) -> None:
-    """Run the largest prefill and decode, and small batches, with every sampling option and adapters: workspace is
+    """Run the largest prefill and decode, and small batches, with all sampling options and adapters: workspace is
     allocated before the pool is sized."""
     ops = model.ops
     block_size, num_sequences, max_model_len = sizes.block_size, sizes.num_sequences, sizes.max_model_len
@@ -59,7 +59,7 @@ def warm_up(model: Llama, sizes: WarmUpSizes, adapters: AdapterSlots | None = No
         with ops.scratch():
             batch = shared_block_batch(ops, lengths, block_size, max_model_len)
             logits = model.forward(replace(batch, adapters=_first_adapter(adapters, batch)), kv)
-            logits = ops.gather_rows(logits, ops.upload(np.zeros(count, np.int32)))  # for forking branches
+            logits = ops.gather_rows(logits, ops.upload(np.zeros(count, np.int32)))  # for forked branches
             ops.sample(logits, _sampling(model, params, count))
         ops.synchronize()
     ops.copy_blocks(kv, *ops.upload_all([np.zeros(1, np.int32), np.ones(1, np.int32)]))  # outside the cache
@@ -80,7 +80,7 @@ def _sampling(model: Llama, params: SamplingParams, count: int) -> SamplingArray
 
 
 def _first_adapter(slots: AdapterSlots | None, batch: Batch) -> BatchAdapters | None:
-    """Return the first slot's adapter for all rows."""
+    """Use the first slot's adapter for all rows."""
     if slots is None:
         return None
     tile_rows = slots.adapter_ops.lora_tile_rows(batch.num_tokens)
@@ -90,8 +90,8 @@ def _first_adapter(slots: AdapterSlots | None, batch: Batch) -> BatchAdapters | 
 
 
 def warm_up_products(model: Llama, sizes: WarmUpSizes) -> None:
-    """Run every other GEMM size once, in one layer: loading a kernel later delays its step by 5 to 70 ms. Smaller
-    steps load at capture; the LM head runs in padded sizes only (`padded_rows`)."""
+    """Run every other GEMM size once, in one layer: loading a kernel later delays its step by 5 to 70 ms. Smaller steps
+    load at capture; the LM head only runs in padded sizes (`padded_rows`)."""
     ops, max_model_len = model.ops, sizes.max_model_len
     kv, first_layer = allocate(ops, model.config, 1, sizes.block_size), model.first_layer()
     for size in ops.linear_sizes(sizes.num_tokens):
@@ -110,7 +110,7 @@ def warm_up_products(model: Llama, sizes: WarmUpSizes) -> None:
 
 
 def shared_block_batch(ops: Ops, lengths: np.ndarray, block_size: int, max_model_len: int) -> Batch:
-    """Build a step of these lengths (ones first) that all use block 0."""
+    """Build a step with these lengths (ones first) in which all sequences use block 0."""
     ends = np.cumsum(lengths)
     positions = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
     num_decodes = int(np.count_nonzero(lengths == 1))

@@ -1,8 +1,8 @@
-"""The adapters in the device's slots.
+"""Assignment of adapters to device slots.
 
-A group runs only while its adapter has a slot, which is reserved while the adapter is copied there and until the group
-runs. A group without a slot may be overtaken MAX_OVERTAKEN times. Then one slot is drained: younger groups neither join
-it nor take a free slot.
+A group runs only while its adapter has a slot; the slot stays reserved from the start of the load until the group runs.
+MAX_OVERTAKEN younger groups may overtake a group without a slot. Then one slot is drained: younger groups neither join
+its adapter nor take a free slot.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from model.weights.lora.adapter import LoraAdapter
 from service.engine.sequence import Sequence, SequenceGroup
 
 MAX_OVERTAKEN = 16
-"""Groups with other adapters that may start before a group that waits for a slot."""
+"""Younger groups with other adapters that may start before a group waiting for a slot."""
 
 
 class AdapterLoad(NamedTuple):
-    """Adapter to copy into a slot that no step uses."""
+    """Adapter to copy into a slot that the current plan does not use."""
 
     slot: int
     adapter: LoraAdapter
-    is_unused: bool  # by steps in flight, the last planned at most
+    is_unused: bool  # by steps in flight (at most the last planned one)
 
 
 class AdapterSlotPool:
     def __init__(self, num_slots: int):
         self.num_slots = num_slots
-        self._slot_of: OrderedDict[str, int] = OrderedDict()  # digest -> slot, the last used at the end
+        self._slot_of: OrderedDict[str, int] = OrderedDict()  # digest -> slot, least recently used first
         self._held: Counter[str] = Counter()  # running groups by digest
         self._held_before: Counter[str] = Counter()  # in the previous step
-        self._loading: set[int] = set()  # slots that are written
-        self._reserved: dict[str, SequenceGroup] = {}  # digest -> the group that its slot waits for
+        self._loading: set[int] = set()  # slots being written
+        self._reserved: dict[str, SequenceGroup] = {}  # digest -> group the slot is reserved for
         self._loads: list[AdapterLoad] = []
-        self._starving: SequenceGroup | None = None  # the oldest that waits for a slot
+        self._starving: SequenceGroup | None = None  # oldest group waiting for a slot
         self._num_overtaken = 0
-        self._drained = ""  # digest whose slot it gets
+        self._drained = ""  # digest losing its slot to the starving group
         self.num_open = 0  # groups with an adapter
 
     def add_group(self, group: SequenceGroup) -> None:
@@ -51,7 +51,7 @@ class AdapterSlotPool:
             self._forget_starving()
 
     def start_step(self, running: Iterable[Sequence]) -> None:
-        """Count the running groups of each adapter."""
+        """Count running groups per adapter."""
         self._held_before = self._held
         groups = {sequence.group for sequence in running}
         self._held = Counter(group.adapter_key for group in groups if group.adapter_key)
@@ -59,8 +59,8 @@ class AdapterSlotPool:
             self._drained = ""
 
     def admissible(self, waiting: Iterable[SequenceGroup]) -> Iterator[SequenceGroup]:
-        """Yield groups that need no slot or have one, and those whose adapter is being read. Start other loads that
-        find a slot."""
+        """Yield groups that need no slot or have one, and groups whose adapter is still being read. Start the other
+        loads that find a slot."""
         for group in waiting:
             if not group.is_loaded:
                 yield group
@@ -72,7 +72,7 @@ class AdapterSlotPool:
                 self._starving = group
 
     def take(self, group: SequenceGroup) -> None:
-        """Give an admissible group its slot."""
+        """Assign an admissible group its slot."""
         digest = group.adapter_key
         if not digest:
             return
@@ -83,7 +83,7 @@ class AdapterSlotPool:
         self._count_overtaking(group)
 
     def drain_loads(self) -> tuple[AdapterLoad, ...]:
-        """Return loads to start; `finish_load` ends each."""
+        """Return loads to start; `finish_load` completes each."""
         loads, self._loads = tuple(self._loads), []
         return loads
 
@@ -91,7 +91,8 @@ class AdapterSlotPool:
         self._loading.remove(slot)
 
     def _is_in_slot(self, group: SequenceGroup) -> bool:
-        """Return whether the group needs no adapter or its slot holds it; start the load of one without a slot."""
+        """Return True if the group needs no adapter or its slot holds it; start the load of an adapter without a
+        slot."""
         digest = group.adapter_key
         if not digest or group.adapter is None:
             return True
@@ -121,7 +122,7 @@ class AdapterSlotPool:
         return (digest in self._slot_of or self._has_free_slot) and not is_held_back
 
     def _free_slot(self) -> tuple[int, bool]:
-        """Return a slot, and whether no step in flight uses it."""
+        """Return a slot and whether no step in flight uses it."""
         if len(self._slot_of) < self.num_slots:
             return len(self._slot_of), True
         digest = next(self._unused())
@@ -132,7 +133,7 @@ class AdapterSlotPool:
         return len(self._slot_of) < self.num_slots or next(self._unused(), None) is not None
 
     def _unused(self) -> Iterator[str]:
-        """Yield digests that may lose their slots, the least recently used first."""
+        """Yield digests whose slots may be reused, least recently used first."""
         for digest, slot in self._slot_of.items():
             if digest not in self._held and digest not in self._reserved and slot not in self._loading:
                 yield digest

@@ -1,4 +1,4 @@
-"""Tenants' fair shares of sequences and blocks.
+"""Fair shares of sequences and blocks per tenant.
 
 Holdings over a share are reclaimed once another tenant can start within its own.
 """
@@ -14,7 +14,7 @@ from service.engine.sequence import Sequence, SequenceGroup
 from service.fair_share import fair_share
 
 RECLAIM_DIVISOR = 16
-"""Groups reclaimed in a step: at most `max_num_seqs` / 16."""
+"""Maximum groups reclaimed per step: `max_num_seqs` / 16."""
 COUNT_EVERY_STEPS = 8
 """Counting blocks takes up to 1 ms."""
 
@@ -57,7 +57,7 @@ class FairShare:
             del self._num_groups[group.tenant]
 
     def next_group(self, waiting: Iterable[SequenceGroup], num_running: Mapping[str, int]) -> SequenceGroup | None:
-        """Return the oldest ready group of the tenant that runs least. `num_running`: sequences by tenant."""
+        """Return the oldest ready group of the tenant with the fewest running sequences. `num_running`: by tenant."""
         ready = (group for group in waiting if group.is_ready)
         if not self.has_several_tenants:
             return next(ready, None)
@@ -77,7 +77,7 @@ class FairShare:
         return Shares(self.max_num_seqs, held, wanted)
 
     def block_shares(self, waiting: Iterable[SequenceGroup], running: list[Sequence]) -> Shares:
-        """Return shares of blocks; holdings may be some steps old."""
+        """Return block shares; holdings may be several steps old."""
         num_changed = abs(len(running) - self._num_counted)
         if self._num_steps_since >= COUNT_EVERY_STEPS or num_changed * COUNT_EVERY_STEPS > len(running):
             self._count_blocks(running)
@@ -101,7 +101,7 @@ class FairShare:
         self._num_steps_since, self._num_counted = 0, len(running)
 
     def block_holders_over_share(self, groups: list[SequenceGroup], running: list[Sequence]) -> list[SequenceGroup]:
-        """Return groups of the tenant with the most blocks; without each it keeps an equal part."""
+        """Return the groups that the tenant with the most blocks can lose and keep an equal part."""
         if not self.has_several_tenants:
             return []
         shares = self.block_shares((), running)
@@ -118,9 +118,10 @@ class FairShare:
         num_free_blocks: int,
         is_preemptible: Callable[[SequenceGroup], bool],
     ) -> list[SequenceGroup]:
-        """Return groups to preempt for waiting ones within their shares: a few, or as many as one waiting group needs.
+        """Return groups to preempt for waiting groups within their shares: a few, or as many as one waiting group
+        needs.
 
-        The youngest come first, of the tenant furthest over its share; those not `is_preemptible` last; a tenant's
+        The youngest come first, of the tenant furthest over its share; groups not `is_preemptible` last; a tenant's
         oldest never.
         """
         reclaimed = _Reclaim(self, waiting, running, num_free_blocks, is_preemptible)
@@ -140,7 +141,7 @@ class FairShare:
         return found
 
     def num_uncached_blocks(self, group: SequenceGroup) -> int:
-        """Return the blocks needed without the cache."""
+        """Return the blocks the group needs without cache hits."""
         leader, *others = group.live
         if not others:
             return -(-leader.num_tokens // self.kv.block_size)
@@ -219,6 +220,6 @@ def num_sequences_of(group: SequenceGroup) -> int:
 
 
 def num_blocks_of(group: SequenceGroup) -> int:
-    """Count the group's blocks, shared ones once."""
+    """Count the group's blocks; shared blocks count once."""
     first, *others = group.live
     return len(set(first.block_table).union(*(one.block_table for one in others))) if others else len(first.block_table)

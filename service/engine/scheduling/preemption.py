@@ -1,7 +1,7 @@
-"""Preemption of groups, and their restoration.
+"""Preemption and restoration of groups.
 
-A victim is a whole group and keeps its position in the queue. It is swapped in or recomputed, whichever is cheaper
-then. Blocks are copied to the host ahead of need.
+A victim is a whole group and keeps its queue position. It is restored by swapping in or recomputing, whichever is
+cheaper then. Blocks are copied to the host ahead of need.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from service.engine.step import FinishedTransfer, StepPlan
 AUTO, SWAP, RECOMPUTE = MODES = ("auto", "swap", "recompute")
 
 PROTECTED_STEPS = 64
-"""A resumed group is preempted last for this many steps."""
+"""Steps during which a resumed group is preempted last."""
 
 
 class Preemption:
-    """Order: tenants over their share of blocks, then the youngest; recently resumed groups last, the oldest never."""
+    """Victim selection: tenants over their share of blocks, then the youngest group; recently resumed groups last, the
+    oldest never."""
 
     def __init__(
         self, kv: KVManager, fair_share: FairShare, costs: SwapCostModel | None = None, mode: str = AUTO
@@ -58,8 +59,8 @@ class Preemption:
             self._resumed_at_step[group] = self._step
 
     def make_room(self, num_blocks: int, claimant: Sequence, running: list[Sequence]) -> list[SequenceGroup]:
-        """Preempt until `num_blocks` are available, now or after copies, or the claimant is preempted. Return the
-        victims: WAITING, removed from `running`."""
+        """Preempt until `num_blocks` are available, now or after copies, or the claimant itself is preempted. Return
+        the victims: WAITING and removed from `running`."""
         victims: list[SequenceGroup] = []
         while claimant.group not in victims and self.num_available_soon() < num_blocks:
             group = self._next_victim(running)
@@ -78,7 +79,7 @@ class Preemption:
         return self._step - self._resumed_at_step.get(group, -math.inf) > PROTECTED_STEPS
 
     def save_ahead(self, running: list[Sequence]) -> None:
-        """Copy likely victims' blocks to the host, while none are in flight."""
+        """Copy likely victims' blocks to the host, unless copies are in flight."""
         kv = self._kv
         if kv.host is None or kv.host.num_swapping_out or not running:
             return
@@ -114,7 +115,7 @@ class Preemption:
             self.costs.on_decode_step(seconds)
 
     def num_available_soon(self) -> int:
-        """Return blocks available now or after copies, less promised ones."""
+        """Return the blocks available now or after copies, minus promised ones."""
         return self._kv.pool.num_available + self._kv.num_returning_blocks() - self._num_promised
 
     def _next_victim(self, running: list[Sequence]) -> SequenceGroup:
@@ -155,7 +156,7 @@ class Preemption:
         return self.costs.swap_s(lost.num_to_save, lost.num_exclusive, self._load) < self.costs.recompute_s(first, end)
 
     def should_swap_in(self, num_tokens: int, num_blocks: int) -> bool:
-        """Return True if swapping in is cheaper, see PrefixCache.match."""
+        """Return True if swapping in is cheaper; see PrefixCache.match."""
         if self.costs is None or self._mode == SWAP:
             return True
         end = num_tokens + num_blocks * self._kv.block_size

@@ -7,7 +7,7 @@ from service.engine.step import Chunk, LogprobSpan, PoolSpan
 
 
 class PromptOutputs:
-    """Groups with prompt log-probabilities or pooling; each position is returned once."""
+    """Groups awaiting prompt log-probabilities or pooling; each position is returned once."""
 
     def __init__(self) -> None:
         self._awaiting_logprobs: set[SequenceGroup] = set()

@@ -1,12 +1,12 @@
-"""Plan of the next step, at most `max_num_batched_tokens`, in this order:
+"""Scheduler. A step of at most `max_num_batched_tokens` is planned in this order:
 
 1. Groups over their tenant's share are preempted for tenants below theirs.
-2. Running sequences that lack one token (decodes) get it, oldest first, with drafts under speculation. If
-   blocks run out, the youngest groups are preempted.
-3. With decodes, the budget shrinks to `Limits.prompt_budget`: every decode waits for the step.
+2. Running sequences that lack one token (decodes) get it, oldest first, with drafts under speculation. If blocks run
+   out, the youngest groups are preempted.
+3. With decodes, the budget shrinks to `Limits.prompt_budget`, as every decode waits for the step.
 4. Running sequences that lack more (prefills) get chunks, oldest first.
-5. If nothing was preempted, waiting groups are admitted while blocks last: in order, or from the tenant that runs
-   least. A group whose adapter finds no slot is passed over (`adapter_slots`).
+5. If nothing was preempted, waiting groups are admitted while blocks last: in order, or from the tenant that runs the
+   fewest. A group whose adapter finds no slot is skipped (`adapter_slots`).
 6. Blocks likely to be preempted are copied to the host.
 """
 
@@ -52,7 +52,7 @@ class Scheduler:
         self.waiting: deque[SequenceGroup] = deque()
         self._prompt_outputs = PromptOutputs()
         self.running: list[Sequence] = []
-        self._extended: set[Sequence] = set()  # by this plan
+        self._extended: set[Sequence] = set()  # by the current plan
 
     def add_group(self, group: SequenceGroup) -> None:
         self._num_arrivals += 1
@@ -98,7 +98,7 @@ class Scheduler:
         leader.share_prefix_with([one for one in leader.prefix_followers if one.is_waiting_for_leader])
 
     def schedule(self) -> StepPlan:
-        """Return the next step, whose chunks have their blocks; empty while all wait for tokens."""
+        """Return the next step, with blocks allocated for its chunks; empty while every sequence waits for tokens."""
         self.kv.start_step()
         self.preemption.start_step(len(self.running))
         self._fair_share.start_step()
@@ -141,7 +141,7 @@ class Scheduler:
         for sequence in self.running:
             num_pending = sequence.num_pending_tokens
             num_tokens = len(sequence.token_ids) + num_pending
-            # A pending token is its last one, or needed by the next step.
+            # A pending token may be the last, or the next step may need its id.
             if num_pending and (sequence.cannot_run_ahead or num_tokens >= sequence.max_num_tokens):
                 continue
             if sequence.is_waiting_for_leader or (arriving and sequence in arriving):
@@ -159,7 +159,8 @@ class Scheduler:
         return (sequence.num_uncomputed_tokens for sequence in chain(prefills, waiting))
 
     def _plan_decodes(self, sequences: list[Sequence], has_prompts: bool) -> list[Chunk]:
-        """Return a chunk per decode. Next to prompts, drafts get half of the budget left: else prompts starve."""
+        """Return a chunk per decode. With prompts waiting, drafts get half of the remaining budget, or prompts would
+        starve."""
         for sequence in [one for one in sequences if one.num_computed_tokens >= one.num_exclusive_tokens]:
             if sequence.status is SequenceStatus.RUNNING:
                 self._allocate(sequence, sequence.num_computed_tokens + 1)
@@ -179,7 +180,7 @@ class Scheduler:
         return self.speculation.add_drafts(chunks, max(0, max_drafts), self._extended)
 
     def _allocate(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Extend the sequence, preempting others; return whether it has the blocks."""
+        """Extend the sequence, preempting others; return True if it got the blocks."""
         missing = self.kv.num_missing_blocks(sequence, num_tokens)
         if missing > self.kv.pool.num_available:
             self._requeue(self.preemption.make_room(missing, sequence, self.running))
@@ -193,7 +194,7 @@ class Scheduler:
         for sequence in sequences:
             if budget == 0:
                 break
-            if sequence.status is not SequenceStatus.RUNNING:  # preempted for a preceding one
+            if sequence.status is not SequenceStatus.RUNNING:  # preempted for an earlier sequence
                 continue
             chunk = self._chunk(sequence, budget)
             num_preemptions = self.preemption.num_preemptions
@@ -207,9 +208,9 @@ class Scheduler:
         return chunks, budget
 
     def _plan_admissions(self, budget: int) -> list[Chunk]:
-        """Admit ready groups while the pool can hold their tokens, what running sequences lack, and a reserve.
+        """Admit ready groups while the pool holds their tokens, the blocks running sequences lack, and a reserve.
 
-        Admission follows preemption, so no prefix that this step writes is evicted.
+        Admission follows preemption, so no prefix written by this step is evicted.
         """
         chunks = []
         spare = self.kv.pool.num_available - self._num_missing_blocks()
@@ -255,7 +256,7 @@ class Scheduler:
         self._requeue(over_share)
 
     def _match_follower(self, follower: Sequence) -> Match:
-        """Return the prefix from before a preemption, if the others' blocks remain."""
+        """Return the follower's prefix from before a preemption, if the others' blocks remain."""
         others = self._num_missing_blocks() - self.kv.num_missing_for_all(follower)
         return self._match_within(follower, self.kv.pool.num_available - others)
 
@@ -280,7 +281,7 @@ class Scheduler:
 
     @property
     def _num_reserve_blocks(self) -> int:
-        """A reserve, or an admitted group is the next victim."""
+        """Reserve, without which an admitted group is the next victim."""
         return self.kv.pool.num_blocks // 100 if self.running else 0
 
     def _num_missing_blocks(self) -> int:

@@ -1,4 +1,4 @@
-"""Decodes with draft tokens, which the step verifies."""
+"""Speculation: decodes with draft tokens, verified by the step."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from service.engine.sequence import Sequence
 from service.engine.step import Chunk, StepPlan, StepResult
 
 MAX_SILENT, SILENT_STEPS = 3, (4, 100)
-"""A head that drafts nothing 3 times in turn, of too large a batch or after prompts, is not asked for 4 steps, then for
-twice as many each time, at most 100."""
+"""A draft head that drafts nothing 3 times in a row (batch too large, or after prompts) is skipped for 4 steps; the
+wait doubles each time, up to 100."""
 HOPE = 0.9
-"""Acceptance of a head or draft model that a trial supposes: what it was before says nothing about the next text."""
+"""Acceptance that a trial of a draft head or model assumes: past acceptance says nothing about the next text."""
 IDLE_STEPS = 8
-"""Steps until drafts of a head or draft model are considered again."""
+"""Steps until drafts of a draft head or model are considered again."""
 SEQUENCES_PER_WAIT, LOOKS_PER_WAIT, MAX_WAIT = 8, 16, 3
-"""After a step that drafts nothing, guesses are not compared for one step per 8 sequences or per 16 such comparisons in
-turn, at most 3. The next comparison covers all tokens since."""
+"""After a step without drafts, guesses are not compared for one step per 8 sequences or per 16 fruitless comparisons in
+a row, at most 3. The next comparison covers all tokens since."""
 
 
 class Speculation:
-    """Drafts follow known tokens, so a step with drafts is collected before the next is planned; others overlap.
-    Tokens that a grammar forces are drafts too.
+    """Draft selection. Drafts follow known tokens, so a step with drafts is collected before the next is planned; other
+    steps overlap. Tokens forced by a grammar are drafts too.
 
-    Guesses of a drafter without a device are compared for each sequence, drafted or not (ShadowDrafts). Drafts of one
-    that takes the device's time are tried again now and then (DraftLengths).
+    Guesses of a drafter without a device are compared for every sequence, drafted or not (ShadowDrafts). Drafts that
+    cost device time are retried now and then (DraftLengths).
     """
 
     def __init__(
@@ -54,22 +54,22 @@ class Speculation:
         self._shadows = ShadowDrafts(drafter, max_drafts) if drafter is not None and is_free else None
         self._acceptance = Acceptance()
         self._drafting_s = 0.0
-        self._max_added: int | None = None  # limit of the last step planned
-        self._unlearned: list[tuple[Chunk, int]] = []  # and accepted drafts
+        self._max_added: int | None = None  # limit of the last planned step
+        self._unlearned: list[tuple[Chunk, int]] = []  # (chunk, accepted drafts)
         self._unlearned_steps: list[tuple[int, int, float]] = []  # rows, drafts, seconds
-        self._asked: tuple[list[Sequence], int] = [], 0  # for drafts: sequences and rows
-        self._chosen: list[int] | None = None  # for the same, ahead
+        self._asked: tuple[list[Sequence], int] = [], 0  # sequences asked for drafts, and rows
+        self._chosen: list[int] | None = None  # lengths chosen ahead for `_asked`
         self._steps_to_wait = 0
-        self._num_silent = 0  # times asked in vain
+        self._num_silent = 0  # times in a row without drafts
         self._silent_steps = SILENT_STEPS[0]
-        self._num_looks = 0  # at guesses, since any were worth their rows
+        self._num_looks = 0  # fruitless comparisons in a row
         self.lengths = lengths or DraftLengths()
         self.stats = DraftStats()
         self.last_drafts: dict[Sequence, tuple[int, int]] = {}  # (drafted, accepted) in the last step with decodes
 
     def needs_known_tokens(self, running: Iterable[Sequence]) -> bool:
-        """Return True if the step in flight must be collected before the next is planned: it has drafts, or drafts
-        are likely to pay for the lost overlap."""
+        """Return True if the step in flight must be collected before the next is planned: it has drafts, or drafts are
+        likely to outweigh the lost overlap."""
         if self.stats.last_mean_length:
             return True
         running = list(running)
@@ -91,8 +91,8 @@ class Speculation:
         return any(self._choose_drafted([*rooms], most, len(rooms)))
 
     def add_drafts(self, chunks: list[Chunk], max_tokens: int, extended: set[Sequence]) -> list[Chunk]:
-        """Add at most `max_tokens` drafts to one-token chunks, as blocks allow; to `extended`, sequences that got
-        blocks."""
+        """Add at most `max_tokens` drafts to one-token chunks, as blocks allow. Sequences that get blocks are added to
+        `extended`."""
         self.stats.last_mean_length, self._max_added = 0.0, max_tokens
         self.last_drafts.clear()
         if self._is_skipped([one.sequence for one in chunks]):
@@ -137,7 +137,7 @@ class Speculation:
                     self.last_drafts[chunk.sequence] = len(chunk.drafts), num_accepted
 
     def learn(self) -> None:
-        """Learn from collected steps and choose for the next, while a step runs."""
+        """Learn from collected steps and choose draft lengths for the next, while a step runs."""
         for num_rows, num_drafts, seconds in self._unlearned_steps:
             self.lengths.on_step(num_rows, num_drafts, seconds)
             if self._drafter is not None:
@@ -155,8 +155,8 @@ class Speculation:
             self._chosen = self._choose_drafted(sequences, [self._max_drafts] * len(sequences), num_rows)
 
     def on_step(self, plan: StepPlan, seconds: float, has_overlapped: bool) -> None:
-        """Learn from the seconds since the previous step's tokens, less drafting. A plain step that has not overlapped
-        is no example."""
+        """Learn from the seconds since the previous step's tokens, minus drafting. Plain steps that did not overlap are
+        ignored."""
         num_rows, num_drafts = len(plan.chunks), sum(len(chunk.drafts) for chunk in plan.chunks)
         if num_drafts:
             seconds, self._drafting_s = seconds - self._drafting_s, 0.0
@@ -185,8 +185,8 @@ class Speculation:
         return self.lengths.choose(gains, num_rows, Drafting(self._drafter.token_s, self._max_added, HOPE))
 
     def _room(self, sequence: Sequence) -> int:
-        """Return the most drafts that can be accepted once its tokens are known."""
-        # Beams and forks sample several sequences, or a sequence that needs more than the next token.
+        """Return the most drafts that can be accepted once the sequence's tokens are known."""
+        # Beams and forks sample several sequences, or need more than the next token.
         is_alone = sequence.sampled_sequences == (sequence,) and not sequence.prefix_followers
         if sequence.cannot_run_ahead or not is_alone:
             return 0
@@ -217,7 +217,7 @@ class Speculation:
     def _choose_shadows(
         self, shadows: ShadowDrafts, rooms: dict[Sequence, int], num_rows: int
     ) -> list[tuple[Sequence, Seq[int]]]:
-        """Return the guesses that are worth their rows, if this step looks at them."""
+        """Return the guesses worth their rows, unless this step skips the comparison."""
         if self._is_waiting():
             return []
         chosen = self._worthwhile(shadows, rooms, num_rows)
@@ -233,7 +233,7 @@ class Speculation:
     def _worthwhile(
         self, shadows: ShadowDrafts, rooms: dict[Sequence, int], num_rows: int
     ) -> list[tuple[Sequence, Seq[int]]]:
-        """Return the guesses that are worth their rows. A sequence's first ones are of its pending tokens."""
+        """Return the guesses worth their rows. A sequence's first guesses stand for its pending tokens."""
         found, gains = [], []
         for sequence, shadow in shadows.look(one for one, room in rooms.items() if room):
             first, room = shadow.num_right + sequence.num_pending_tokens, rooms[sequence]
@@ -247,7 +247,7 @@ class Speculation:
         return [(sequence, own[:count]) for (sequence, own), count in zip(found, chosen, strict=True) if count]
 
     def _is_skipped(self, sequences: Seq[Sequence]) -> bool:
-        """Return whether a step waits, and no grammar may draft in it."""
+        """Return True if the step waits and no grammar may draft in it."""
         return bool(self._steps_to_wait and sequences) and all(one.matcher is None for one in sequences)
 
     def _is_waiting(self) -> bool:
@@ -264,7 +264,7 @@ class Speculation:
         num_rows: int,
         extended: set[Sequence],
     ) -> set[Sequence]:
-        """Draft on the device, whose time is part of the choice; return the sequences with blocks for their drafts."""
+        """Draft on the device, counting its time in the choice; return the sequences with blocks for drafts."""
         if self._is_waiting():
             return set()
         asked = {one: min(room, self._max_drafts) for one, room in rooms.items() if room}
@@ -296,7 +296,7 @@ class Speculation:
                 drafts[sequence] = own
                 sequence.draft_source = drafter.source
         self._num_silent += 1
-        if any(found):  # else the drafter begins with this step
+        if any(found):  # else the drafter starts with this step
             self._num_silent, self._silent_steps = 0, SILENT_STEPS[0]
             self.lengths.on_planned(sum(map(len, found)), self._drafting_s)
         elif self._num_silent >= MAX_SILENT:
@@ -305,7 +305,7 @@ class Speculation:
         return set(kept)
 
     def _usable(self, sequence: Sequence, drafts: Seq[int]) -> Seq[int]:
-        """Cut drafts before an id that is unknown, ends the answer or breaks the grammar. Without a grammar late drafts
+        """Cut drafts before an id that is unknown, is a stop id or breaks the grammar. Without a grammar, late drafts
         stay whole: nothing waits for their ids."""
         if isinstance(drafts, LateDrafts) and sequence.matcher is None:
             return drafts
@@ -319,7 +319,7 @@ class Speculation:
         return usable[: sequence.matcher.num_valid(usable)]
 
     def _reserve(self, sequence: Sequence, num_drafts: int, extended: set[Sequence]) -> bool:
-        """Allocate blocks for the next token and drafts, and for those ahead if there are enough; preempt nothing."""
+        """Allocate blocks for the next token and drafts, plus `num_ahead` tokens if available, without preempting."""
         end = sequence.num_computed_tokens + 1 + num_drafts
         ahead = min(end + self._num_ahead, sequence.max_num_tokens)
         num_available = self._kv.pool.num_available
@@ -330,6 +330,6 @@ class Speculation:
             if num_missing:
                 self._kv.extend(sequence, wanted)
                 extended.add(sequence)
-            sequence.num_exclusive_tokens = 0  # each later block is looked at again: its slots follow no other's
+            sequence.num_exclusive_tokens = 0  # check every later block again: its slots are not contiguous
             return True
         return False

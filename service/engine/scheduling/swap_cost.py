@@ -1,7 +1,7 @@
 """Cost of restoring a sequence by swapping or recomputing.
 
 Rates are measured at start and corrected by observation. Recomputing delays all running sequences, copies only waiting
-ones: the more run, the more is swapped, until the bus is the bottleneck.
+ones: the more sequences run, the more are swapped, until the bus is the bottleneck.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from service.engine.kv.warm_up import shared_block_batch
 EWMA_WEIGHT = 0.1
 
 COPY_SLOWDOWN = 0.03
-"""Slowdown of steps while the bus is full."""
+"""Slowdown of steps while the bus is busy."""
 
 MIN_BLOCKS = 8
 """Smaller transfers are ignored."""
@@ -34,9 +34,9 @@ MIN_TOKENS = 256
 
 @dataclass(kw_only=True)
 class Rates:
-    """Seconds of the device."""
+    """Device seconds."""
 
-    token_s: float  # of a long prompt
+    token_s: float  # in a long prompt
     pair_s: float  # per token attended to
     block_out_s: float
     block_in_s: float
@@ -45,20 +45,20 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLoad:
-    """Load; default: one sequence alone."""
+    """Engine load; default: one sequence alone."""
 
     num_running: int = 1
-    num_swapping_out: int = 0  # blocks, also planned
+    num_swapping_out: int = 0  # blocks, including planned ones
     num_swapping_in: int = 0
 
 
 class SwapCostModel:
-    """Costs in seconds of all running sequences."""
+    """Costs in seconds, summed over running sequences."""
 
     def __init__(self, rates: Rates, block_size: int):
         self.rates = rates
         self._block_size = block_size
-        self._decode_s: float | None = None  # recent
+        self._decode_s: float | None = None  # moving average
 
     def recompute_s(self, start: int, end: int) -> float:
         return (end - start) * self.rates.token_s + (end**2 - start**2) / 2 * self.rates.pair_s
@@ -70,8 +70,8 @@ class SwapCostModel:
         return self.rates.transfer_s + num_blocks * self.rates.block_out_s if num_blocks else 0.0
 
     def swap_s(self, num_out: int, num_in: int, load: EngineLoad) -> float:
-        """Return the seconds lost by copying `num_out` blocks out and later `num_in` back. One sequence waits for
-        copies out; every `block_size` steps another needs a block."""
+        """Return the seconds lost by copying `num_out` blocks out and later `num_in` back in. One sequence waits for
+        copies out, and another needs a block every `block_size` steps."""
         swap_out_s, swap_in_s = self.copy_out_s(num_out), self.copy_in_s(num_in)
         share = 1 / load.num_running
         loss_s = COPY_SLOWDOWN * (swap_out_s + swap_in_s)
@@ -102,11 +102,10 @@ class SwapCostModel:
         self._decode_s = seconds if self._decode_s is None else _ewma(self._decode_s, seconds)
 
     def on_prefill_step(self, spans: list[tuple[int, int]], seconds: float, *, with_decodes: bool) -> None:
-        """Learn from a step with these prompt spans."""
         if sum(end - start for start, end in spans) < MIN_TOKENS or (with_decodes and self._decode_s is None):
             return
         seen_s = seconds - ((self._decode_s or 0.0) if with_decodes else 0.0)
-        if seen_s <= 0:  # outdated decode estimate
+        if seen_s <= 0:  # the decode estimate is outdated
             return
         expected_s = sum(self.recompute_s(start, end) for start, end in spans)
         ratio = min(2.0, max(0.5, seen_s / expected_s))
@@ -125,7 +124,7 @@ PINNING_WAIT_S = 1.0
 
 GUESSED_BYTES_PER_S = 25e9
 GUESSED_TRANSFER_S = 1e-4
-"""Guesses if no host memory is ready in time."""
+"""Assumed if no host memory is pinned in time."""
 
 CALIBRATION_TOKENS = 2048
 """Enough to hide a step's fixed cost."""
@@ -157,7 +156,7 @@ def _copy_and_wait(copy: Callable[[list[int], list[int]], Transfer], blocks: lis
 
 
 def _prompt_rates(model: Llama, kv: Array, longest: int) -> tuple[float, float]:
-    """Return seconds per prompt token and per token attended to, at half the rate of GEMMs."""
+    """Return seconds per prompt token and per token attended to, assuming attention runs at half the GEMM rate."""
     length = min(CALIBRATION_TOKENS, longest)
     count = CALIBRATION_TOKENS // length
     pairs_in_tokens = _attention_flops_per_pair(model.config) / _flops_per_token(model.config) * 2

@@ -22,10 +22,10 @@ DATA = ("appendonlydir", "appendonlydir/*", "*.aof", "*.rdb")
 
 
 class DataFolder:
-    """A folder that only its owner can read."""
+    """Data folder that only its owner can read."""
 
     def __init__(self, path: Path) -> None:
-        """Raises StartupError."""
+        """Create the folder if missing. Raises StartupError."""
         self.path = path.absolute()
         self.log_path = self.path / LOG
         try:
@@ -35,7 +35,7 @@ class DataFolder:
             raise StartupError(_reason(error, self.path)) from error
 
     def lock(self) -> int:
-        """Return a lock that the server inherits: the folder is free once both have ended."""
+        """Return a lock that the server inherits: the folder is free once both have ended. Raises StartupError."""
         try:
             lock = self._open(LOCK, os.O_RDWR)
         except OSError as error:
@@ -53,7 +53,7 @@ class DataFolder:
             time.sleep(0.05)
 
     def open_log(self) -> int:
-        """Raises OSError."""
+        """Open the log for writing. Raises OSError."""
         return self._open(LOG, os.O_WRONLY | os.O_TRUNC)
 
     @property
@@ -61,7 +61,7 @@ class DataFolder:
         return any(True for pattern in DATA for _ in self.path.glob(pattern))
 
     def writer(self) -> str | None:
-        """Return the last server's name and version."""
+        """Return the last server's name and version, or None."""
         try:
             note = os.open(self.path / WRITER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with open(note, "rb") as file:
@@ -71,7 +71,7 @@ class DataFolder:
         return text if re.fullmatch(r"[a-z]+ [0-9.]{1,40}", text) else None
 
     def note_writer(self, server: str) -> None:
-        """Raises StartupError."""
+        """Record the server's name and version. Raises StartupError."""
         if self.writer() == server:
             return
         try:
@@ -81,7 +81,7 @@ class DataFolder:
             raise StartupError(_reason(error, self.path)) from error
 
     def socket_folder(self) -> Path:
-        """Raises StartupError."""
+        """Return the socket's folder. Raises StartupError."""
         path = self.path / SOCKETS
         try:
             path.mkdir(mode=0o700, exist_ok=True)
@@ -110,10 +110,10 @@ def _reason(error: OSError, folder: Path) -> str:
 
 
 def _restrict(path: Path) -> bool:
-    """Return whether others had rights. Raises StartupError for another user's."""
+    """Remove others' rights; return True if there were any. Raises StartupError for another user's file."""
     try:
         found = os.stat(path)
-    except FileNotFoundError:  # renamed
+    except FileNotFoundError:  # renamed meanwhile
         return False
     if os.geteuid() not in (0, found.st_uid):
         raise StartupError(f"--data-dir: {path} belongs to another user: end their Quire, or name another folder")

@@ -1,6 +1,5 @@
-"""Ends a child process with its parent. As a script it becomes the given command:
-python -I -S die_with_parent.py <parent's pid> <program> <argument>...
-"""
+"""Termination of a child process with its parent. As a script, it becomes the given command: python -I -S
+die_with_parent.py <parent's pid> <program> <argument>..."""
 
 from __future__ import annotations
 

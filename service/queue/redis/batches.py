@@ -25,7 +25,7 @@ BATCH_BYTES = 4096
 
 
 class RedisBatchStore:
-    """Implements BatchStore."""
+    """Implementation of BatchStore."""
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link

@@ -1,5 +1,5 @@
-"""Redis may return without its last second of writes, or empty: a worker keeps a job's events until shortly after its
-end, asserts its claims after an outage and completes the logs."""
+"""Claims that outlive lost data. Redis may come back empty or without its last second of writes: a worker keeps a job's
+events until shortly after its end, asserts its claims after an outage and completes the logs."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from service.queue.redis.script_args import deadline_arg, new_state
 log = logging.getLogger("quire.redis")
 
 SETTLED_KEPT_S = 3.0
-"""Life of an ended job here, longer than `appendfsync everysec` may lose."""
+"""Time to keep an ended job here: longer than `appendfsync everysec` may lose."""
 REPLAY_EVENTS = 512
 MAX_CALL_BYTES = 4 << 20
-"""Bytes per call: Redis takes 16 MB (`proto-max-bulk-len`)."""
+"""Maximum bytes per call; Redis takes 16 MB (`proto-max-bulk-len`)."""
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 
 
 class ClaimedJob:
-    """Event `n`, encoded, is `events[n - 1]`."""
+    """Claimed job. `events[n - 1]` is event `n`, encoded."""
 
     def __init__(self, job: Job, attempt: int, owner: str, message: bytes, events: Sequence[bytes] = ()) -> None:
         """Raises ValueError for an invalid job or feed name."""
@@ -60,7 +60,7 @@ class ClaimedJobs:
         self._held: dict[str, ClaimedJob] = {}
         self._settled: deque[tuple[float, ClaimedJob]] = deque()
         self._lost: set[str] = set()  # not yet reported to the caller
-        self._ending: set[str] = set()  # their last event may be written
+        self._ending: set[str] = set()  # last event may already be written
         self._death = ""  # the engine's, until reported
         self._epoch = ""
         self._num_failures = 1
@@ -76,7 +76,7 @@ class ClaimedJobs:
         self._lost.discard(held.job_id)
 
     def contact_s(self) -> float:
-        """Return for how many seconds Redis has answered."""
+        """Return the seconds for which Redis has answered."""
         return 0.0 if self._contact_since_s is None else time.monotonic() - self._contact_since_s
 
     async def observe(self, call: Awaitable[Answer]) -> Answer:
@@ -90,7 +90,7 @@ class ClaimedJobs:
         return answer
 
     def doubt(self) -> None:
-        """Have the claims asserted before the next write."""
+        """Require the claims to be asserted before the next write."""
         self._num_failures += 1
         self._contact_since_s = None
 
@@ -106,7 +106,7 @@ class ClaimedJobs:
             return await self.run(script, script_keys, [self._epoch, *args])
 
     async def publish(self, events: Sequence[Event]) -> frozenset[str]:
-        # A job whose end was written but not answered is not lost, as publish is repeated.
+        # A job whose end was written but not acknowledged is not lost, as publish is repeated.
         ending = {event.job_id for event in events if event.end is not None and event.job_id in self._held}
         self._ending |= ending
         await self.assert_claims()
@@ -217,7 +217,7 @@ class ClaimedJobs:
 
 
 def in_calls(items: Sequence[Item], num_bytes: Callable[[Item], int], max_items: int | None = None) -> list[list[Item]]:
-    """Split items into calls of MAX_CALL_BYTES."""
+    """Split items into calls of at most MAX_CALL_BYTES."""
     calls: list[list[Item]] = []
     num_free_bytes = 0
     for item in items:

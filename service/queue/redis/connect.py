@@ -28,5 +28,5 @@ async def open_worker_queue(
 
 
 async def join_as_worker(link: RedisLink, name: str, lease_s: float) -> RedisWorkerQueue:
-    """Return a queue with all cancels from now on. Raises QueueUnavailable."""
+    """Return a queue that receives all cancels from now on. Raises QueueUnavailable."""
     return RedisWorkerQueue(link, name, await last_cancel(link), lease_s)

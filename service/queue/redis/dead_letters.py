@@ -13,20 +13,20 @@ from service.queue.redis.script_args import bound_args, deadline_arg, new_state
 
 
 class RedisDeadLetters:
-    """Reads and requeues dead letters. Raises QueueUnavailable."""
+    """Reader of dead letters, which it can requeue. Raises QueueUnavailable."""
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
 
     async def letters(self) -> Sequence[DeadLetter]:
-        """Return newest first."""
+        """Return letters, newest first."""
         return [letter for _, letter in await self._entries()]
 
     async def find(self, job_id: str) -> DeadLetter | None:
         return next((letter for letter in await self.letters() if letter.job_id == job_id), None)
 
     async def requeue(self, job_id: str) -> str | None:
-        """Submit a copy that runs alone, without deadline, drop the letter, and return the copy's id, if any."""
+        """Submit a copy that runs alone, without deadline, and drop the letter; return the copy's id, if any."""
         found = next(((entry, letter) for entry, letter in await self._entries() if letter.job_id == job_id), None)
         if found is None:
             return None

@@ -20,7 +20,7 @@ PAGE_ENTRIES = 64
 FEED_BLOCK_S = 1.0
 WATCH_BLOCK_S = 0.1
 ADOPT_AFTER_S = 0.1
-"""A job not submitted here by then is another gateway's."""
+"""A job not submitted here by then belongs to another gateway."""
 IDLE_CHECK_S = 5.0
 SWEEP_S = 1.0
 RESTART_S = 1.0
@@ -29,7 +29,7 @@ MAX_OWN_JOBS = 1 << 16
 
 class FeedReader:
     def __init__(self, link: RedisLink, submit: Callable[[Job], Awaitable[None]]):
-        """`submit` repeats a job that Redis lost."""
+        """`submit` resubmits a job that Redis lost."""
         self._link = link
         self._logs = JobLogs(link, submit)
         self._loop = asyncio.get_running_loop()
@@ -43,7 +43,7 @@ class FeedReader:
         self._tasks: list[asyncio.Task[None]] = []
 
     def follow(self, job_id: str, after: int) -> Follower:
-        """Raises ValueError for an invalid job id."""
+        """Follow a job's events. Raises ValueError for an invalid job id."""
         keys.events(job_id)
         follower = Follower(job_id, after, self._logs, lambda: self._accepted_job(job_id))
         is_own = job_id in self._own
@@ -68,7 +68,7 @@ class FeedReader:
             self._accepted.add(job_id)
 
     def found(self, job_id: str) -> None:
-        """Note that another gateway submitted it."""
+        """Record that another gateway submitted the job."""
         self._disown(job_id)
         self._adopt(job_id, 0)
 
@@ -117,7 +117,7 @@ class FeedReader:
                 self._catch_up_all()
 
     async def _missed_entries(self, read: list[tuple[str, list[tuple[str, bytes]]]]) -> bool:
-        """Return whether a feed may be trimmed past our position: no later number shows an ended job's gap."""
+        """Return True if a feed may be trimmed past our position: no later event reveals an ended job's gap."""
         full = [key for key, entries in read if len(entries) == PAGE_ENTRIES and self._positions[key] != STREAM_START]
         return any([await self._link.begins_after(key, self._positions[key]) for key in full])
 

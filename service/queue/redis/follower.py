@@ -1,4 +1,4 @@
-"""Events of one job in order, each once. After a gap, full buffer, silence or outage they come from the log: a slow
+"""Events of one job in order, each once. After a gap, full buffer, silence or outage they come from the log, so a slow
 follower needs no memory."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger("quire.redis")
 BUFFER_EVENTS = 256
 LOG_PAGE_EVENTS = 256
 MAX_READS = 8
-"""Logs read at once: others need connections."""
+"""Maximum concurrent log reads; others need connections too."""
 LOST_AFTER_S = 15.0
 """Time for a missing job's worker to restore it."""
 
@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 
 
 class JobLogs:
-    """Outages are waited out until `is_closed`."""
+    """Reader of job logs; waits out outages until `is_closed`."""
 
     def __init__(self, link: RedisLink, submit: Callable[[Job], Awaitable[None]]):
         self._link = link
@@ -118,7 +118,7 @@ class Follower:
         self._wake()
 
     def on_event(self, event: Event) -> None:
-        """Take an event, perhaps repeated or early."""
+        """Take an event, which may be repeated or early."""
         if self._has_ended or event.number < self._expected:
             return
         if event.number == self._expected and len(self._buffer) < BUFFER_EVENTS and not self._is_behind:
@@ -163,7 +163,7 @@ class Follower:
             await self._handle_loss()
 
     async def _handle_loss(self) -> None:
-        """Submit a lost job without events again; else await its worker, then end it."""
+        """Resubmit a lost job without events; otherwise wait for its worker, then end it."""
         if self._lost_since_s is None:
             self._lost_since_s = _time_s()
         job = self._accepted()

@@ -21,7 +21,7 @@ from service.queue.redis.worker_cards import WorkerCards
 
 
 class RedisGatewayQueue:
-    """Implements GatewayQueue. `name` is unique among live gateways."""
+    """Implementation of GatewayQueue. `name` is unique among live gateways."""
 
     def __init__(self, link: RedisLink, name: str) -> None:
         self._link = link
@@ -128,13 +128,13 @@ class RedisGatewayQueue:
         return [decode(Event, log[0][1].get(keys.PAYLOAD, b"")) if log else None for log in logs]
 
     async def close(self) -> None:
-        """Close; iterators of `follow` then raise QueueUnavailable."""
+        """Close the queue; iterators of `follow` then raise QueueUnavailable."""
         await self._feeds.close()
         await self._link.close()
 
 
 def _since_s(first: Sequence[tuple[bytes, Any]], ahead_s: float) -> float | None:
-    """Return its score, or its id's time, which is `ahead_s` ahead of queue time."""
+    """Return the first entry's score, or its id's time, which is `ahead_s` ahead of queue time."""
     if not first:
         return None
     entry, score = first[0]

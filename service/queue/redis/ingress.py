@@ -14,7 +14,7 @@ from service.queue.redis.link import GroupMissing, RedisLink
 
 
 class RedisIngress:
-    """Implements IngressQueue. `name` is unique in the group."""
+    """Implementation of IngressQueue. `name` is unique in the group."""
 
     def __init__(self, link: RedisLink, name: str) -> None:
         self._link = link
@@ -77,7 +77,7 @@ def _reply_keys(entry: IngressEntry, reply_id: str) -> list[str]:
 
 @dataclass(frozen=True)
 class GroupEntry:
-    """A pending entry; `attempt` counts deliveries from 1."""
+    """Pending entry; `attempt` counts deliveries from 1."""
 
     stream: str
     entry_id: str
@@ -86,7 +86,7 @@ class GroupEntry:
 
 
 class GroupReader:
-    """A group's consumer. Pending entries that it does not hold are left over and come first."""
+    """Consumer of a group. Pending entries that it does not hold are leftovers and come first."""
 
     def __init__(self, link: RedisLink, group: str, consumer: str) -> None:
         self._link = link
@@ -96,7 +96,7 @@ class GroupReader:
         self._may_have_left_overs = True
 
     async def read(self, streams: Sequence[str], max_entries: int, wait_s: float) -> list[GroupEntry]:
-        """Return at most `max_entries` of each stream, waiting `wait_s`; they are left over until `hold`. Raises
+        """Return at most `max_entries` per stream, waiting `wait_s`; they count as leftovers until `hold`. Raises
         QueueUnavailable."""
         try:
             return await self._read(streams, max_entries, wait_s)
@@ -113,7 +113,7 @@ class GroupReader:
         self._held.discard((stream, entry_id))
 
     async def renew(self) -> list[tuple[str, str]]:
-        """Return (stream, entry id) that others hold."""
+        """Renew held entries; return the (stream, entry id) others hold."""
         held = sorted(self._held)
         if not held:
             return []

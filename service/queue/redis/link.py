@@ -81,10 +81,10 @@ class RedisLink:
         self._timeout_s = timeout_s
         self._clock_offset_s = 0.0
         self._clock_read_at_s = float("-inf")
-        self._spoke_at_s: float | None = None  # last answered script
+        self._spoke_at_s: float | None = None  # time of the last answered script
 
     async def check(self) -> None:
-        """Raises QueueUnavailable without an answer, StartupError for an unusable server."""
+        """Check the server. Raises QueueUnavailable without an answer, StartupError if unusable."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 server = await self._client.info("server")
@@ -106,8 +106,8 @@ class RedisLink:
 
     @asynccontextmanager
     async def commands(self) -> AsyncIterator[Client]:
-        """Return the client for commands within the timeout. Raises QueueUnavailable: OutcomeUnknown if Redis may have
-        run it."""
+        """Yield the client for commands within the timeout. Raises QueueUnavailable, as OutcomeUnknown if Redis may
+        have run them."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 yield self._client
@@ -145,7 +145,7 @@ class RedisLink:
             await client.connection_pool.disconnect(inuse_connections=False)
 
     async def is_past_end(self, stream: str, entry_id: str) -> bool:
-        """Return whether the stream ends before that entry: it was replaced."""
+        """Return True if the stream ends before the entry: it was replaced."""
         if entry_id == STREAM_START:
             return False
         async with self.commands() as redis:
@@ -153,7 +153,7 @@ class RedisLink:
         return not last or order(last[0][0].decode()) < order(entry_id)
 
     async def begins_after(self, stream: str, entry_id: str) -> bool:
-        """Return whether the stream was trimmed past that entry."""
+        """Return True if the stream was trimmed past the entry."""
         async with self.commands() as redis:
             first = await redis.xrange(stream, count=1)
         return not first or order(first[0][0].decode()) > order(entry_id)
@@ -188,7 +188,7 @@ class RedisLink:
             try:
                 return await self.script(name, keys, args)
             except QueueUnavailable as error:
-                # A refusal says nothing about the lost first try.
+                # A refusal says nothing about a first try with unknown outcome.
                 if not isinstance(error, OutcomeUnknown) and not lost.is_on:
                     raise
                 wait_s = lost.failed(error)
@@ -238,7 +238,7 @@ class Outage:
         return RETRY_S[min(self._num_failures, len(RETRY_S)) - 1]
 
     def over(self) -> bool:
-        """Return whether an outage ended."""
+        """Return True if an outage ended."""
         if self._num_failures == 0:
             return False
         log.info("redis is back %s", fields(reader=self._reader, num_failures=self._num_failures))
@@ -248,7 +248,7 @@ class Outage:
 
 @cache
 def script_paths() -> dict[str, Traversable]:
-    """Return every script by its name, which no two folders share."""
+    """Return every script by name; names are unique across folders."""
     folders = (files(__package__) / "scripts").iterdir()
     return {path.name.removesuffix(".lua"): path for folder in folders if folder.is_dir() for path in folder.iterdir()}
 

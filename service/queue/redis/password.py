@@ -1,4 +1,4 @@
-"""The password of a Redis URL, from a file."""
+"""Password of a Redis URL, from a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_PASSWORD_BYTES = 4096
 
 
 def with_password(url: str, path: Path | None) -> str:
-    """Raises StartupError."""
+    """Insert the password from a file into the URL. Raises StartupError."""
     if path is None:
         return url
     try:

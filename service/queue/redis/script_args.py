@@ -16,7 +16,7 @@ ScriptArg = str | bytes | int | float
 
 
 def new_state(job: Job, attempts: int = 0, deaths: int = 0, prefixes: bytes = b"") -> bytes:
-    """Raises ValueError for an invalid job or feed name."""
+    """Return the packed state of a new job. Raises ValueError for an invalid job or feed name."""
     state: dict[str, Any] = {"feed": keys.feed(job.feed), "log": keys.events(job.job_id)}
     state |= {"attempts": attempts, "told": 0, "deaths": deaths, "deaths_in_all": deaths}
     state |= {"tenant": job.tenant, "cost": cost_of(job), "lane": lane_of(job), "priority": job.priority}
@@ -76,7 +76,7 @@ def life_ms(for_s: float) -> int:
 
 
 def checked(answer: Sequence[Any]) -> Sequence[Any]:
-    """Raises StorageFull if the charge was refused."""
+    """Return the answer. Raises StorageFull if the charge was refused."""
     if answer[0] in (-1, -2):
         raise StorageFull(of_tenant=answer[0] == -1, num_bytes=answer[1], max_bytes=answer[2])
     return answer

@@ -22,7 +22,7 @@ from service.queue.redis.script_args import charge_args, checked, life_ms, recor
 
 
 class RedisResponseStore:
-    """Implements ResponseStore."""
+    """Implementation of ResponseStore."""
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
@@ -51,7 +51,7 @@ class RedisResponseStore:
 
 
 class RedisAdapterStore:
-    """Implements AdapterStore."""
+    """Implementation of AdapterStore."""
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
@@ -76,7 +76,7 @@ class RedisAdapterStore:
 
 
 class RedisRequestStore:
-    """Implements RequestStore."""
+    """Implementation of RequestStore."""
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link

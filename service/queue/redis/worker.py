@@ -24,11 +24,11 @@ log = logging.getLogger("quire.redis")
 
 MAX_CANCELS_READ = 1024
 LEFT_S = 0.003
-"""Interval of claims while jobs wait for another worker."""
+"""Claim interval while jobs wait for another worker."""
 
 
 class RedisWorkerQueue:
-    """Implements WorkerQueue. `name` is unique among live workers; a successor has its predecessor's."""
+    """Implementation of WorkerQueue. `name` is unique among live workers; a successor inherits its predecessor's."""
 
     def __init__(self, link: RedisLink, name: str, cancels_from: str, lease_s: float) -> None:
         self.lease_s = lease_s
@@ -36,7 +36,7 @@ class RedisWorkerQueue:
         self._owner = name
         self._claimed = ClaimedJobs(link, name, lease_s)
         self._cards = WorkerCards(link)
-        self._may_have_more = True  # claims, unanswered or a predecessor's
+        self._may_have_more = True  # unacknowledged claims, or a predecessor's
         self._may_have_predecessor = True
         self._is_fetching_over = False
         self._cancels_from = cancels_from
@@ -44,7 +44,7 @@ class RedisWorkerQueue:
     async def fetch(self, max_branches: int, wait_s: float, budget: ClaimBudget = UNLIMITED_BUDGET) -> Sequence[Claim]:
         give_up_s = time.monotonic() + wait_s
         queues = (keys.RETURNED, keys.WAITING)
-        # Any entry is new, as claimed ones are gone, unless the budget may exclude it.
+        # Claimed entries are deleted, so any entry is new, unless the budget may exclude it.
         bell = dict.fromkeys(queues, "$" if budget.is_restricted(max_branches) else "0-0")
         has_rung = False
         while not self._is_fetching_over:
@@ -52,7 +52,7 @@ class RedisWorkerQueue:
             left_s = give_up_s - time.monotonic()
             if claims or left_s <= 0:
                 return claims
-            if has_rung:  # another worker has the job, or is to have it
+            if has_rung:  # another worker has the job, or should get it
                 await asyncio.sleep(LEFT_S)
             has_rung = True
             if not await self._claimed.observe(self._link.block(lambda redis, ms: redis.xread(bell, 1, ms), left_s)):
@@ -73,7 +73,7 @@ class RedisWorkerQueue:
         return await self._claimed.renew()
 
     async def take_over(self) -> int:
-        # After an outage, an expired lease may be a live worker's whose heartbeats failed too.
+        # After an outage, an expired lease may belong to a live worker whose heartbeats failed too.
         may_judge = self._claimed.contact_s() >= self.lease_s
         has_predecessor = int(self._may_have_predecessor)
         asked = [int(may_judge), self._owner, has_predecessor, NEAR_DEATHS_S]
@@ -123,7 +123,7 @@ class RedisWorkerQueue:
         await self._link.close()
 
     async def _claim(self, queues: Sequence[str], max_branches: int, budget: ClaimBudget) -> list[Claim]:
-        """Claim jobs; if it is cut off, the next call returns them."""
+        """Claim jobs; if the call is cut off, the next one returns them."""
         ask_for_more, self._may_have_more, self._may_have_predecessor = self._may_have_more, True, False
         held = msgpack.packb(list(self._claimed.job_ids())) if ask_for_more else b""
         args = [self._owner, max_branches, self.lease_s, int(ask_for_more), held]
@@ -136,7 +136,7 @@ class RedisWorkerQueue:
         return [claim for claim, _ in pairs]
 
     async def _open(self, answer: Sequence[Any]) -> tuple[Claim, ClaimedJob] | None:
-        """Return None for a job that ends here."""
+        """Decode a claimed job; return None for one that ends here."""
         job_id, message, attempt, standing, deaths, cause, stops = answer
         job_id, cause = job_id.decode(), cause.decode(errors="replace")
         fence = f"{attempt} {self._owner}"
@@ -192,7 +192,7 @@ def _budget_args(budget: ClaimBudget) -> list[Any]:
 
 
 def _stops(job_id: str, packed: bytes) -> tuple[Cancel, ...]:
-    """Unpack "<branch> <reason>" each."""
+    """Unpack a list of "<branch> <reason>"."""
     stops = []
     for word in msgpack.unpackb(packed) if packed else ():
         branch, _, reason = word.partition(" ")

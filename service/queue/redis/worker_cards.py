@@ -28,7 +28,7 @@ class WorkerCards:
         return [card for payload in cards if payload is not None and (card := _card(payload)) is not None]
 
     async def put(self, card: WorkerCard) -> bool:
-        """Write a card, dated now; return whether block maps are requested."""
+        """Write a card with the current time; return whether block maps are requested."""
         now_s = await self._link.now_s()
         payload = encode(dataclasses.replace(card, beat_at_s=now_s))
         async with self._link.commands() as redis, redis.pipeline(transaction=True) as pipeline:

@@ -92,7 +92,8 @@ local function last_number(log)
   return last and tonumber(string.match(last[1], '^%d+')) or 0
 end
 
--- A job that crashes engines makes no progress. If engines also die without it, only another death, alone, blames it.
+-- A job that crashes engines makes no progress. If engines also die without it, it is only blamed after another death
+-- while running alone.
 local function is_deadly(state)
   local enough = (state.others or 0) > 0 and MAX_DEATHS + 1 or MAX_DEATHS
   return state.deaths >= enough or state.deaths_in_all >= MAX_DEATHS_IN_ALL

@@ -1,8 +1,8 @@
 -- Begin or continue an entry's replies; replace another's finished stream.
 --
 -- KEYS: ingress stream; reply stream; hash: entry, digest of its message, done
--- Returns {1, number of replies}; {0} if another gateway has the entry; of an earlier entry's stream {-1} with the same
--- message, {-2} unfinished with another.
+-- Returns {1, number of replies}; {0} if another gateway has the entry; for an earlier entry's stream, {-1} with the
+-- same message, {-2} if unfinished with another message.
 
 local ingress, replies, of = unpack(KEYS, 10, 12)
 local consumer, entry, digest, life = unpack(ARGV, 9, 12)

@@ -1,4 +1,4 @@
--- Cancel a job or branch, or keep the cancel of a job that comes later.
+-- Cancel a job or branch; keep the cancel of a job not submitted yet.
 --
 -- KEYS: tombstone (string: reason); event log; {quire}:cancels
 -- ARGV[11] branch or ''  ARGV[12] tombstone TTL (s)  ARGV[13] max entries  ARGV[14] message

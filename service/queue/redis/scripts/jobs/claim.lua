@@ -1,11 +1,12 @@
--- Claim jobs for a worker, those claimed before first; end expired ones.
+-- Claim jobs for a worker, previously claimed ones first; end expired ones.
 --
 -- KEYS[10..] queues, in order
 -- ARGV[9] epoch  ARGV[12] lease (s), if it has none
 -- ARGV[13] '1': after a lost answer, first return its claims not in ARGV[14] (msgpack list)
 -- ARGV[15..20] ClaimBudget, see worker.py
 -- ARGV[21] wait (s) for a free slot elsewhere before reclaiming
--- ARGV[22] branches that the worker holds, '' to claim what others may want  ARGV[23..25] KEEP_S, MAX_HELD, MAX_RATIO of prefixes.py
+-- ARGV[22] branches that the worker holds, '' to also claim jobs meant for others
+-- ARGV[23..25] KEEP_S, MAX_HELD, MAX_RATIO of prefixes.py
 -- Returns per job: id, message, attempt, standing ('', 'suspect', 'recurrent', 'deadly'), total deaths, cause,
 -- stops (msgpack list or '').
 
@@ -36,7 +37,7 @@ local function count_absent()
   return absent
 end
 
--- See service/fair_share.py; `ones`: further tenants that want one slot.
+-- See service/fair_share.py. `ones`: number of other tenants that want one slot each.
 local function fair_share(num_in_all, wanted, ones)
   table.sort(wanted)
   local left, count = num_in_all - ones, #wanted
@@ -49,8 +50,8 @@ local function fair_share(num_in_all, wanted, ones)
   return num_in_all
 end
 
--- Return whether a job is within its tenant's share, or its only one, and can start if others keep to theirs. Recent
--- and waiting tenants want one slot.
+-- Return whether a job is within its tenant's share, or its only one, and can start if others keep to their shares.
+-- Recent and waiting tenants want one slot.
 local function fits(state)
   local count, others = (slots[state.tenant] or 0) + (state.branches or 1), {}
   for tenant, num in pairs(slots) do
@@ -108,7 +109,7 @@ local function worker_with_prefix(state)
   end
 end
 
--- Return whether another worker should claim the job: the one with its prefix, unless it is busier than others; else one
+-- Return whether another worker should claim the job: the worker with its prefix, unless busier than others; else one
 -- less busy than this.
 local function belongs_to_other(state)
   if is_alone or not held then return false end

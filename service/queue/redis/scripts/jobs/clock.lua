@@ -1,3 +1,3 @@
--- Returns queue time, Unix seconds, as text.
+-- Return queue time, Unix seconds, as text.
 
 return string.format('%.6f', now_s())

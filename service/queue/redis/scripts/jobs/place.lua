@@ -1,4 +1,4 @@
--- Returns the number of its tenant's jobs ahead of a waiting job, else nil.
+-- Return the number of the tenant's jobs ahead of a waiting job, or nil.
 
 local job = ARGV[9]
 local state = read_state(job)

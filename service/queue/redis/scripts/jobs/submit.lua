@@ -1,4 +1,4 @@
--- Accept a job, once; end one cancelled before.
+-- Accept a job, once; end it if it was cancelled before.
 --
 -- KEYS[10] tombstone  KEYS[11..13] record, ledger, sizes; optional, with ARGV[17..22]
 -- ARGV[9] epoch, if there is none  ARGV[13] deadline or ''
