@@ -1,4 +1,4 @@
-"""Slots of LoRA adapters on the device, and the part of a step's batch that uses them."""
+"""Device slots of LoRA adapters, and the part of a step's batch that uses them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class AdapterSlots:
         *,
         with_experts: bool = False,
     ):
-        """Allocate `num_slots` adapters of rank `max_rank` for every product, on each rank its part. `with_experts`:
-        for routers and experts too."""
+        """Allocate `num_slots` adapters of rank `max_rank` for every product, each rank its part. `with_experts`: for
+        routers and experts too."""
         self.ops = ops
         self.adapter_ops = adapter_ops
         self.num_slots = num_slots
@@ -53,11 +53,12 @@ class AdapterSlots:
         adapter_ops.write_async(()).wait()  # allocate its buffers now
 
     def matrix(self, layer: int, product: str) -> AdapterMatrix:
-        """Return a product's adapters; the first layer's that has it if this one, of a warm-up run, has not."""
+        """Return a product's adapters. If this layer, in a warm-up run, lacks the product, return those of the first
+        that has it."""
         return self._layers[layer].get(product) or self._first[product]
 
     def host_rows(self, slots: np.ndarray, tile_rows: int) -> list[np.ndarray]:
-        """Return what `batch` takes on the device, for int32[T] slots of rows."""
+        """Return the arrays for `batch`, given slots int32[T] of rows."""
         return [*group_rows(slots, tile_rows), *([slots] if self.has_experts else [])]
 
     def batch(self, arrays: Sequence[Array], tile_rows: int) -> BatchAdapters:
@@ -67,8 +68,8 @@ class AdapterSlots:
     def write(self, slot: int, adapter: LoraAdapter, *, is_unused: bool = False) -> AsyncWrite:
         """Start to replace the slot's adapter; its rank is at most `max_rank`.
 
-        Work submitted so far may use the old one, unless `is_unused`. No later work may use the slot until the write is
-        done.
+        Work submitted so far may use the old adapter, unless `is_unused`. Later work must not use the slot until the
+        write is done.
         """
         values_of = partial(self._values, adapter=adapter)
         if adapter.layout is None or adapter.memory is None or not self._is_whole(adapter):
@@ -83,7 +84,7 @@ class AdapterSlots:
         return all(len(a) == self._max_rank for parts in adapter.products.values() for a, _ in parts.values())
 
     def _values(self, slot: int, adapter: LoraAdapter) -> Iterator[tuple[Array, Array]]:
-        """Yield arrays and what they become: ranks, then matrices in the order of `read_adapter`'s memory."""
+        """Yield arrays and their new values: ranks, then matrices in the order of `read_adapter`'s memory."""
         matrices = [
             (product, self._layers[layer][product], parts, adapter.products.get((layer, product), {}))
             for layer, parts_of in enumerate(self._parts)
@@ -131,7 +132,7 @@ class AdapterSlots:
     def _stack_values(
         self, matrix: AdapterMatrix, parts: Sequence[ProductPart], slot: int, values: Mapping[int, Part]
     ) -> Iterator[tuple[Array, Array]]:
-        """Yield what the experts' matrices become, each array as a whole."""
+        """Yield the experts' arrays and their new values, each as a whole."""
         own = slice(slot * self._num_experts, (slot + 1) * self._num_experts)
         if _rank_of(values):
             sides = [self._rank_stacks(matrix, parts, values, number) for number in range(self.ops.num_ranks)]
@@ -157,7 +158,7 @@ class AdapterSlots:
         return a, b
 
     def _parts_of(self, whole: np.ndarray, split: Split | None) -> Array:
-        """Return each rank's part on the host; None: whole on each."""
+        """Return each rank's part on the host, or without a split the whole."""
         num_ranks = self.ops.num_ranks
         if split is None or num_ranks == 1:
             return whole
@@ -167,7 +168,7 @@ class AdapterSlots:
 def slot_bytes(
     config: ModelConfig, dtype: np.dtype, max_rank: int, num_ranks: int = 1, *, with_experts: bool = False
 ) -> int:
-    """Return a rank's bytes of one slot."""
+    """Return a rank's bytes per slot."""
     sharding = Sharding(config, num_ranks)
     num_experts = 1 if config.experts is None else config.experts.num_experts
     width = 0
@@ -180,7 +181,7 @@ def slot_bytes(
 
 @dataclass(frozen=True)
 class BatchAdapters:
-    """Adapters of a step that has some."""
+    """Adapters of a step that uses some."""
 
     slots: AdapterSlots
     rows: AdapterRows
@@ -197,13 +198,13 @@ class BatchAdapters:
         return out
 
     def of_experts(self, layer: int) -> LayerExpertAdapters | None:
-        """Return the adapters of a layer of experts; None: slots have none."""
+        """Return the adapters of a layer of experts, or None if the slots have none."""
         return None if self.row_slots is None else LayerExpertAdapters(self.slots, self.row_slots, layer)
 
 
 @dataclass(frozen=True)
 class LayerExpertAdapters:
-    """Implements `ExpertAdapters`."""
+    """`ExpertAdapters` of one layer."""
 
     slots: AdapterSlots
     row_slots: Array
@@ -239,7 +240,7 @@ class StaticAdapterRows:
         self._arrays: list[Array] = []
 
     def place(self, arrays: list[Array]) -> None:
-        """Use these device arrays, of the shapes of `padding`."""
+        """Use these device arrays, which have the shapes of `padding`."""
         self._arrays = arrays
 
     def batch(self, num_rows: int) -> BatchAdapters:
@@ -250,7 +251,7 @@ class StaticAdapterRows:
         return self._slots.batch(own, tile_rows)
 
     def host_rows(self, slots: np.ndarray, num_rows: int) -> list[np.ndarray]:
-        """Return padded arrays of the rows' int32[T] slots for a captured step of `num_rows` rows."""
+        """Return padded arrays for a captured step of `num_rows` rows with slots int32[T]."""
         padded = [array.copy() for array in self.padding]
         tile_rows = self._slots.adapter_ops.lora_tile_rows(num_rows)
         for array, known in zip(padded, self._slots.host_rows(slots, tile_rows), strict=True):
@@ -259,7 +260,7 @@ class StaticAdapterRows:
 
 
 def group_rows(slots: np.ndarray, tile_rows: int) -> list[np.ndarray]:
-    """Group int32[T] slots of rows (NO_SLOT: none) by slot: the `rows` and `tiles` of `AdapterRows`."""
+    """Group slots int32[T] of rows (NO_SLOT: none) into `rows` and `tiles` of `AdapterRows`."""
     rows = np.flatnonzero(slots != NO_SLOT).astype(np.int32)
     rows = rows[np.argsort(slots[rows], kind="stable")]
     used, firsts, counts = np.unique(slots[rows], return_index=True, return_counts=True)
@@ -271,7 +272,7 @@ def group_rows(slots: np.ndarray, tile_rows: int) -> list[np.ndarray]:
 
 
 def adapter_rows(slots: np.ndarray, ops: Ops, tile_rows: int | None = None) -> AdapterRows:
-    """Group int32[T] slots of rows on the device, in tiles of at most `tile_rows` (default: any number)."""
+    """Group slots int32[T] of rows on the device, in tiles of at most `tile_rows` (default: any number)."""
     most = tile_rows or max(1, len(slots))
     rows, tiles = ops.upload_all(group_rows(slots, most))
     return AdapterRows(rows, tiles, most)

@@ -1,4 +1,4 @@
-"""The shape of a model, read from `config.json`; unsupported fields are refused by name."""
+"""Shape of a model, read from `config.json`; unsupported fields are rejected by name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False  # over all heads of q, and of k
-    norm_after: bool = False  # norms of what attention and MLP return, not of their inputs
+    norm_after: bool = False  # normalises the outputs of attention and MLP, not their inputs
     layer_ropes: tuple[RopeConfig, ...] = ()  # per layer; (): `rope` in every layer
     multipliers: Multipliers = Multipliers()
     experts: ExpertsConfig | None = None
@@ -63,7 +63,7 @@ class ModelConfig:
 
     @property
     def num_active_parameters(self) -> int:
-        """Number of matrix elements that a token uses: `num_parameters` without experts."""
+        """Number of matrix elements that a token uses; equals `num_parameters` without experts."""
         return self._num_parameters(0 if self.experts is None else self.experts.num_used)
 
     def _num_parameters(self, num_experts: int) -> int:
@@ -81,7 +81,6 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """Rotary embedding of each layer."""
         return self.layer_ropes or (self.rope,) * self.num_layers
 
     @property
@@ -95,19 +94,19 @@ class ModelConfig:
 
     @property
     def residual_eps(self) -> float:
-        """Epsilon of the divided residual stream's norms."""
+        """Epsilon of norms of the divided residual stream."""
         return self.rms_norm_eps / self.multipliers.residual**2
 
     @property
     def shares_embedding(self) -> bool:
-        """True if the head is the embedding's array, which also takes the place of a missing head."""
+        """True if the head is the embedding's array, which also replaces a missing head."""
         return not self.has_head or (self.tied_embeddings and self.embedding_factor == 1)
 
     @staticmethod
     def read(directory: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
         """Read a Hugging Face folder; generation_config.json may add EOS ids. Raises ModelError.
 
-        `overrides`: fields in place of config.json's, as `with_overrides` says.
+        `overrides` replace fields of config.json, as in `with_overrides`.
         """
         path = Path(directory) / "config.json"
         gguf = None if path.exists() else find_gguf(Path(directory))
@@ -126,7 +125,7 @@ class ModelConfig:
 
     @staticmethod
     def from_dict(raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
-        """Read a parsed config.json, in the spelling of transformers 4 or 5. Raises ModelError."""
+        """Read a parsed config.json in the spelling of transformers 4 or 5. Raises ModelError."""
         whole = Fields(raw, source)
         fields = _text_fields(whole)
         family = _family(fields)
@@ -169,7 +168,7 @@ class ModelConfig:
 
 
 def text_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of a wrapper's language model, another config as it is."""
+    """Return the config of a wrapper's language model; return other configs unchanged."""
     if raw.get("model_type") != WRAPPER or not isinstance(inner := raw.get("text_config"), dict):
         return raw
     kind = inner.get("model_type")
@@ -181,10 +180,10 @@ def text_config(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def generation_defaults(directory: Path) -> dict[str, float | int]:
-    """Return generation_config.json's sampling defaults, {} without the file. Raises ModelError.
+    """Return the sampling defaults of generation_config.json, {} without the file. Raises ModelError.
 
-    Keys: temperature, top_p, top_k, min_p, repetition_penalty; neutral values are left out. `do_sample: false` means
-    temperature 0 only without a temperature, as in vLLM: many files carry both by accident.
+    Keys: temperature, top_p, top_k, min_p, repetition_penalty; neutral values are omitted. `do_sample: false` means
+    temperature 0 only without a temperature, as in vLLM: many files have both by accident.
     """
     path = Path(directory) / "generation_config.json"
     if not path.exists():
@@ -193,7 +192,7 @@ def generation_defaults(directory: Path) -> dict[str, float | int]:
 
 
 def overriding_defaults(text: str, source: str) -> dict[str, float | int]:
-    """Return the sampling defaults in a JSON text; `source` names it in errors. Raises ModelError."""
+    """Return the sampling defaults in a JSON text. Raises ModelError, which names `source`."""
     raw = parse_json_object(text.encode(), source)
     unknown = sorted(raw.keys() - SAMPLING_FIELDS)
     if unknown:
@@ -217,7 +216,7 @@ def _sampling(fields: Fields) -> dict[str, float | int]:
 
 
 def _text_fields(fields: Fields) -> Fields:
-    """Return the language model's fields, `fields` itself unless it wraps one."""
+    """Return the language model's fields: `fields`, unless it is a wrapper."""
     if fields.get("model_type") != WRAPPER:
         return fields
     architectures, inner = fields.get("architectures"), fields.section("text_config")
@@ -243,7 +242,7 @@ def _family(fields: Fields) -> Family:
 
 
 def _heads(fields: Fields, family: Family) -> tuple[int, int, int]:
-    """Return (query heads, KV heads, head_dim), absent fields derived as in transformers."""
+    """Return (query heads, KV heads, head_dim), with absent fields derived as in transformers."""
     hidden_size = fields.integer("hidden_size", high=1 << 17)
     num_heads = fields.integer("num_attention_heads", high=1 << 12)
     num_kv_heads = fields.integer("num_key_value_heads", num_heads, high=1 << 12)

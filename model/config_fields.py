@@ -1,4 +1,4 @@
-"""Typed reading of a parsed configuration file."""
+"""Typed reading of a parsed config file."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Fields:
         return tuple(ids)
 
     def section(self, name: str) -> Fields | None:
-        """Return the object under `name`, None if absent."""
+        """Return the object under `name`, or None if absent."""
         value = self.get(name)
         if value is None:
             return None

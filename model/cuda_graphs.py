@@ -1,8 +1,8 @@
 """The forward pass on static buffers, captured once per size.
 
-A size is a number of decodes (single-token rows) and of further rows; chunks use these and the rows that decodes leave.
-A step runs on the smallest size that holds it, else uncaptured; padding has no context, writes no key, and its logits
-are not read. Each size is captured without adapters, and with them if there are slots.
+A size is a number of decodes (single-token rows) plus a number of further rows. Chunks use the further rows and those
+that decodes leave. A step runs on the smallest size that holds it, else uncaptured. Padding has no context, writes no
+key, and its logits are not read. Each size is captured without adapters and, if there are slots, with them.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from model.ops.packing import Packing, TableRows
 from model.step_inputs import NO_PENDING_ROW, ForwardInputs
 
 CHUNK_ROWS = tuple(range(64, 513, 64))
-"""Captured rows for chunks in addition to decodes; larger steps hide their launches."""
+"""Captured chunk rows in addition to decodes; larger steps hide their launches."""
 
 CHUNK_ROWS_WITH_FEW = (16, 48, *CHUNK_ROWS)
-"""Captured rows for chunks in addition to the fewest decodes: the uncached tail of a prompt waits for this step."""
+"""Captured chunk rows in addition to the fewest decodes: a prompt's uncached tail waits for such a step."""
 
 CHUNK_ROWS_ALONE = (32, 48, 64, 128)
-"""Captured sizes of chunks without decodes: one launch less a layer."""
+"""Captured sizes of chunks without decodes: one launch less per layer."""
 
 DRAFTED_ROWS = (*range(2, 10), 12, 16, 17, MAX_EXACT_ROWS)
-"""Captured rows of decodes with drafts: no padding for a sequence with up to 8 or with 16."""
+"""Captured rows of decodes with drafts: no padding for a sequence with up to 8 drafts, or with 16."""
 
 MAX_CHUNKS = 32
 
 NUM_TIMED = 3
 
 MIN_GAIN = 1.05
-"""Gain in rows/s for which tokens wait for the next step."""
+"""Gain in rows/s that justifies leaving tokens to the next step."""
 
 
 @dataclass(frozen=True)
 class _Buffers:
-    """Arrays of the largest step; smaller ones use their beginnings."""
+    """Arrays of the largest step; smaller steps use their beginnings."""
 
     token_ids: Array
     source: Array
@@ -58,9 +58,9 @@ class _Buffers:
 
 
 class StepGraphs:
-    """Buffers of `max_rows` decodes and one replay per size.
+    """Buffers for `max_rows` decodes and one replay per size.
 
-    The caller's `sampled` int32[max_rows or more] holds the tokens of the previous step.
+    The caller's `sampled` int32[max_rows or more] holds the previous step's tokens.
     """
 
     def __init__(self, model: Llama, sampled: Array, max_rows: int, max_blocks: int, *, verifies_drafts: bool = False):
@@ -92,7 +92,7 @@ class StepGraphs:
         self._seconds: dict[tuple[int, int], float] = {}  # with chunks, on padding
         self._state_layers: tuple[int, ...] = ()
         self._states: Array | None = None
-        self._num_rows = 0  # of the last step, padding included
+        self._num_rows = 0  # of the last step, including padding
 
     def capture(
         self,
@@ -104,8 +104,8 @@ class StepGraphs:
     ) -> None:
         """Record the pass on this cache, the largest size first, so that smaller ones reuse its memory.
 
-        Products are tuned for powers of two: each size costs about 0.2 s at a cold start. The inputs of `state_layers`
-        stay in `state_rows`.
+        Products are tuned for powers of two only: each size costs about 0.2 s at a cold start. The inputs of
+        `state_layers` stay in `state_rows`.
         """
         if state_layers:
             self._keep_states(state_layers)
@@ -137,9 +137,9 @@ class StepGraphs:
                 run(first_layer, replace(batch, adapters=self._adapters.batch(batch.num_tokens)), kv)
 
     def forward(self, inputs: ForwardInputs) -> Array | None:
-        """Return logits float32[R, V], valid until the next call; None if the step fits no captured size.
+        """Return logits float32[R, V], valid until the next call, or None if the step fits no captured size.
 
-        Sends only dirty tables, and marks them clean.
+        Send only dirty tables, and mark them clean.
         """
         size = self._size_of(inputs)
         if size is None:
@@ -157,7 +157,7 @@ class StepGraphs:
         return self._logits[: len(inputs.logit_rows)]
 
     def decode_seconds(self) -> list[float]:
-        """Time decodes of 1, 2 ... rows on padding, as steps with drafts run them."""
+        """Time decodes of 1, 2, ... rows on padding, run as in steps with drafts."""
         ops, marks = self._model.ops, {}
         sizes = self._decodes_with_drafts
         for rows in sizes:
@@ -171,21 +171,21 @@ class StepGraphs:
         return [seconds[_at_least(sizes, rows)] for rows in range(1, self._max_rows + 1)]
 
     def state_rows(self) -> StateRows | None:
-        """Return the last step's rows, in static memory; None without `state_layers`."""
+        """Return the last step's rows in static memory, or None without `state_layers`."""
         if self._states is None:
             return None
         columns = (self._buffers.token_ids, self._buffers.positions, self._buffers.slots, self._states)
         return StateRows(*(column[: self._num_rows] for column in columns))
 
     def context_lens(self, num_decodes: int) -> Array:
-        """Return the last step's int32[num_decodes], in static memory."""
+        """Return the last step's int32[num_decodes] in static memory."""
         return self._buffers.context_lens[:num_decodes]
 
     def fit(self, num_decodes: int, num_tokens: int) -> int:
         """Return how many of `num_tokens` chunk tokens a step should take with its decodes.
 
-        All, unless a smaller size computes MIN_GAIN times the rows/s: one row beyond a wave of tiles can cost a third
-        of a step.
+        It takes all, unless a smaller size computes MIN_GAIN times the rows/s: one row beyond a wave of tiles can cost
+        a third of a step.
         """
         decodes = _at_least(self._decodes_with_chunks, num_decodes)
         room = decodes - num_decodes
@@ -220,7 +220,7 @@ class StepGraphs:
         ops, width = self._model.ops, self._model.config.hidden_size
         self._state_layers = layers
         self._states = ops.empty((len(self._columns.token_ids), len(layers) * width), ops.dtype)
-        # A warm-up run has no such layer.
+        # a warm-up run has no such layer
         ops.place_columns(ops.empty((1, width), ops.dtype), self._states[:1], 0)
 
     def _add_adapters(self, slots: AdapterSlots) -> None:
@@ -253,7 +253,7 @@ class StepGraphs:
         return [(0, more) for more in CHUNK_ROWS_ALONE] + mixed
 
     def _measured(self, sizes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
-        """Time sizes on padding, once for equal totals of rows: they differ by less than 2 % (the head's product)."""
+        """Time sizes on padding, once per total of rows: equal totals differ by less than 2 % (the head's product)."""
         ops, by_rows = self._model.ops, {sum(size): size for size in sizes}
         marks = {}
         self._replays[sizes[-1]]()  # measure after work
@@ -297,7 +297,7 @@ class StepGraphs:
             model.logits(hidden, batch.logit_rows, self._logits[:num_logits])
 
     def _run_drafted(self, model: Llama, batch: Batch, kv: Array) -> None:
-        """Few rows get the bits of single steps."""
+        """Run decodes with drafts; few rows get the bits of single steps."""
         is_exact = batch.num_tokens <= MAX_EXACT_ROWS
         with model.ops.exact_rows() if is_exact else nullcontext():
             self._run(model, replace(batch, has_drafts=True, is_drafted=True), kv)
@@ -321,7 +321,7 @@ class StepGraphs:
         )
 
     def _padding(self) -> list[np.ndarray]:
-        """Return padding in the order of _Buffers. A slot outside the cache is not written."""
+        """Return padding in the order of _Buffers. Slots outside the cache are not written."""
         num_tokens, num_sequences = self._max_rows + CHUNK_ROWS[-1], self._max_rows + MAX_CHUNKS
         return [
             np.zeros(num_tokens, np.int32),

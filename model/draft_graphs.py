@@ -1,4 +1,4 @@
-"""Drafts of a head on static buffers: one captured graph for each number of sequences and each draft after a step."""
+"""Drafts of a head on static buffers, with one captured graph per number of sequences and draft."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from model.ops.interface import Array, DraftPlan, DraftRuns
 from model.ops.packing import Packing, TableRows
 
 NUM_TIMED = 3
-"""Replays in a measurement of `token_s`."""
+"""Replays per measurement of `token_s`."""
 
 
 @dataclass(frozen=True)
 class _Static:
     """Buffers and replays for one number of sequences."""
 
-    packed: Array  # uint8, what the host sends
+    packed: Array  # uint8, sent by the host
     runs: Array  # int32[S, 4]
     batch: DraftBatch
-    replays: list[Callable[[], None]]  # of each draft
+    replays: list[Callable[[], None]]  # one per draft
     token_s: float
 
 
 class DraftGraphs:
-    """Graphs of `max_drafts` tokens for up to max(`sizes`) sequences, after steps of at most `max_rows` rows."""
+    """Graphs of `max_drafts` drafts for up to max(`sizes`) sequences, after steps of at most `max_rows` rows."""
 
     def __init__(self, head: DeviceEagle3, kv: Array, out: Array, sizes: Sequence[int], max_drafts: int, max_rows: int):
-        """`out` int32[max_drafts * max(sizes) or more] gets the drafts, of all sizes from its beginning on."""
+        """`out` int32[max_drafts * max(sizes) or more] receives the drafts of every size, from its beginning on."""
         ops, width = head.ops, head.config.hidden_size
         self._head, self._kv, self._sizes, self._max_drafts, self._out = head, kv, sorted(sizes), max_drafts, out
         longest = len(head.weights.rotation.cos) + max_drafts + 1
@@ -44,25 +44,26 @@ class DraftGraphs:
         self._statics = {size: self._captured(size) for size in reversed(self._sizes)}
 
     def size_of(self, num_sequences: int) -> int | None:
-        """Return the captured number of sequences that holds these; None if none does."""
+        """Return the captured number of sequences that holds these, or None."""
         return next((size for size in self._sizes if size >= num_sequences), None)
 
     def token_s(self, num_sequences: int) -> float:
-        """Return the seconds of a draft, measured on padding; infinity beyond the largest size."""
+        """Return the seconds per draft, measured on padding; infinity beyond the largest size."""
         size = self.size_of(num_sequences)
         return math.inf if size is None else self._statics[size].token_s
 
     def rows(self, num_rows: int) -> ReadRows:
-        """Return where `DeviceEagle3.read` puts what is drafted from."""
+        """Return the buffers that `DeviceEagle3.read` fills for drafts."""
         return ReadRows(self._rows.hidden[:num_rows], self._rows.qkv[:num_rows])
 
     def send(self, hosts: Sequence[np.ndarray], tables: np.ndarray) -> None:
-        """Send runs int32[S, 4] and the columns of `sampling_of`, S captured, and the first blocks int32[S, w]."""
+        """Send runs int32[S, 4], the columns of `sampling_of` and the first blocks int32[S, w]; S is a captured
+        size."""
         places = np.arange(len(tables), dtype=np.int32)
         self._head.ops.upload_all(hosts, self._statics[len(tables)].packed, TableRows(tables, places, self._tables))
 
     def draft(self, sampled: Array, rows: tuple[Array, Array], size: int, num_drafts: int) -> Array:
-        """Draft after a step of `rows`, token ids and positions, that was read to `self.rows`; `send` precedes.
+        """Draft after a step of `rows` (token ids, positions) that was read into `self.rows`; call `send` first.
 
         Return int32[num_drafts, size], the beginning of `out`.
         """

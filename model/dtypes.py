@@ -1,4 +1,4 @@
-"""Element types by their names in settings and configs."""
+"""Element types by name, as in settings and configs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
 def all_finite(array: np.ndarray) -> bool:
     """Return whether a contiguous float32, float16, bfloat16 or e4m3 array has no NaN or infinity.
 
-    Compares bits: values that are not finite are the largest integers of either sign.
+    Compares bits: non-finite values are the largest integers of either sign.
     """
     bits = array.reshape(-1).view(f"i{array.dtype.itemsize}")
     return all(_no_exponent_of_ones(bits[start : start + _PIECE], array.dtype) for start in range(0, bits.size, _PIECE))
@@ -28,5 +28,5 @@ def _no_exponent_of_ones(bits: np.ndarray, dtype: np.dtype) -> bool:
 
 
 _EXPONENT_BITS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80, "float8_e4m3fn": 0x7F}
-"""Least bits that are not finite, sign aside; e4m3 has NaN alone."""
+"""Least non-finite bits without the sign; e4m3 has only NaN."""
 _PIECE = 1 << 20  # fits the cache

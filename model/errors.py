@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class ModelError(ValueError):
-    """Unusable model or device; one line that names the file and the problem."""
+    """Unusable model or device. The message is one line that names the file and the problem."""
 
 
 class GrammarError(ValueError):
-    """Unusable grammar; the text may be shown to the client."""
+    """Unusable grammar. The message may be shown to the client."""

@@ -1,4 +1,4 @@
-"""Makes a config.json from GGUF metadata."""
+"""Builds a config.json from GGUF metadata."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from model.gguf_file import GgufHeader
 class Architecture:
     """A `general.architecture` of llama.cpp."""
 
-    families: tuple[str, ...]  # the first without a config.json
+    families: tuple[str, ...]  # the first if there is no config.json
     pairs_rows: bool = False  # rows of q and k are in pairs, for an interleaved rotation
-    needs_config: bool = False  # the metadata lack what a config.json says
+    needs_config: bool = False  # the metadata lack fields of config.json
 
 
 ARCHITECTURES = {
@@ -39,7 +39,7 @@ FIELDS = {
     "rope_theta": "rope.freq_base",
     "max_position_embeddings": "context_length",
 }
-"""Fields of config.json -> metadata keys after the architecture's name."""
+"""Fields of config.json -> metadata keys, after the architecture's name."""
 
 EXPERT_FIELDS = {
     "num_local_experts": "expert_count",
@@ -73,7 +73,7 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def check_architecture(header: GgufHeader, family: str) -> Architecture:
-    """Return the file's architecture. Raises ModelError unless it is that of `family`."""
+    """Return the file's architecture. Raises ModelError unless it holds `family`."""
     name = _name(header)
     architecture = ARCHITECTURES[name]
     if family not in architecture.families:

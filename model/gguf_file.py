@@ -1,4 +1,4 @@
-"""Reads and checks the header of a GGUF file, whole or split in parts: metadata and tensor locations."""
+"""Reads and checks the header of a GGUF file, whole or split into parts: metadata and tensor locations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor of type `kind`, rows [N, K] or [K], at byte `offset` of a file of `file_bytes`."""
+    """Tensor of type `kind`, rows [N, K] or [K], at byte `offset` of a file of `file_bytes`."""
 
     name: str
     kind: int
@@ -43,7 +43,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """Metadata of a file, or of the first part, and tensors; long arrays are replaced by their length."""
+    """Tensors, and metadata of the file or its first part; long arrays are replaced by their length."""
 
     path: Path
     metadata: dict[str, Any]
@@ -51,7 +51,7 @@ class GgufHeader:
 
 
 def find_gguf(directory: Path) -> Path | None:
-    """Return a folder's .gguf file, the first of parts, or None. Raises ModelError for several files."""
+    """Return a folder's .gguf file, the first of its parts, or None. Raises ModelError if there are several files."""
     found = sorted(path for path in directory.glob("*.gguf"))
     if len(found) > 1 and not are_parts([path.name for path in found]):
         raise ModelError(f"{directory}: {len(found)} .gguf files are there (1, or all parts of one)")
@@ -59,7 +59,7 @@ def find_gguf(directory: Path) -> Path | None:
 
 
 def are_parts(names: Sequence[str]) -> bool:
-    """Return whether these are all parts of one file, in order: NAME-00001-of-00002.gguf and so on."""
+    """Return whether these are all parts of one file in order: NAME-00001-of-00002.gguf and so on."""
     found = _PART.fullmatch(names[0])
     return found is not None and list(names) == _part_names(found[1], len(names))
 
@@ -69,7 +69,7 @@ def _part_names(stem: str, count: int) -> list[str]:
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """Read and check the header, and those of a file's other parts. Raises ModelError."""
+    """Read and check the header, including those of other parts. Raises ModelError."""
     header = _read_part(path)
     count = header.metadata.get("split.count", 1)
     if count in (0, 1):

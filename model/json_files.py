@@ -12,7 +12,7 @@ from model.errors import ModelError
 
 
 def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
-    """Read an object. Raises ModelError if missing, too large or invalid."""
+    """Read an object. Raises ModelError if the file is missing, too large or invalid."""
     return parse_json_object(read_bytes(path, max_bytes), str(path))
 
 
@@ -29,7 +29,7 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file, without blocking on a pipe. Raises ModelError, OSError."""
+    """Open a regular file, without blocking on a pipe. Raises ModelError or OSError."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # opening a device may have effects
         raise ModelError(f"{path}: not a regular file")
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -40,7 +40,7 @@ def open_regular(path: Path) -> int:
 
 
 def parse_json_object(data: bytes, source: str) -> dict[str, Any]:
-    """Parse an object in UTF-8; `source` names it in errors. Raises ModelError."""
+    """Parse an object in UTF-8. Raises ModelError, which names `source`, if invalid."""
     try:
         value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""The paged KV cache: one array; a block is contiguous over all layers."""
+"""The paged KV cache: one array, in which a block is contiguous over all layers."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from model.ops.interface import Array, Ops
 
 
 def block_shape(config: ModelConfig, block_size: int, num_ranks: int = 1) -> tuple[int, ...]:
-    """Return [L, 2 (keys, values), Hkv, B, D] of a rank."""
+    """Return a rank's [L, 2 (keys, values), Hkv, B, D]."""
     return part_of_heads(config, num_ranks).part_shape(
         (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim), num_ranks
     )
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: np.dtype, num_ranks: int = 1) -> int:
-    """Return a rank's bytes of a block."""
+    """Return a rank's bytes per block."""
     return int(np.prod(block_shape(config, block_size, num_ranks))) * np.dtype(dtype).itemsize
 
 
 def allocate_with_draft(
     ops: Ops, config: ModelConfig, num_blocks: int, block_size: int, draft_shape: tuple[int, ...]
 ) -> tuple[Array | None, Array, Array]:
-    """Return whole blocks uint8[num_blocks, bytes], and in them the cache and the drafter's, [num_blocks,
-    *draft_shape] in `ops.dtype`: copies and swaps of blocks move both.
+    """Return (whole blocks uint8[num_blocks, bytes], cache, drafter's cache [num_blocks, *draft_shape] in `ops.dtype`).
 
-    All ranks have as many blocks as the fullest, so that a drafter of rank 0 leaves room for itself on each. A GPU's
-    kernels take no strided rows: there the two are separate, without whole blocks, and a copied or swapped block has
-    no drafter's keys.
+    Both caches lie in the blocks, so copies and swaps of blocks move both. Each rank has as many blocks as the fullest
+    rank, so a drafter on rank 0 takes memory on all. GPU kernels take no strided rows: there the caches are separate,
+    whole blocks are None, and a copied or swapped block has no drafter's keys.
     """
     if ops.name == "cuda":
         return None, allocate(ops, config, num_blocks, block_size), ops.empty((num_blocks, *draft_shape), ops.dtype)
@@ -42,7 +41,7 @@ def allocate_with_draft(
 
 
 def allocate_with_head(ops: Ops, config: ModelConfig, num_blocks: int, block_size: int) -> Array:
-    """Return a cache [num_blocks, L + 1, 2, Hkv, B, D] whose last layer is a draft head's, of the model's shape."""
+    """Return a cache [num_blocks, L + 1, 2, Hkv, B, D] of the model's shape, whose last layer is a draft head's."""
     layers, *rest = block_shape(config, block_size)
     return ops.empty((num_blocks, layers + 1, *rest), ops.kv_dtype)
 
@@ -52,7 +51,7 @@ def draft_bytes(ops: Ops, draft_shape: tuple[int, ...]) -> int:
 
 
 def allocate(ops: Ops, config: ModelConfig, num_blocks: int, block_size: int) -> Array:
-    """Return an undefined cache [num_blocks, L, 2, Hkv, B, D] in `ops.kv_dtype`, each rank's with its heads."""
+    """Return an undefined cache [num_blocks, L, 2, Hkv, B, D] in `ops.kv_dtype`, with each rank's heads."""
     array = ops.empty((num_blocks, *block_shape(config, block_size, ops.num_ranks)), ops.kv_dtype)
     return _of_heads(array, config, ops)
 
@@ -62,5 +61,5 @@ def _of_heads(cache: Array, config: ModelConfig, ops: Ops) -> Array:
 
 
 def part_of_heads(config: ModelConfig, num_ranks: int) -> Split:
-    """Return how KV heads, an axis of [L, 2, Hkv, ...], are divided: fewer than ranks are copied to neighbours."""
+    """Return the split of KV heads, an axis of [L, 2, Hkv, ...]; if fewer than ranks, neighbours share copies."""
     return Split(2, (Section(config.num_kv_heads, max(1, num_ranks // config.num_kv_heads)),))

@@ -1,4 +1,4 @@
-"""Scales of an fp8 KV cache, measured where the checkpoint has none."""
+"""Scales of an fp8 KV cache, measured if the checkpoint has none."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ E4M3_NAME = "fp8_e4m3"
 
 NUM_TOKENS = 128
 TOKEN_STEP = 7919
-"""A prime: the ids spread over the vocabulary."""
+"""A prime, so that ids spread over the vocabulary."""
 
 LARGEST_EXPONENT = 5
-"""The largest measured value is stored as 32 to 64: seven times as much fits 448, and 1/2048 of it keeps all bits."""
+"""The largest measured value is stored as 32 to 64: seven times as much fits in 448, and 1/2048 of it keeps all
+bits."""
 
 MAX_PASSES = 4
 CHANGE_OUT_OF_RANGE = np.float32(64)
@@ -28,15 +29,15 @@ CHANGE_OUT_OF_RANGE = np.float32(64)
 
 @dataclass(frozen=True)
 class KvFormat:
-    """Type and scales of a cache's bytes."""
+    """Dtype and scales of a cache."""
 
     dtype: str  # "fp8_e4m3", "bfloat16", ...
     scales: str = ""  # of fp8: "stored" | "measured"
-    key: str = ""  # of dtype and scales: blocks of another key never match
+    key: str = ""  # of dtype and scales; blocks of different keys never match
 
 
 def kv_format(model: Llama, block_size: int, max_model_len: int) -> KvFormat:
-    """Return the format of the model's cache; first measure its scales if it needs some and none are stored."""
+    """Return the format of the model's cache, after measuring its scales if needed and not stored."""
     dtype, weights = cache_dtype_name(model.ops), model.weights
     if weights.kv_scales is None:
         return KvFormat(dtype, key=dtype)
@@ -51,10 +52,10 @@ def cache_dtype_name(ops: Ops) -> str:
 
 
 def measure_kv_scales(model: Llama, block_size: int, max_model_len: int) -> np.ndarray:
-    """Set and return `model.weights.kv_scales` float32[L, 2, Hkv]: a power of two per layer, side and head, from keys
-    and values of a fixed token sequence.
+    """Set and return `model.weights.kv_scales` float32[L, 2, Hkv]: a power of two per layer, side and head, measured on
+    keys and values of a fixed token sequence.
 
-    The forward pass runs on a cache of its own, until no scale changes. A head without a measurable value gets 1.
+    The forward pass runs on a separate cache until no scale changes. A head without a measurable value gets 1.
     """
     ops, config = model.ops, model.config
     num_tokens = min(NUM_TOKENS, max_model_len)
@@ -85,7 +86,7 @@ def set_kv_scales(model: Llama, scales: np.ndarray) -> None:
 
 
 def _largest(stored: np.ndarray, num_tokens: int) -> np.ndarray:
-    """Return the largest stored magnitude of each [L, 2, Hkv]; stored e4m3 [num_blocks, L, 2, Hkv, B, D]."""
+    """Return the largest stored magnitude per [L, 2, Hkv] of e4m3 [num_blocks, L, 2, Hkv, B, D]."""
     by_token = stored.transpose(1, 2, 3, 0, 4, 5).reshape(*stored.shape[1:4], -1, stored.shape[5])
     codes = by_token[:, :, :, :num_tokens] & 0x7F
     largest_codes: np.ndarray = codes.max(axis=(3, 4))
@@ -93,7 +94,7 @@ def _largest(stored: np.ndarray, num_tokens: int) -> np.ndarray:
 
 
 def _scales_of(largest: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return better scales from the `largest` values stored with `scales`; NaN leaves a scale."""
+    """Return better scales from the `largest` values stored with `scales`; NaN keeps a scale."""
     exponents = np.frexp(largest)[1] - 1 - LARGEST_EXPONENT
     better: np.ndarray = np.ldexp(scales, np.where(np.isfinite(largest), exponents, 0)).astype(np.float32)
     better[largest == 0] = scales[largest == 0] / CHANGE_OUT_OF_RANGE

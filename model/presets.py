@@ -25,7 +25,7 @@ LLAMA31_ROPE = RopeConfig(
 
 
 def _published(family: str, sizes: tuple[int, ...], **more: Any) -> ModelConfig:
-    """Return a config of (vocabulary, hidden, intermediate, layers, heads, KV heads) and fields of config.json."""
+    """Return a config, given (vocabulary, hidden, intermediate, layers, heads, KV heads) and fields of config.json."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     shape = zip((*names, "num_attention_heads", "num_key_value_heads"), sizes, strict=True)
     return ModelConfig.from_dict(

@@ -11,12 +11,13 @@ from model.rope_config import RopeConfig
 
 
 class RopeTables:
-    """Rows of cos and sin, float32[max_model_len + short_len, head_dim / 2], times yarn's and longrope's attention
-    factor.
+    """Rows of cos and sin, float32[max_model_len + short_len, head_dim / 2], times the attention factor of yarn and
+    longrope.
 
-    Row p is position p of a sequence of up to `max_model_len` tokens, row max_model_len + p of one of up to
-    `short_len`, for which "dynamic" ropes are not stretched and longrope has its short factors. A sequence keeps to one
-    kind of rows: cached rotated keys cannot follow it as it grows. Pairs beyond the rotated dimensions get cos 1.
+    Row p is position p of a sequence of up to `max_model_len` tokens. Row max_model_len + p is that of a sequence of up
+    to `short_len` tokens, for which "dynamic" ropes are not stretched and longrope has its short factors. A sequence
+    keeps one kind of rows: cached rotated keys cannot change as it grows. Pairs beyond the rotated dimensions get cos
+    1.
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_model_len: int, short_len: int = 0):
@@ -56,20 +57,21 @@ def _rounded_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) ->
 
 
 def short_length(ropes: Iterable[RopeConfig], max_model_len: int) -> int:
-    """Return the most tokens of sequences whose rope differs from that of `max_model_len`; 0: no rope depends on it."""
+    """Return the most tokens of a sequence whose rope differs from that of `max_model_len`; 0: no rope depends on
+    length."""
     lengths = [rope.original_max_position for rope in ropes if rope.kind in ("dynamic", "longrope")]
     shortest = min(lengths, default=0)
     return shortest if shortest < max_model_len else 0
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return all rows of cos and of sin: see `RopeTables`."""
+    """Return all rows of cos and of sin, as in `RopeTables`."""
     tables = RopeTables(rope, head_dim, max_model_len)
     return tables.cos(0, max_model_len), tables.sin(0, max_model_len)
 
 
 def query_scale(rope: RopeConfig, max_model_len: int) -> np.ndarray | None:
-    """Return the factor of q at each position, float32[max_model_len]; None if it is 1."""
+    """Return the factor of q at each position, float32[max_model_len], or None if it is 1."""
     if not rope.query_beta or max_model_len <= rope.original_max_position:
         return None
     turns = np.arange(max_model_len) // rope.original_max_position
@@ -77,7 +79,7 @@ def query_scale(rope: RopeConfig, max_model_len: int) -> np.ndarray | None:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) -> np.ndarray:
-    """Return radians per position, float64[head_dim / 2], fastest first; of the rotated dimensions."""
+    """Return radians per position of the rotated dimensions, float64[head_dim / 2], fastest first."""
     if rope.kind == "linear":
         return _plain(rope.theta, head_dim) / rope.factor
     if rope.kind == "dynamic":
@@ -110,13 +112,13 @@ def _plain(theta: float, head_dim: int) -> np.ndarray:
 
 
 def _dynamic(rope: RopeConfig, head_dim: int, max_model_len: int) -> np.ndarray:
-    """NTK-aware: a larger base stretches the slowest frequency by the whole factor, the fastest by none."""
+    """NTK-aware: a larger base stretches the slowest frequency by the whole factor, the fastest not at all."""
     stretch = rope.factor * max(max_model_len / rope.original_max_position, 1.0) - (rope.factor - 1)
     return _plain(rope.theta * stretch ** (head_dim / (head_dim - 2)), head_dim)
 
 
 def _llama3(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Stretch long waves by the factor, keep short ones, interpolate between."""
+    """Stretch long waves by the factor, keep short ones, interpolate in between."""
     plain = _plain(rope.theta, head_dim)
     waves_in_original = rope.original_max_position * plain / (2 * math.pi)
     kept = (waves_in_original - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -125,7 +127,7 @@ def _llama3(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def _yarn(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Peng et al., YaRN: stretch below beta_slow turns in the original length, keep above beta_fast, else a ramp."""
+    """YaRN (Peng et al.): stretch below beta_slow turns in the original length, keep above beta_fast, else ramp."""
     plain = _plain(rope.theta, head_dim)
     first = _dimension_of_turns(rope, head_dim, rope.beta_fast)
     last = _dimension_of_turns(rope, head_dim, rope.beta_slow)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings of config.json, in the spelling of transformers 4 or 5."""
+"""Rotary position embeddings (ropes) of config.json, in the spelling of transformers 4 or 5."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from model.errors import ModelError
 MAX_POSITION = 1 << 24
 OLD_KINDS = {"su": "longrope"}
 COMMON_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-"""Scalings of every family that names no others."""
+"""Scalings of families that name none."""
 
 SECTIONS = ("rope_scaling", "rope_parameters")
-"""The section's name in transformers 4, and in 5 with `rope_theta` in it."""
+"""Name of the section in transformers 4, and in 5, which puts `rope_theta` in it."""
 
 OVERRIDES = (*SECTIONS, "rope_theta", "max_position_embeddings")
 """Fields that a command line may replace."""
@@ -26,11 +26,11 @@ FLAG = "--hf-overrides"
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding. `kind` is the scaling; only its own fields are set."""
+    """A rope. `kind` is its scaling; only the fields of that kind are set."""
 
     kind: str  # "default" | "linear" | "dynamic" | "llama3" | "yarn" | "longrope" | "none": nothing is rotated
     theta: float
-    rotary_fraction: float = 1.0  # of a head's dimensions; the others are not rotated
+    rotary_fraction: float = 1.0  # of a head's dimensions; others are not rotated
     is_interleaved: bool = False  # rotate dimension 2 i with 2 i + 1, not i with i + D / 2
     query_beta: float = 0.0  # multiply q at position p by 1 + query_beta * log(1 + p // original_max_position)
     factor: float = 1.0
@@ -47,7 +47,7 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()  # longrope: beyond it
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Return the rotated dimensions of a head."""
+        """Return the number of rotated dimensions of a head."""
         return int(head_dim * self.rotary_fraction)
 
 
@@ -64,9 +64,9 @@ class RopeRules:
 
 
 def read_rope(fields: Fields, scaling: Fields, head_dim: int, rules: RopeRules) -> tuple[RopeConfig, int]:
-    """Return the rotary embedding that `scaling` describes and the longest sequence. Raises ModelError.
+    """Return the rope that `scaling` describes and the longest sequence. Raises ModelError.
 
-    Linear and dynamic scaling multiply max_position_embeddings by their factor, yarn its original length; the
+    Linear and dynamic scaling multiply max_position_embeddings by their factor, yarn its original length. The
     max_position_embeddings of llama3 and longrope is already scaled.
     """
     max_position = fields.integer("max_position_embeddings", high=MAX_POSITION)
@@ -146,7 +146,7 @@ def _yarn(plain: RopeConfig, scaling: Fields, max_position: int, original: int) 
 
 
 def _longrope(plain: RopeConfig, scaling: Fields, max_position: int, original: int, head_dim: int) -> RopeConfig:
-    """Ding et al., LongRoPE: a factor for each frequency, one list up to the original length, one beyond it."""
+    """LongRoPE (Ding et al.): a factor per frequency, in one list up to the original length and another beyond it."""
     num_factors = plain.rotary_dim(head_dim) // 2
     return replace(
         plain,
@@ -168,7 +168,7 @@ def _factors(scaling: Fields, name: str, count: int) -> tuple[float, ...]:
 
 
 def first_unknown(overrides: Mapping[str, Any]) -> str | None:
-    """Return the first field that may not be replaced, None if all may."""
+    """Return the first field that may not be replaced, or None."""
     for key, value in overrides.items():
         if key == WRAPPED and isinstance(value, dict):
             if (inner := next((each for each in value if each not in OVERRIDES), None)) is not None:
@@ -179,10 +179,10 @@ def first_unknown(overrides: Mapping[str, Any]) -> str | None:
 
 
 def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with `overrides`, which may be in either spelling of transformers.
+    """Return the config with `overrides`, in either spelling of transformers.
 
-    A section is replaced as a whole, but keeps its `rope_theta`. Raises ModelError for a config whose layers' sections
-    differ, or without the text_config that is named.
+    A section is replaced as a whole but keeps its `rope_theta`. Raises ModelError if the config's layers have different
+    sections, or if a text_config in `overrides` is missing in it.
     """
     if not overrides:
         return dict(raw)

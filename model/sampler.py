@@ -1,4 +1,4 @@
-"""Builds the arrays of `Ops.sample`: one row per sequence that gets a token."""
+"""Builds the arrays of `Ops.sample`: one row per sequence that samples a token."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ NO_TOP_K = np.iinfo(np.int32).max
 
 
 def sampling_record(params: SamplingParams, branch: int, num_alternatives: int | None) -> bytes:
-    """Return a RECORD, packed once so that a step only joins its rows' records.
+    """Return a RECORD, packed once so that a step only joins the records of its rows.
 
-    `num_alternatives` is the number of log-probabilities in addition to the chosen token's; None: no log-probabilities.
-    A beam needs its best tokens alone: its row is greedy.
+    `num_alternatives` counts log-probabilities besides the chosen token's; None: no log-probabilities. A beam needs
+    only its best tokens, so its row is greedy.
     """
     num_logprobs = 0 if num_alternatives is None else num_alternatives + 1
     distribution = (params.seed, 0.0, NO_TOP_K, 1.0, 0.0)
@@ -49,10 +49,10 @@ def has_logit_processors(params: SamplingParams) -> bool:
 
 
 class SeenTokens:
-    """A sequence's distinct tokens and their counts in its output, updated at a cost independent of length."""
+    """A sequence's distinct tokens and their output counts, updated at a cost independent of length."""
 
     def __init__(self, of: Sequence[int], num_prompt_tokens: int):
-        """Take all tokens of the sequence as `of`, the shared list that grows."""
+        """`of` is the shared, growing list of all tokens of the sequence."""
         prompt = dict.fromkeys(of[:num_prompt_tokens])
         self.of = of
         self.token_ids = array("i", prompt)  # int32, unique
@@ -70,7 +70,7 @@ class SeenTokens:
         self._num_counted = len(self.of)
 
     def extended(self, token_ids: Sequence[int]) -> SeenTokens:
-        """Return a copy with more output tokens; itself without any."""
+        """Return a copy with more output tokens, or itself without any."""
         if not token_ids:
             return self
         self.catch_up()
@@ -83,7 +83,7 @@ class SeenTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class SampledRows:
-    """R sequences whose next tokens have these `positions`."""
+    """R sequences to sample; the next tokens have these `positions`."""
 
     records: list[bytes]
     positions: np.ndarray  # uint32[R]
@@ -102,7 +102,7 @@ def sampling_arrays(
     *,
     adjusts_logprobs: bool = False,
 ) -> SamplingArrays:
-    """Return arrays for R rows, sent by one `upload_all`."""
+    """Return the arrays of R rows, sent by one `upload_all`."""
     records = np.frombuffer(b"".join(rows.records), RECORD)
     columns = [
         records["temperature"],
@@ -184,7 +184,7 @@ def _allowed(mask: TokenMask | None, row: int) -> np.ndarray | None:
 def _row_bias(
     params: SamplingParams, num_output: int, eos_token_ids: frozenset[int], allowed: np.ndarray | None
 ) -> list[tuple[int, float]]:
-    """Return a row's biases; tokens that end a response are forbidden within min_tokens, unless a grammar allows
+    """Return a row's biases. Within min_tokens, tokens that end a response are forbidden, unless a grammar allows
     nothing else."""
     if num_output >= params.min_tokens:
         return list(params.logit_bias)

@@ -1,4 +1,4 @@
-"""A request's sampling and end conditions, in tokens."""
+"""Sampling and end conditions of a request, in tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_LOGPROBS = 20  # alternatives per token
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSearch:
-    """Names as in Hugging Face and vLLM."""
+    """Beam search parameters, named as in Hugging Face and vLLM."""
 
     width: int  # 1..16
     length_penalty: float = 1.0  # -10..10; a beam's score is log-probability / length ** length_penalty
@@ -19,7 +19,7 @@ class BeamSearch:
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningBudget:
-    """Bound on the tokens between two markers at an answer's beginning."""
+    """Bound on the tokens between two markers at the beginning of an answer."""
 
     max_tokens: int  # 0..
     start: str
@@ -31,13 +31,13 @@ class ReasoningBudget:
 @dataclass(frozen=True, kw_only=True)
 class TokenRules:
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids, none empty, which no answer contains
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids, none empty, contained in no answer
     reasoning: ReasoningBudget | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Validated at admission; other code trusts these ranges."""
+    """Sampling parameters, validated at admission; other code trusts these ranges."""
 
     max_tokens: int  # 1..max_model_len - prompt
     min_tokens: int = 0  # 0..max_tokens; no EOS or stop id before
@@ -51,14 +51,14 @@ class SamplingParams:
     seed: int = 0  # 0..2^64-1; random if not given
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # K alternatives, and the sampled token
-    prompt_logprobs: int | None = None  # the same for prompt tokens but the first
+    logprobs: int | None = None  # K alternatives, plus the sampled token
+    prompt_logprobs: int | None = None  # the same for prompt tokens except the first
     pooling: Literal["mean", "last"] | None = None  # return one vector of the prompt's hidden states
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added)
     grammar: str | None = None  # a text of model.text.grammar
     rules: TokenRules | None = None
     n: int = 1  # answers
-    best_of: int = 1  # n..; branches, of which the n with the highest mean log-probability are returned
+    best_of: int = 1  # n..; the n branches with the highest mean log-probability are returned
     beam: BeamSearch | None = None  # n..width answers, with best_of 1
 
     @property
@@ -73,7 +73,7 @@ class SamplingParams:
 
     @property
     def is_masked(self) -> bool:
-        """True if the next token's mask depends on the previous ones."""
+        """True if the next token's mask depends on previous tokens."""
         return self.grammar is not None or self.rules is not None
 
     @property

@@ -1,4 +1,4 @@
-"""Inputs of one step as plain arrays: all that the engine sends to the ranks that run the model."""
+"""Inputs of a step as plain arrays: everything that the engine sends to the ranks that run the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from model.ops.interface import SamplingArrays
 
 NO_PENDING_ROW = -1
-"""A token's id is known."""
+"""Marks a known token id."""
 
 
 def no_blocks() -> np.ndarray:
@@ -20,7 +20,7 @@ def no_blocks() -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardInputs:
-    """The forward pass over T tokens of S sequences; see model.batch.Batch.
+    """Forward pass over T tokens of S sequences; see model.batch.Batch.
 
     Decodes come first, in rows that mostly persist between steps; C longer chunks follow.
     """
@@ -33,10 +33,10 @@ class ForwardInputs:
     logit_rows: np.ndarray  # int32[R]
     num_decodes: int
     tables: np.ndarray  # int32[num_decodes, max_blocks]; undefined beyond a row's blocks
-    dirty_tables: np.ndarray  # bool[num_decodes], rows of `tables` changed since sent
+    dirty_tables: np.ndarray  # bool[num_decodes], rows of `tables` changed since they were sent
     chunk_lens: np.ndarray  # int32[C]
     chunk_tables: Sequence[np.ndarray]  # C of int32[any]
-    num_draft_rows: int = 0  # last decodes: tokens of a sequence and its drafts, adjacent, a table each
+    num_draft_rows: int = 0  # last decodes: tokens of a sequence and its drafts, adjacent, with a table each
     adapter_slots: np.ndarray | None = None  # int32[T], slot of each row's adapter, NO_SLOT: none; None: no row has one
 
     @property
@@ -45,7 +45,7 @@ class ForwardInputs:
         return np.cumsum([self.num_decodes, *self.chunk_lens], dtype=np.int32)
 
     def block_tables(self, rows: np.ndarray, block_size: int) -> np.ndarray:
-        """Return int32[N + C, w], N `rows` of `tables` and the chunks', as wide as their contexts."""
+        """Return int32[N + C, w]: N `rows` of `tables`, then the chunks', as wide as their contexts."""
         widths = [-(-int(self.context_lens[rows].max(initial=0)) // block_size), *map(len, self.chunk_tables)]
         padded = np.zeros((len(rows) + len(self.chunk_tables), max(widths)), np.int32)
         padded[: len(rows)] = self.tables[rows, : padded.shape[1]]
@@ -60,7 +60,7 @@ class SampleInputs:
 
     num_rows: int
     rows: np.ndarray | None  # int32[R], rows of the logits; None: all
-    params: SamplingArrays | None  # on the host; None: the last ones with `keeps_params`, one position further
+    params: SamplingArrays | None  # on the host; None: the last with `keeps_params`, one position further
     keeps_params: bool = False  # a later call may reuse them
 
 
@@ -74,7 +74,7 @@ class LogprobRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """One step. `copies` run in order, before any write; then `swap_outs` and `swap_ins` start."""
+    """Inputs of a step. `copies` run in order, before any write; then `swap_outs` and `swap_ins` start."""
 
     forward: ForwardInputs | None  # None: no sequence runs
     samples: Sequence[SampleInputs] | None = None  # None: sent while the forward pass runs

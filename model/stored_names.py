@@ -1,4 +1,4 @@
-"""Names of the tensors of a folder, read without its weights."""
+"""Names of the tensors in a folder, read without the weights."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from model.json_files import open_regular, parse_json_object, read_json_object
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 INDEX_BYTES = 64 << 20
-"""Limit of an index or header; 400 billion parameters take 0.1 MB."""
+"""Limit for an index or header; 400 billion parameters take 0.1 MB."""
 
 
 def is_base_model(directory: Path) -> bool:
-    """Return whether the folder stores a model without its head, as Qwen3-Embedding-8B does.
+    """Return whether the folder stores a model without its head, like Qwen3-Embedding-8B.
 
-    False for files that cannot be read: `Checkpoint.open` says what is wrong with them.
+    Return False for unreadable files; `Checkpoint.open` reports what is wrong with them.
     """
     try:
         names = _stored_names(directory)

@@ -1,8 +1,8 @@
 """EAGLE-3 draft heads (Li et al.): one layer that continues a model's states.
 
-At position p the head takes the embedding of token p + 1 and a hidden state: states of the model, mostly three,
-projected by `fc`, where the model has computed p, else its own output at p - 1. In NumPy, with few calls, most of a
-small model's time.
+At position p the head takes the embedding of token p + 1 and a hidden state. If the model has computed p, this is a
+projection by `fc` of some (mostly three) of the model's states, else the head's own output at p - 1. In NumPy, with few
+calls, which take most of a small model's time.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from model.weights.safetensors_file import StoredTensor, read_safetensors
 
 FLOATS = ("float32", "float16", "bfloat16")
 RANDOM_TILE = 1_000_003
-"""Random numbers that dummy weights repeat."""
+"""Number of random values that dummy weights repeat."""
 EAGLES_LAYER = "midlayer."
 """`LAYER` in EAGLE's own layout."""
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Modules whose rows a file may have in one matrix."""
+"""Modules whose rows a file may stack in one matrix."""
 TRAINING_TENSORS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "mask_hidden")
 
 
 class Eagle3Head:
-    """Weights, in float32 and transposed, with the norms' weights and the attention's scale folded in; a head's
-    dimensions i and i + D / 2 lie side by side, so that a rotation is a complex product."""
+    """Weights of a head, float32 and transposed, with the norms' weights and the attention's scale folded in.
+    Dimensions i and i + D / 2 of an attention head are adjacent, so that a rotation is a complex product."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Eagle3Head:
         embedding: np.ndarray,
         max_model_len: int,
     ):
-        """`weights`: float32, as Eagle3Tensors has them; `token_ids` int64[draft vocabulary]; `embedding` [V, H]."""
+        """`weights`: float32, as in Eagle3Tensors; `token_ids` int64[draft vocabulary]; `embedding` [V, H]."""
         self.config = config
         attention = {name: weights[f"{LAYER}self_attn.{name}_proj.weight"] for name in "qkvo"}
         input_norm = np.concatenate([weights[f"{LAYER}{name}.weight"] for name in ("input_layernorm", "hidden_norm")])
@@ -67,7 +67,7 @@ class Eagle3Head:
         self._rotation = (cos + 1j * sin).astype(np.complex64)[:, None]
 
     def _set_biases(self, weights: dict[str, np.ndarray], q_scale: np.float32) -> None:
-        """Keep each product's bias, or None; q's and k's in the order of `_paired`."""
+        """Store each product's bias, or None; q's and k's in the order of `_paired`."""
         self._output_bias = stacked_bias(weights, "self_attn.o_proj")
         self._gate_up_bias = stacked_bias(weights, "mlp.gate_proj", "mlp.up_proj")
         self._down_bias = stacked_bias(weights, "mlp.down_proj")
@@ -154,7 +154,7 @@ class Eagle3Head:
 
 @dataclass(frozen=True)
 class Eagle3Tensors:
-    """A head by `Eagle3Config.shapes`, with the biases that it has, in the types of its file."""
+    """Tensors of a head, by `Eagle3Config.shapes`, with its biases, in the dtypes of its file."""
 
     config: Eagle3Config
     weights: dict[str, np.ndarray]
@@ -171,7 +171,7 @@ def load_eagle3(folder: Path, target: ModelConfig, embedding: np.ndarray, max_mo
 
 
 def read_eagle3(folder: Path, target: ModelConfig) -> Eagle3Tensors:
-    """Raises ModelError with one line."""
+    """Read the head of a model. Raises ModelError with one line."""
     config, path = Eagle3Config.read(folder, target), folder / "model.safetensors"
     if not path.is_file():
         raise ModelError(
@@ -222,7 +222,7 @@ def _read(stored: dict[str, StoredTensor], name: str, shape: tuple[int, ...], pa
 def _read_fused(
     stored: dict[str, StoredTensor], shapes: dict[str, tuple[int, ...]], path: Path
 ) -> dict[str, np.ndarray]:
-    """Take the matrices and biases of FUSED from `stored`; return their parts."""
+    """Remove the matrices and biases of FUSED from `stored`; return their parts."""
     parts: dict[str, np.ndarray] = {}
     for fused in [name for name in stored if name.startswith(LAYER) and name.split(".")[-2] in FUSED]:
         module, kind = fused.removeprefix(LAYER).rsplit(".", 2)[0], fused.split(".")[-2:]
@@ -248,7 +248,7 @@ def stacked_bias(weights: dict[str, np.ndarray], *modules: str) -> np.ndarray | 
 
 
 def _token_ids(stored: dict[str, StoredTensor], count: int, vocab_size: int, path: Path) -> np.ndarray:
-    """Return int64[count]; the file has each id's distance from its index, or nothing if all ids are drafted."""
+    """Return int64[count]. The file has each id's distance from its index, or nothing if all ids are drafted."""
     if "d2t" not in stored and count == vocab_size:
         return np.arange(count)
     if "d2t" not in stored or stored["d2t"].shape != (count,) or stored["d2t"].dtype.kind != "i":
@@ -260,7 +260,8 @@ def _token_ids(stored: dict[str, StoredTensor], count: int, vocab_size: int, pat
 
 
 def folded_fc(config: Eagle3Config, weights: dict[str, np.ndarray]) -> np.ndarray:
-    """Return float32 `fc.weight` times the weights of the states' norms, or their scale, which norms do not see."""
+    """Return float32 `fc.weight` times the weights of the states' norms, or without norms, which cancel it, times the
+    states' scale."""
     fc = weights["fc.weight"].astype(np.float32, copy=False)
     if not config.state_norms:
         return fc if config.state_scale == 1 else fc * np.float32(config.state_scale)

@@ -25,7 +25,7 @@ MODEL_TYPES = ("llama", "qwen3")
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config:
-    state_layers: tuple[int, ...]  # the layers whose inputs `fc` takes; the model's number of layers: the last's output
+    state_layers: tuple[int, ...]  # layers whose inputs `fc` takes; the model's number of layers: the last's output
     state_scale: float  # the model's states are divided by it
     hidden_size: int
     intermediate_size: int
@@ -37,15 +37,15 @@ class Eagle3Config:
     rope: RopeConfig
     window: int  # a query at p sees keys from p - window + 1 on
     has_qk_norms: bool
-    norm_before_fc: bool  # of all states together
-    fc_norm: bool  # of each state
+    norm_before_fc: bool  # over all states together
+    fc_norm: bool  # per state
     norm_before_residual: bool
     norm_output: bool  # the next step's hidden state is the normed one
-    num_speculative_tokens: int | None  # as its makers propose
+    num_speculative_tokens: int | None  # proposed by its makers
 
     @classmethod
     def read(cls, folder: Path, target: ModelConfig) -> Eagle3Config:
-        """Raises ModelError for another layout, or a head of another model's shape."""
+        """Read a head's config. Raises ModelError for another layout, or a head of another model's shape."""
         path = folder / "config.json"
         fields = Fields(read_json_object(path, MAX_CONFIG_BYTES), str(path))
         layer = _layer(fields)
@@ -100,8 +100,8 @@ class Eagle3Config:
         }
 
     def bias_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every bias that a file may have. Configs are no help: those of heads without one name the
-        model's."""
+        """Return the shape of every bias that a file may have. Configs are no help: those of heads without biases name
+        the model's."""
         names = [name for name in self.shapes() if name.startswith(LAYER) and name.endswith("_proj.weight")]
         return {name.removesuffix("weight") + "bias": self.shapes()[name][:1] for name in names}
 
@@ -114,7 +114,7 @@ class Eagle3Config:
 
     @property
     def state_norm_width(self) -> int:
-        """Elements of the states that are normed together."""
+        """Elements of the states normalised together."""
         return self.hidden_size * (len(self.state_layers) if self.norm_before_fc else 1)
 
     @property
@@ -132,7 +132,7 @@ def is_eagle3(raw: Mapping[str, Any]) -> bool:
 
 
 def _layer(fields: Fields) -> Fields:
-    """Return the fields of the head's layer: all of them in EAGLE's own layout."""
+    """Return the fields of the head's layer; in EAGLE's own layout, all fields."""
     kind = fields.get("speculators_model_type")
     if kind not in (None, "eagle3"):
         raise fields.error("speculators_model_type", f"{kind!r} is not supported (eagle3)")
@@ -159,7 +159,7 @@ def _check_built(fields: Fields, layer: Fields) -> None:
 
 
 def _sizes(fields: Fields, layer: Fields, target: ModelConfig) -> tuple[int, int, int, int]:
-    """Return the hidden size, heads, KV heads and a head's width, checked against the model's."""
+    """Return (hidden size, heads, KV heads, head_dim), checked against the model's."""
     if target.norm_after:
         raise fields.error("architectures", "models with norms after their layers have no such states")
     wanted = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
@@ -180,7 +180,7 @@ def _sizes(fields: Fields, layer: Fields, target: ModelConfig) -> tuple[int, int
 
 
 def _state_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """Return the layers whose inputs are states. SpecForge's `eagle_config` names those whose outputs are."""
+    """Return the layers whose inputs are states. SpecForge's `eagle_config` names layers by their outputs."""
     eagle, name = fields.section("eagle_config"), "eagle_aux_hidden_state_layer_ids"
     outputs = eagle.get(name) if eagle is not None else None
     given = fields.get(name) or outputs or [2, num_layers // 2, num_layers - 3]

@@ -1,7 +1,7 @@
-"""An EAGLE-3 head on a device: the algorithm of model/families/eagle3.py through `Ops`, in its dtype.
+"""An EAGLE-3 head on a device: the algorithm of model/families/eagle3.py on `Ops`, in its dtype.
 
-Keys and values are the cache's last layer, so that copies and swaps of blocks move them. A step's rows are read right
-after it is sampled; each draft then takes the hidden state and the token of the one before, without the host.
+Keys and values are in the cache's last layer, so they move with copies and swaps of blocks. A step's rows are read
+right after it is sampled; each draft then takes the hidden state and the token of the previous one, without the host.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "branch")
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Weights:
     embedding: Array  # [V, H]
-    state_norm: Array | None  # [Eagle3Config.state_norm_width], ones: `fc` has the norms' weights
+    state_norm: Array | None  # [Eagle3Config.state_norm_width], ones: `fc` contains the norms' weights
     fc: Weight  # [H, k H]
     input_norms: tuple[Array, Array]  # [H], of the embedding and the hidden state
     qkv: Weight  # [(Hq + 2 Hkv) * D, 2 H]
@@ -49,7 +49,7 @@ class Eagle3Weights:
 
     @property
     def kv(self) -> Weight:
-        """[2 Hkv * D, 2 H]"""
+        """Keys' and values' rows of `qkv`, [2 Hkv * D, 2 H]."""
         return Weight(self.qkv.data[self.num_query_rows :])
 
     @property
@@ -58,7 +58,7 @@ class Eagle3Weights:
 
 
 class ReadRows(NamedTuple):
-    """Hidden states and projections of a step's rows, which drafts go on from."""
+    """Hidden states and projections of a step's rows, from which drafts continue."""
 
     hidden: Array  # [T, H]
     qkv: Array  # [T, (Hq + 2 Hkv) * D], not rotated
@@ -76,13 +76,13 @@ class DraftBatch:
 
 
 class DeviceEagle3:
-    """The head of a model whose cache [num_blocks, L + 1, 2, Hkv, B, D] has a layer for it."""
+    """Head of a model whose cache [num_blocks, L + 1, 2, Hkv, B, D] has a layer for it."""
 
     def __init__(self, config: Eagle3Config, ops: DraftOps, weights: Eagle3Weights):
         self.config, self.ops, self.weights = config, ops, weights
 
     def tune(self, num_read: Sequence[int], num_drafted: Sequence[int]) -> None:
-        """Tune the products of `read` and `draft_one` for these numbers of rows: `Ops.tune_linear`."""
+        """Tune the products of `read` and `draft_one` for these row counts, as in `Ops.tune_linear`."""
         ops, weights = self.ops, self.weights
         ops.tune_linear([weights.fc], None, num_read)
         ops.tune_linear([weights.qkv], weights.qkv_bias, sorted({*num_read, *num_drafted}))
@@ -104,7 +104,7 @@ class DeviceEagle3:
         ops.rope_kv_write(qkv, weights.rotation, rows.positions, rows.slots, kv, kv.shape[1] - 1)
 
     def draft_one(self, number: int, read: ReadRows, batch: DraftBatch, kv: Array) -> None:
-        """Draw draft `number` of S sequences, from 0 on; the first from `read`, the others from the one before."""
+        """Draw draft `number` (from 0) of S sequences: the first from `read`, the others from the previous draft."""
         ops, plan, last = self.ops, batch.plan, kv.shape[1] - 1
         with ops.scratch():
             scale, lens = float(self.config.head_dim**-0.5), plan.places[number + 1]
@@ -153,7 +153,7 @@ class DeviceEagle3:
 
 
 def sampling_columns(records: bytes, count: int) -> list[np.ndarray]:
-    """Return the columns of `sampling_of` of joined RECORDs, with greedy padding up to `count`."""
+    """Return the columns of `sampling_of` for joined RECORDs, padded to `count` with greedy rows."""
     padded = np.zeros(count, RECORD)
     known = np.frombuffer(records, RECORD)
     padded[: len(known)] = known
@@ -161,7 +161,7 @@ def sampling_columns(records: bytes, count: int) -> list[np.ndarray]:
 
 
 def sampling_of(columns: Sequence[Array], plan: DraftPlan) -> SamplingArrays:
-    """Return how S tokens are drawn, without penalties, biases and masks."""
+    """Return the sampling parameters of S tokens, without penalties, biases and masks."""
     own = dict(zip(COLUMNS, columns, strict=True))
     return SamplingArrays(
         **own,
@@ -174,7 +174,7 @@ def sampling_of(columns: Sequence[Array], plan: DraftPlan) -> SamplingArrays:
 
 
 def check_on_device(config: Eagle3Config, target: ModelConfig) -> None:
-    """Raises ModelError for a head whose keys do not fit a layer of the model's cache."""
+    """Raise ModelError if the head's keys do not fit a layer of the model's cache."""
     own, models = (config.num_kv_heads, config.head_dim), (target.num_kv_heads, target.head_dim)
     if own != models:
         raise ModelError(
@@ -184,7 +184,7 @@ def check_on_device(config: Eagle3Config, target: ModelConfig) -> None:
 
 
 def upload_eagle3(tensors: Eagle3Tensors, ops: DraftOps, embedding: Array, max_model_len: int) -> DeviceEagle3:
-    """Send a head to the device; `embedding` [V, H] is the model's, used unless the head has one."""
+    """Upload a head; `embedding` [V, H] is the model's, used unless the head has one."""
     config, stored = tensors.config, tensors.weights
     attention, mlp = f"{LAYER}self_attn.", f"{LAYER}mlp."
 

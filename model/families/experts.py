@@ -17,8 +17,8 @@ def experts_mlp(
     slots: tuple[Array | None, int] = (None, 0),
     adapters: ExpertAdapters | None = None,
 ) -> Array:
-    """Add x to residual (`sums`, [T, H]); return [T, H]: the sum of the experts of its norm (weight, eps), weighted by
-    the router's softmax; zeros for padding, whose slot is outside 0..num_slots - 1.
+    """Add x to residual (`sums`, [T, H]); return [T, H], the experts' sum for its norm (weight, eps), weighted by the
+    router's softmax. Padding, whose slot is outside 0..num_slots - 1, gives zeros.
 
     Every size follows from T, so a step of T rows can be captured.
     """

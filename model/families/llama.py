@@ -1,6 +1,6 @@
-"""The forward pass of every family: Llama's, with the differences of `model/families/configs`.
+"""The forward pass of every family: Llama's, with the differences in `model/families/configs`.
 
-It uses only `Ops`, waits for nothing and sizes everything by host integers, so it can be captured.
+It uses only `Ops`, never waits and sizes everything by host integers, so it can be captured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LayerRotation:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Weights of one layer; None: a bias or norm the config lacks."""
+    """Weights of one layer. Biases and norms that the config lacks are None."""
 
     attention_norm: Array  # [H]
     qkv: Weight  # [(Hq + 2 Hkv) * D, H]
@@ -53,14 +53,14 @@ class Layer:
 
     @property
     def formats(self) -> tuple[WeightFormat | bool, ...]:
-        """Formats that layers of one kind share."""
+        """Weight formats, shared by layers of one kind."""
         matrices = (self.qkv, self.output, self.gate_up, self.down)
         return (self.router is not None, *(weight.format for weight in matrices))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaWeights:
-    """All weights; tied embeddings share one array. Of a group's rank: its part."""
+    """All weights, or a rank's part of them. Tied embeddings share one array."""
 
     embedding: Array  # [V, H]
     layers: tuple[Layer, ...]
@@ -68,7 +68,7 @@ class LlamaWeights:
     lm_head: Weight  # [V, H]
     kv_scales: Array | None = None  # float32[L, 2, Hkv] of an e4m3 cache
     has_stored_kv_scales: bool = False
-    has_rows_of_embedding: bool = False  # lm_head is the rank's rows of it
+    has_rows_of_embedding: bool = False  # lm_head is the rank's rows of `embedding`
 
     @property
     def num_bytes(self) -> int:
@@ -94,7 +94,8 @@ class Llama:
     def forward(self, batch: Batch, kv: Array, out: Array | None = None) -> Array:
         """Return logits float32[R, V] of `batch.logit_rows`; write keys and values of all rows to `kv`.
 
-        kv [num_blocks, L, 2, Hkv, B, D]. The logits are in `out` if given, else live until the caller's scratch ends.
+        kv [num_blocks, L, 2, Hkv, B, D]. The logits are in `out` if given, else they live until the caller's scratch
+        ends.
         """
         return self.logits(self.hidden(batch, kv), batch.logit_rows, out)
 
@@ -108,8 +109,8 @@ class Llama:
     def hidden(self, batch: Batch, kv: Array, state_layers: Sequence[int] = (), states: Array | None = None) -> Array:
         """Return the final norm [T, H], the input of `logits`; write keys and values to `kv`.
 
-        `states` [T, len(state_layers) * H] gets the residual stream that enters each of these layers, of which the one
-        after the last has the final norm's input.
+        `states` [T, len(state_layers) * H] receives the residual stream that enters each of these layers; the index
+        after the last layer means the final norm's input.
         """
         ops, layers, eps = self.ops, self.weights.layers, self.config.residual_eps
         plans = self._decode_plans(batch, kv)
@@ -141,7 +142,7 @@ class Llama:
         return normed
 
     def _next_qkv(self, batch: Batch) -> Array | None:
-        """Return memory for the qkv [1, N] of a row whose norm is part of the product; None: norms are apart."""
+        """Return memory for the qkv [1, N] of a row whose norms are fused with products, else None."""
         layers = self.weights.layers
         if self.ops.num_ranks > 1 or not all(self._is_normed(layer.qkv, batch) for layer in layers):
             return None
@@ -161,14 +162,14 @@ class Llama:
         return normed
 
     def first_layer(self) -> Llama:
-        """Return a model of one layer of each kind, or two of the only kind, with the whole's kernels, products and
-        scratch."""
+        """Return a model of one layer of each kind, or two of the only kind, with the kernels, products and scratch of
+        the whole."""
         kinds = {layer.formats: layer for layer in reversed(self.weights.layers)}
         layers = tuple(reversed(kinds.values())) if len(kinds) > 1 else self.weights.layers[:2]
         return Llama(self.config, self.ops, replace(self.weights, layers=layers))
 
     def tune(self, num_rows: Sequence[int], num_logit_rows: Sequence[int]) -> None:
-        """Tune passes over `num_rows` rows, and heads of `num_logit_rows`: `Ops.tune_linear`."""
+        """Tune passes over `num_rows` rows and heads of `num_logit_rows`, as in `Ops.tune_linear`."""
         ops, layers = self.ops, self.weights.layers
         dense = [layer for layer in layers if layer.router is None]
         for name in ("qkv", "output", "gate_up", "down"):
@@ -197,13 +198,13 @@ class Llama:
         }
 
     def _attention(self, index: int, qkv: Array, batch: Batch, kv: Array, plans: Mapping[int, Array | None]) -> Array:
-        """qkv [T, (Hq + 2 Hkv) * D] -> [T, H]: grouped-query attention, each row's own key included."""
+        """qkv [T, (Hq + 2 Hkv) * D] -> [T, H]: grouped-query attention, including each row's own key."""
         layer = self.weights.layers[index]
         attended = self._attended(index, qkv, batch, kv, plans)
         return self._product(index, "output", self._input(attended, layer.output), batch)
 
     def _attended(self, index: int, qkv: Array, batch: Batch, kv: Array, plans: Mapping[int, Array | None]) -> Array:
-        """qkv [T, (Hq + 2 Hkv) * D] -> [T, Hq * D]: attention's rows before the output product."""
+        """qkv [T, (Hq + 2 Hkv) * D] -> [T, Hq * D]: attention before the output product."""
         ops, kv_scales, layer = self.ops, self.weights.kv_scales, self.weights.layers[index]
         scale, window, n = self.config.attention_scale, self.config.windows[index], batch.num_decodes
         tables, lens, rounds = batch.block_tables, batch.context_lens, layer.output.quantised_input
@@ -226,7 +227,7 @@ class Llama:
         return out.reshape(len(out), -1)
 
     def _decoded(self, index: int, qkv: Array, batch: Batch, decodes: AttentionBatch) -> Array:
-        """qkv [S, (Hq + 2 Hkv) * D] of a token of each sequence -> attention's rows [S, Hq * D]."""
+        """qkv [S, (Hq + 2 Hkv) * D], one token per sequence -> attention [S, Hq * D]."""
         ops, layer, eps = self.ops, self.weights.layers[index], self.config.rms_norm_eps
         norms = (layer.q_norm, layer.k_norm)
         if self.config.qk_norm_whole:
@@ -236,7 +237,7 @@ class Llama:
         return ops.rope_decode_attention(qkv, rotation, batch.positions, batch.slots, decodes)
 
     def _rotated(self, index: int, qkv: Array, batch: Batch, kv: Array) -> Array:
-        """qkv [T, (Hq + 2 Hkv) * D] -> q [T, Hq, D], normed and rotated; keys and values go to `kv`."""
+        """qkv [T, (Hq + 2 Hkv) * D] -> q [T, Hq, D], normalised and rotated; keys and values go to `kv`."""
         ops, layer, eps = self.ops, self.weights.layers[index], self.config.rms_norm_eps
         target = (batch.positions, batch.slots, kv, index, self.weights.kv_scales)
         tables, norms = layer.rotation, (layer.q_norm, layer.k_norm)
@@ -269,7 +270,7 @@ class Llama:
         return self._mlp(index, self._add_norm(x, residual, layer.mlp_norm, self._takes_fp8(layer.gate_up)), batch)
 
     def _is_normed(self, weight: Weight, batch: Batch) -> bool:
-        """Return whether the norm before a product is part of it: one row without adapters, weights of 16 or 4 bits."""
+        """Return whether a product includes the norm before it: one row without adapters, weights of 16 or 4 bits."""
         is_taken = weight.format in (WeightFormat.DENSE, WeightFormat.INT4_TILED)
         return batch.num_tokens == 1 and batch.adapters is None and is_taken
 
@@ -307,7 +308,7 @@ class Llama:
         return add_norm(x, residual, norm, self.config.residual_eps, out)
 
     def _norm_outputs(self, first: Array | Fp8Rows, shape: tuple[int, int]) -> dict[bool, Array | Fp8Rows]:
-        """Return memory that outlives a layer's scratch, by whether it is e4m3; `first` is one."""
+        """Return norm outputs that outlive a layer's scratch, by whether they are e4m3; `first` is one."""
         ops, is_fp8 = self.ops, isinstance(first, Fp8Rows)
         if is_fp8:
             return {True: first, False: ops.temporary(shape, ops.dtype)}

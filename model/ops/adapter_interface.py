@@ -1,4 +1,4 @@
-"""Contract of operations with LoRA adapters. Dimensions as in `interface`."""
+"""Contract of LoRA operations. Dimensions are those of `interface`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class AdapterRows:
     """The M rows of a step that have an adapter, ordered by slot, in G tiles of one adapter each."""
 
     rows: Array  # int32[M], of the step's T
-    tiles: Array  # int32[G, 3]: slot, first of `rows`, number of rows; 0 rows: padding
+    tiles: Array  # int32[G, 3]: slot, first of `rows`, number of rows (0: padding)
     tile_rows: int  # most rows of a tile
 
 
 @dataclass(frozen=True)
 class AdapterMatrix:
-    """Adapters of one product x [T, K] -> [T, N], by slot, whose outputs are P parts with an A each."""
+    """Adapters of one product x [T, K] -> [T, N], by slot. The outputs are P parts with one A each."""
 
     a: Array  # [S, P, R, K] in `Ops.dtype`; undefined beyond an adapter's rank
     b: Array  # [S, N, R] in `Ops.dtype`, multiplied by the adapter's scale; zeros beyond its rank
@@ -32,18 +32,18 @@ class AdapterMatrix:
 
 
 class AsyncWrite(Protocol):
-    """A copy to the device that runs while others compute."""
+    """A copy to the device that runs during other work."""
 
     def is_done(self) -> bool:
-        """Return whether it is done. Raises what stopped it."""
+        """Return whether the copy is done. Raise its error."""
 
     def wait(self) -> None:
-        """Wait for the copy. Raises what stopped it."""
+        """Wait for the copy. Raise its error."""
 
 
 @runtime_checkable
 class AdapterOps(Protocol):
-    """LoRA products, on a backend that has them (`backend.adapter_ops`)."""
+    """LoRA products of a backend that supports them (`backend.adapter_ops`)."""
 
     def lora_tile_rows(self, num_rows: int) -> int:
         """Return `AdapterRows.tile_rows` for `num_rows` rows."""
@@ -52,11 +52,11 @@ class AdapterOps(Protocol):
         self, x: Array | Fp8Rows, weight: Weight, bias: Array | None, matrix: AdapterMatrix, adapters: AdapterRows
     ) -> Array | None:
         """Return linear(x [T, K], weight, bias) plus the adapters' products [T, N], rounded once; None if no kernel
-        does both."""
+        computes both."""
 
     def lora_shrink(self, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> Array:
-        """Return float32[C, M, P, R] for x [T, K], whose sum over C, the backend's choice, is x[rows] @ a[slot, p].T;
-        undefined beyond an adapter's rank."""
+        """Return float32[C, M, P, R] for x [T, K]; its sum over C is x[rows] @ a[slot, p].T. The backend chooses C.
+        Values beyond an adapter's rank are undefined."""
 
     def lora_expand(self, shrunk: Array, matrix: AdapterMatrix, adapters: AdapterRows, out: Array) -> None:
         """Add shrunk[:, m, p].sum(0) @ b[slot, rows of part p].T to row rows[m] of out [T, N]; summed in float32,
@@ -76,14 +76,14 @@ class AdapterOps(Protocol):
         summed in float32, rounded once.
 
         slots int32[T], -1: none. x is [T, K], or [P, K] of sorted pairs if `is_sorted`; out is in `Ops.dtype` or
-        float32. `groups` None: each row is a pair, of one expert.
+        float32. If `groups` is None, each row is a pair with the only expert.
         """
 
     def write_async(self, values: Iterable[tuple[Array, Array]], *, is_unused: bool = False) -> AsyncWrite:
         """Start to copy host values to contiguous arrays of their shapes and dtypes, after all work submitted so far.
 
-        `is_unused`: no work uses the arrays, so that the copies need not wait. `values` may be read on another thread.
-        The arrays must not be used until the write is done.
+        `is_unused`: no work uses the arrays, so the copies need not wait. `values` may be read on another thread. The
+        arrays must not be used until the write is done.
         """
 
     def write_slot_async(
@@ -97,11 +97,12 @@ class AdapterOps(Protocol):
     ) -> AsyncWrite:
         """Like `write_async` of a slot's values, whose arrays are linear in the slot.
 
-        `memory`: a key and uint8[n]. With equal keys, host values are the same parts of the memory, or are equal.
+        `memory` is (key, uint8[n]). With equal keys, host values are the same parts of the memory, or are equal.
         """
 
     def pin(self, memory: np.ndarray) -> Callable[[], None]:
-        """Lock the pages of uint8[n], so that `write_async` copies from there; return what unlocks them.
+        """Lock the pages of uint8[n], so that `write_async` copies from them directly; return a function that unlocks
+        them.
 
-        Callable from any thread, which it holds for some 0.1 s, while others may launch kernels.
+        Callable from any thread, which it blocks for some 0.1 s while others may launch kernels.
         """

@@ -17,13 +17,13 @@ from model.ops.group.ops import GroupOps
 from model.ops.interface import Ops
 
 FP8_WORDS = ("fp8", "fp8_e4m3")
-"""An e4m3 cache, uint8 in arrays."""
+"""Names of an e4m3 cache, whose arrays are uint8."""
 
 log = logging.getLogger("quire.model")
 
 
 def open_group(device: str, dtype: str, model_dtype: str, kv_dtype: str, num_ranks: int) -> Ops:
-    """Open `num_ranks` devices that divide a model: see `open_ops`. Raises ModelError."""
+    """Open `num_ranks` devices that divide a model, as in `open_ops`. Raises ModelError."""
     ops = open_ops(device, dtype, model_dtype, kv_dtype)
     if num_ranks == 1:
         return ops
@@ -55,12 +55,12 @@ def open_ops(device: str, dtype: str, model_dtype: str, kv_dtype: str = "auto") 
     try:
         return _open_cuda(cuda_dtype, kv_dtype)
     except ModelError as problem:
-        log.info("no GPU is used: %s", str(problem))  # a kept record of the error would keep its callers' models
+        log.info("no GPU is used: %s", str(problem))  # a log record of the error would keep its callers' models
         return _open_cpu(dtype, kv_dtype)
 
 
 def adapter_ops(ops: Ops) -> AdapterOps | None:
-    """Return the backend's products of LoRA adapters; None: it has none yet."""
+    """Return the backend's LoRA products, or None if it has none yet."""
     if isinstance(ops, GroupOps):
         ranks = [own for rank in ops.ranks if (own := adapter_ops(rank)) is not None]
         return GroupAdapterOps(ops.ranks, ranks) if len(ranks) == ops.num_ranks else None

@@ -12,13 +12,13 @@ from model.ops.interface import Array, Sampled, TokenCandidates
 
 
 class Collectives(Protocol):
-    """Every rank gets the same bits. Results live as long as those of `Ops`."""
+    """Operations across ranks. Every rank gets the same bits. Results live as long as those of `Ops`."""
 
     def sum(self, parts: Sequence[Array]) -> list[Array]:
-        """Return on each rank the sum of one array per rank: in rank order in float32, rounded once to their dtype."""
+        """Return on each rank the sum of one array per rank, in rank order in float32, rounded once to their dtype."""
 
     def gather(self, parts: Sequence[Array], *, copies: int = 1, width: int | None = None) -> list[Array]:
-        """Return on each rank [T, width] (default: all columns): the parts [T, n] of ranks 0, copies, 2 * copies, ...
+        """Return [T, width] (default: all columns) on each rank: the parts [T, n] of ranks 0, copies, 2 * copies, ...
         side by side."""
 
     def best(self, parts: Sequence[TokenCandidates], outs: Sequence[Array | None]) -> list[Sampled]:
@@ -27,7 +27,7 @@ class Collectives(Protocol):
 
 
 class NumpyCollectives:
-    """The specification, for ranks in one memory."""
+    """Specification of `Collectives`, for ranks in one memory."""
 
     def sum(self, parts: Sequence[Array]) -> list[Array]:
         total = parts[0].astype(np.float32)

@@ -1,4 +1,4 @@
-"""Operations of experts, carried out one by one."""
+"""Expert operations, one by one."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class ExpertAdapters(Protocol):
     """Adapters of one layer's router and experts, for the rows of a step."""
 
     def add_to_logits(self, x: Array, logits: Array) -> None:
-        """Add to logits float32[T, E] of x [T, H]."""
+        """Add the product of x [T, H] to logits float32[T, E]."""
 
     def add_to_gate_up(self, x: Array, product: Array, groups: ExpertGroups) -> None:
-        """Add to the product [P, 2 I] of x [T, H]."""
+        """Add the product of x [T, H] to `product` [P, 2 I]."""
 
     def add_to_down(self, gated: Array | Fp8Rows, product: Array, groups: ExpertGroups) -> None:
-        """Add to the product [P, H] of gated [P, I]."""
+        """Add the product of gated [P, I] to `product` [P, H]."""
 
 
 def add_norm_experts(
     ops: Ops, sums: tuple[Array, Array], norm: tuple[Array, float], experts: ExpertWeights, routing: Routing
 ) -> Array:
-    """`Ops.add_norm_experts`; `sums`: x, residual; `norm`: weight, eps."""
+    """Implement `Ops.add_norm_experts`; `sums` is (x, residual), `norm` (weight, eps)."""
     gate_up, down = experts.gate_up, experts.down
     x = ops.add_rms_norm(*sums, *norm)
     logits = ops.linear(x, experts.router, dtype=np.dtype(np.float32))
@@ -48,7 +48,7 @@ def add_norm_adapted_experts(
     experts: ExpertWeights,
     routing: Routing,
 ) -> Array:
-    """`Ops.add_norm_experts`, with adapters of the router and the experts."""
+    """Implement `Ops.add_norm_experts` with adapters of the router and the experts."""
     gate_up, down = experts.gate_up, experts.down
     x = ops.add_rms_norm(*sums, *norm)
     logits = ops.linear(x, experts.router, dtype=np.dtype(np.float32))
@@ -64,7 +64,7 @@ def add_norm_adapted_experts(
 
 
 def gated_experts(ops: Ops, x: Array, stacks: tuple[Weight, Weight], groups: ExpertGroups, weights: Array) -> Array:
-    """`Ops.gated_experts`; `stacks`: gate_up, down."""
+    """Implement `Ops.gated_experts`; `stacks` is (gate_up, down)."""
     gate_up, down = stacks
     gated = ops.silu_mul(ops.experts_linear(x, gate_up, groups))
     return ops.combine_experts(ops.experts_linear(gated, down, groups, is_sorted=True), groups, weights)

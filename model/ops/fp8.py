@@ -1,4 +1,4 @@
-"""e4m3 without infinities: NaN is 0x7f and 0xff, the maximum 448."""
+"""e4m3 without infinities: NaN is 0x7f or 0xff, the maximum 448."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def widen(data: np.ndarray) -> np.ndarray:
 
 @np.errstate(invalid="ignore")
 def narrow(x: np.ndarray) -> np.ndarray:
-    """float32[...] -> e4m3 bits as uint8[...], to nearest even; beyond 448 saturates, NaN is 0x7F."""
+    """float32[...] -> e4m3 bits as uint8[...], to nearest even; saturates at 448, NaN is 0x7F."""
     bits: np.ndarray = np.clip(x, -E4M3_MAX, E4M3_MAX).astype(E4M3).view(np.uint8)
     bits[np.isnan(x)] = 0x7F
     return bits

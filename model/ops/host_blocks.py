@@ -1,4 +1,4 @@
-"""Contract of the cache's second tier in host memory."""
+"""Contract of the cache's second tier, in host memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ class Transfer(Protocol):
     """A copy of blocks to or from the host."""
 
     def is_done(self) -> bool:
-        """Return whether it is done, without waiting."""
+        """Return whether the copy is done, without waiting."""
 
     def wait(self) -> None:
         """Wait for the copy."""
 
     def seconds(self) -> float:
-        """Return a finished copy's device time."""
+        """Return the device time of a finished copy."""
 
 
 class HostBlocks(Protocol):
@@ -28,11 +28,11 @@ class HostBlocks(Protocol):
 
     @property
     def num_ready(self) -> int:
-        """Blocks 0..num_ready - 1 are usable; grows in the background."""
+        """Number of usable blocks, 0..num_ready - 1; grows in the background."""
 
     @property
     def failure(self) -> Exception | None:
-        """Why it stopped growing."""
+        """Error that stopped this growth."""
 
     def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> Transfer:
         """Copy cache blocks to as many host blocks."""

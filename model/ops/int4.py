@@ -13,13 +13,14 @@ SPAN_BYTES = 1024
 """Bytes of TILE_ROWS rows of a span."""
 
 SPAN = 128
-"""Columns read at once: K is a multiple."""
+"""Columns read at once; divides K."""
 
 DEFAULT_ZERO = 8
 
 
 def can_tile(weight: Weight) -> bool:
-    """Return whether the kernels take this INT4 weight: whole tiles and spans, groups of 32, 64 or multiples of 128."""
+    """Return whether the kernels support this INT4 weight: whole tiles and spans, groups of 32, 64 or multiples of
+    128."""
     num_rows, num_columns = weight.shape
     group_size = weight.group_size
     has_groups = group_size in (32, 64) or (group_size > 0 and group_size % SPAN == 0)
@@ -27,7 +28,7 @@ def can_tile(weight: Weight) -> bool:
 
 
 def tile(weight: Weight) -> Weight:
-    """Return an INT4 weight as INT4_TILED: the reference of cuda/linear/pack_int4.cu."""
+    """Return an INT4 weight as INT4_TILED; reference of cuda/linear/pack_int4.cu."""
     num_rows, num_columns = weight.shape
     # [N / 16, row g or g + 8, g, K / 128, half of a span, step, chunk of 8 columns, t]
     data = weight.data.reshape(num_rows // TILE_ROWS, 2, 8, num_columns // SPAN, 2, 4, 2, 4)

@@ -1,4 +1,4 @@
-"""The gated MLP, carried out one operation after the other."""
+"""The gated MLP, one operation after the other."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def takes_fp8(ops: Ops, weight: Weight) -> bool:
 def add_norm_gated_mlp(
     ops: Ops, sums: tuple[Array, Array], norm: tuple[Array, float], gate_up: Weight, down: Weight
 ) -> Array:
-    """`Ops.add_norm_gated_mlp`; `sums`: x, residual; `norm`: weight, eps."""
+    """Implement `Ops.add_norm_gated_mlp`; `sums` is (x, residual), `norm` (weight, eps)."""
     activation = ops.silu_mul_quantised if takes_fp8(ops, down) else ops.silu_mul
     return ops.linear(activation(ops.add_norm_linear(*sums, norm, gate_up)), down)
 
 
 def gated_mlp(ops: Ops, x: Array | Fp8Rows, gate_up: Weight, down: Weight) -> Array:
-    """`Ops.gated_mlp`."""
+    """Implement `Ops.gated_mlp`."""
     activation = ops.silu_mul_quantised if takes_fp8(ops, down) else ops.silu_mul
     return ops.linear(activation(ops.linear(x, gate_up)), down)

@@ -1,4 +1,4 @@
-"""A norm and the product that reads it, operation by operation."""
+"""A norm and the product that reads it, one after the other."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def add_norm_linear(
     product: tuple[Weight, Array | None],
     out: Array | None,
 ) -> Array:
-    """`Ops.add_norm_linear`; `sums`: x, residual; `norm`: weight, eps; `product`: weight, bias."""
+    """Implement `Ops.add_norm_linear`; `sums` is (x, residual), `norm` (weight, eps), `product` (weight, bias)."""
     return ops.linear(ops.add_rms_norm(*sums, *norm), *product, out=out)

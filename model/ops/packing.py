@@ -1,4 +1,4 @@
-"""Packs small arrays into one, for one copy per step."""
+"""Packs small arrays into one buffer, for one copy per step."""
 
 from __future__ import annotations
 

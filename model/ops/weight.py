@@ -23,7 +23,7 @@ class WeightFormat(StrEnum):
 
 @dataclass(frozen=True)
 class Weight:
-    """A matrix [N, K], stored [out, in]; or one of each of E experts, every array with E as its first dimension."""
+    """A matrix [N, K], stored [out, in], or one per expert, with E as the first dimension of every array."""
 
     data: Array
     format: WeightFormat = WeightFormat.DENSE
@@ -31,8 +31,8 @@ class Weight:
     zero_point: Array | None = None
     group_size: int = 0  # G: inputs that share a scale
     quantised_input: bool = False  # FP8, INT8: round rows of x to this format
-    input_order: Array | None = None  # int32[K]: column k multiplies x[:, input_order[k]] (GPTQ's desc_act), of a
-    # matrix divided by columns in the inputs of all ranks; None: k
+    input_order: Array | None = None  # int32[K]: column k multiplies x[:, input_order[k]] (GPTQ's desc_act), among
+    # the inputs of all ranks if the matrix is divided by columns; None: k
 
     @classmethod
     def fp8(cls, data: Array, scale: Array) -> Weight:
@@ -41,7 +41,7 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K), of one expert."""
+        """(N, K), per expert."""
         if self.format is WeightFormat.INT4_TILED:
             return self.data.shape[-2] * 16, self.data.shape[-3] * 128
         num_outputs, width = self.data.shape[-2:]

@@ -1,4 +1,4 @@
-"""CWM: Llama 3 with a window in three of four layers, the first has none."""
+"""CWM: Llama 3 with a window in three of four layers; the first has none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""The rope of a config without one."""
+"""Rope of a config that has none."""
 
 
 def _biases(fields: Fields) -> Biases:

@@ -1,4 +1,4 @@
-"""EXAONE 4: norms after attention and MLP, and of each head's q and k; with a window, only layers that slide rotate."""
+"""EXAONE 4: norms after attention and MLP, and per head of q and k; with a window, only sliding layers rotate."""
 
 from __future__ import annotations
 

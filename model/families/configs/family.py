@@ -1,4 +1,4 @@
-"""The form of a family's page."""
+"""Description of a model family."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTensors:
-    """Names of a layer's modules in the files; a tuple's tensors are stacked into one matrix."""
+    """Names of a layer's modules in the files; the tensors of a tuple are stacked into one matrix."""
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     output: str = "self_attn.o_proj"
@@ -23,8 +23,8 @@ class LayerTensors:
     experts: str = "mlp.experts"
     expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")  # of each expert
     expert_down: str = "down_proj"
-    renamed: tuple[tuple[str, str], ...] = ()  # (parts of names that transformers 5 may store, those here)
-    left_out: tuple[str, ...] = ()  # begins of names of tensors that are not loaded
+    renamed: tuple[tuple[str, str], ...] = ()  # (parts of names in transformers 5, those here)
+    left_out: tuple[str, ...] = ()  # prefixes of tensors that are not loaded
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     attention_norm: str = "input_layernorm"
@@ -37,7 +37,7 @@ class LayerTensors:
 
 
 NORM_AFTER = LayerTensors(attention_norm="post_attention_layernorm", mlp_norm="post_feedforward_layernorm")
-"""Names of OLMo 2 and 3 and EXAONE 4, which norm what attention and MLP return."""
+"""Names in OLMo 2 and 3 and EXAONE 4, which normalise the outputs of attention and MLP."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +52,18 @@ class Multipliers:
     """Constants of a forward pass (Granite)."""
 
     embedding: float = 1.0
-    residual: float = 1.0  # of what attention and MLP add to the residual stream
+    residual: float = 1.0  # of the outputs of attention and MLP
     attention: float | None = None  # of the scores; None: head_dim ** -0.5
     logits_divisor: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """Experts that take the MLP's place in some layers."""
+    """Experts that replace the MLP in some layers."""
 
     num_experts: int
-    num_used: int  # by each token
-    intermediate_size: int  # of each expert
+    num_used: int  # per token
+    intermediate_size: int  # per expert
     renormalises: bool  # the weights of a token's experts sum to 1
     layers: tuple[bool, ...]  # per layer: experts, or a dense MLP
 
@@ -73,13 +73,12 @@ def no_biases(fields: Fields) -> Biases:
 
 
 def attention_biases(fields: Fields) -> Biases:
-    """Read `attention_bias`, of q, k, v and o."""
+    """Read `attention_bias`, for q, k, v and o."""
     has_biases = fields.boolean("attention_bias", False)
     return Biases(qkv=has_biases, output=has_biases)
 
 
 def llama_biases(fields: Fields) -> Biases:
-    """Read `attention_bias` and `mlp_bias`."""
     return replace(attention_biases(fields), mlp=fields.boolean("mlp_bias", False))
 
 
@@ -107,13 +106,12 @@ def no_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
 
 
 def window_of_all(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """Return `sliding_window` for every layer."""
     no_windows(fields, num_layers)
     return (fields.integer("sliding_window", None, high=NO_WINDOW) or NO_WINDOW,) * num_layers
 
 
 def one_rope(fields: Fields, rope: RopeConfig, windows: tuple[int, ...]) -> tuple[RopeConfig, ...]:
-    """Return (), the model's rope in every layer."""
+    """Return (): every layer has the model's rope."""
     return ()
 
 
@@ -126,7 +124,7 @@ def llama_scaling(fields: Fields) -> Fields:
 
 
 def full_attention_scaling(fields: Fields) -> Fields:
-    """Return the section of layers with full attention, where each type of layer has a rope of its own."""
+    """Return the section of layers with full attention, if each type of layer has its own rope."""
     section = fields.section("rope_parameters")
     if section is None:
         return llama_scaling(fields)
@@ -136,7 +134,7 @@ def full_attention_scaling(fields: Fields) -> Fields:
 def ropes_of_types(
     fields: Fields, rope: RopeConfig, windows: tuple[int, ...], rules: RopeRules, default_theta: float
 ) -> tuple[RopeConfig, ...]:
-    """Return `rope` for layers with full attention, for others that of `sliding_attention`, plain if absent."""
+    """Return `rope` for layers with full attention, for others that of `sliding_attention` (plain if absent)."""
     section = fields.section("rope_parameters")
     sliding = None if section is None else section.section("sliding_attention")
     if sliding is None:
@@ -147,18 +145,18 @@ def ropes_of_types(
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model family: its differences from Llama. Readers raise ModelError for unsupported values."""
+    """Differences of a model family from Llama. Readers raise ModelError for unsupported values."""
 
     model_type: str
     architecture: str
-    saved_as: str | None = None  # the architecture that transformers writes, if another
+    saved_as: str | None = None  # architecture that transformers writes, if different
     tensors: LayerTensors = LayerTensors()
     intermediate_field: str = "intermediate_size"  # of a dense MLP
     biases: Callable[[Fields], Biases] = attention_biases
-    ties_embeddings: bool = False  # without tie_word_embeddings
+    ties_embeddings: bool = False  # if tie_word_embeddings is absent
     qk_norm: bool = False
     qk_norm_whole: bool = False  # over all heads, not per head
-    norm_after: bool = False  # norms of what attention and MLP return, not of their inputs
+    norm_after: bool = False  # normalises the outputs of attention and MLP, not their inputs
     default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
     rope_rules: RopeRules = RopeRules()
     scaling: Callable[[Fields], Fields] = llama_scaling
@@ -169,7 +167,7 @@ class Family:
 
 
 def layer_types(fields: Fields, num_layers: int) -> list[str] | None:
-    """Read a kind of attention per layer; None if absent. Raises ModelError."""
+    """Read the attention type of each layer; None if absent. Raises ModelError."""
     kinds: list[str] | None = fields.get("layer_types")
     if kinds is not None and (
         not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in LAYER_TYPES for kind in kinds)
@@ -179,7 +177,7 @@ def layer_types(fields: Fields, num_layers: int) -> list[str] | None:
 
 
 def full_attention_every(period: int, num_layers: int) -> list[str]:
-    """Return the kinds of layers of which every `period`th has full attention."""
+    """Return layer types where every `period`th layer has full attention."""
     return [LAYER_TYPES[(layer + 1) % period != 0] for layer in range(num_layers)]
 
 

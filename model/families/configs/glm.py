@@ -1,4 +1,4 @@
-"""GLM-4-9B in transformers' form (`glm`): half of each head rotates, in neighbours; gate and up are one matrix."""
+"""GLM-4-9B in transformers' form (`glm`): half of each head rotates, in adjacent pairs; gate and up are one matrix."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Granite 3 and 4: Llama with four multipliers, which `model/weights/folding.py` folds into weights and epsilon.
 
-Granite 4 (`granitemoehybrid`) is served where all layers have attention and an MLP without experts, named shared.
+Granite 4 (`granitemoehybrid`) is supported if all layers have attention and an MLP without experts, called shared.
 """
 
 from __future__ import annotations

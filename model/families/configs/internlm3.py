@@ -1,4 +1,4 @@
-"""InternLM 3: Llama whose biases are in `qkv_bias` and `bias`, transformers' `attention_bias` and `mlp_bias`."""
+"""InternLM 3: Llama whose biases are set by `qkv_bias` and `bias`, transformers' `attention_bias` and `mlp_bias`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mellum 2: Qwen3-MoE with a window and a rope of its own in some layers; its layers that draft are not loaded."""
+"""Mellum 2: Qwen3-MoE with a window and a separate rope in some layers; its draft layers are not loaded."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Mistral 7B, Nemo, Small 3 (`mistral`), Ministral 8B (`ministral`), Ministral 3 (`ministral3`).
 
-Mistral Small 3.1, 3.2 and Ministral 3 are wrapped (`mistral3`): one of these in text_config, and a vision encoder.
+Mistral Small 3.1, 3.2 and Ministral 3 are wrapped (`mistral3`): one of these in text_config, plus a vision encoder.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ WRAPPER = "mistral3"
 WRAPPER_ARCHITECTURE = "Mistral3ForConditionalGeneration"
 WRAPPED = ("mistral", "ministral", "ministral3")
 DEFAULT_TOKEN_IDS = {"bos_token_id": 1, "eos_token_id": 2}
-"""Token ids that a wrapper's text_config leaves out, as in transformers."""
+"""Token ids that a wrapper's text_config omits, as in transformers."""
 
 
 def _windows_by_type(fields: Fields, num_layers: int) -> tuple[int, ...]:

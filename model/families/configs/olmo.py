@@ -1,4 +1,5 @@
-"""OLMo 2 and 3: norms after attention and MLP, and of q and k over all heads; OLMo 3 slides in three of four layers.
+"""OLMo 2 and 3: norms after attention and MLP, and of q and k over all heads; OLMo 3 has windows in three of four
+layers.
 
 OLMoE has experts, and norms before attention and MLP.
 """

@@ -7,7 +7,7 @@ from model.families.configs.family import LAYER_TYPES, Biases, Family, layer_typ
 
 
 def _windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """Read layer_types, else slide from max_window_layers on; nothing without use_sliding_window."""
+    """Read layer_types, else slide from max_window_layers on; no windows without use_sliding_window."""
     kinds = layer_types(fields, num_layers)
     if not fields.boolean("use_sliding_window", False):
         return (NO_WINDOW,) * num_layers

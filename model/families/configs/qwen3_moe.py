@@ -7,8 +7,8 @@ from model.families.configs.family import ExpertsConfig, Family, no_windows, win
 
 
 def _experts(fields: Fields, num_layers: int) -> ExpertsConfig:
-    """Read the experts and their layers: each `decoder_sparse_step`-th, without those in `mlp_only_layers`."""
-    name = "num_experts" if fields.get("num_local_experts") is None else "num_local_experts"  # transformers 5's
+    """Read the experts and their layers: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
+    name = "num_experts" if fields.get("num_local_experts") is None else "num_local_experts"  # transformers 5's name
     num_experts = fields.integer(name, 128, high=1 << 10)
     for shared in ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"):
         if fields.integer(shared, 0, low=0, high=1 << 20):

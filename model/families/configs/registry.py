@@ -1,4 +1,4 @@
-"""Every family, by the `model_type` of config.json."""
+"""All families, by the `model_type` of config.json."""
 
 from __future__ import annotations
 
@@ -52,4 +52,4 @@ TWISTS: dict[str, str] = {
     }.items()
     for model_type in model_types
 }
-"""Differences of models that are not served, by `model_type`."""
+"""Differences of unsupported models, by `model_type`."""

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases of q, k and v, and a field of its own for o's."""
+"""Seed-OSS: Llama with biases of q, k and v, and a separate field for o's."""
 
 from __future__ import annotations
 

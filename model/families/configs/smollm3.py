@@ -1,4 +1,4 @@
-"""SmolLM3: Llama with layers that do not rotate. In `no_rope_layers` 1 means that a layer DOES rotate."""
+"""SmolLM3: Llama with layers that do not rotate. In `no_rope_layers`, 1 means that a layer DOES rotate."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class NumpyDevice:
     name = "numpy"
     device_name = "CPU"
     num_ranks = 1
-    num_sharing = 1  # ranks in the host's memory
+    num_sharing = 1  # ranks that share the host's memory
 
     def use(self) -> None:
         """Do nothing: there is one host."""
@@ -53,7 +53,7 @@ class NumpyDevice:
         return lambda: copies
 
     def compile_ahead(self, work: Callable[[], None]) -> None:
-        """There is nothing to compile."""
+        """Do nothing: there is nothing to compile."""
 
     def capture(self, work: Callable[[], None], warm_up_run: Callable[[], None] | None = None) -> Callable[[], None]:
         (warm_up_run or work)()
@@ -90,7 +90,7 @@ class NumpyDevice:
 
 
 def _available_bytes() -> int:
-    """Return Linux's estimate with page cache; 0 if unknown."""
+    """Return Linux's estimate, which includes page cache; 0 if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The specification of what an EAGLE-3 head needs besides a model's operations, in NumPy."""
+"""Specification of the operations that only an EAGLE-3 head needs, in NumPy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from model.ops.interface import Array, DraftPlan, DraftRuns
 
 
 def plan_drafts(sampled: Array, rows: tuple[Array, Array], runs: DraftRuns, out: DraftPlan) -> None:
-    """`DraftOps.plan_drafts`."""
+    """Implement `DraftOps.plan_drafts`."""
     (token_ids, positions), tables, block_size = rows, runs.block_tables, runs.block_size
     num_steps = len(out.slots)
     for s, (row, sample, length, num_tokens) in enumerate(runs.rows.tolist()):
@@ -27,7 +27,7 @@ def plan_drafts(sampled: Array, rows: tuple[Array, Array], runs: DraftRuns, out:
 
 
 def spread_logits(logits: Array, columns: Array) -> np.ndarray:
-    """`DraftOps.spread_logits`."""
+    """Implement `DraftOps.spread_logits`."""
     known = (columns >= 0) & (columns < logits.shape[1])
     spread: np.ndarray = np.where(known, logits[:, np.where(known, columns, 0)], np.float32(-np.inf))
     return spread

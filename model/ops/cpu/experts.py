@@ -1,4 +1,4 @@
-"""The specification of routing and of sums over experts."""
+"""Specification of routing and of sums over experts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def route_experts(
 
 
 def group_by_expert(ids: Array, num_experts: int) -> ExpertGroups:
-    """ids int32[T, k] -> its pairs, sorted by expert, then by row; those of -1 last."""
+    """ids int32[T, k] -> its pairs, sorted by expert, then by row; pairs with -1 last."""
     flat = np.where(ids < 0, num_experts, ids).reshape(-1)
     order = np.argsort(flat, kind="stable")
     places = np.empty(flat.size, np.int32)

@@ -7,14 +7,14 @@ import ctypes
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # names of glibc's mallopt
 KEPT_BYTES = 64 << 20
 MAPPED_BYTES = 32 << 20
-"""The largest threshold that mallopt takes."""
+"""The largest threshold that mallopt accepts."""
 
 
 def keep_freed_memory() -> None:
-    """Let the process keep up to 64 MiB of freed memory per arena. Does nothing without glibc.
+    """Let the process keep up to 64 MiB of freed memory per arena. Do nothing without glibc.
 
-    Threads other than the main one return it earlier by default: the pages of each step's arrays are then faulted in
-    again, 6 % of the demo model's time.
+    By default, threads other than the main one return memory earlier. The pages of each step's arrays are then faulted
+    in again, which takes 6 % of the demo model's time.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,4 +1,4 @@
-"""The cache's second tier in memory of the same host."""
+"""Second tier of the cache, in memory of the same host."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Reference of the adapters' products: a loop over tiles of rows, or over adapters.
+"""Reference of adapter products: a loop over tiles of rows, or over adapters.
 
-Sums are float64: rounded to float32, they hardly ever depend on how many rows a tile has, as BLAS's in float32 do.
+Sums are in float64: rounded to float32, they hardly ever depend on the number of rows in a tile, unlike BLAS's float32
+sums.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def add(
 
 
 def _adapters_of_pairs(slots: Array, groups: ExpertGroups | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return each sorted pair's row and adapter, -1: none."""
+    """Return the row and the adapter (-1: none) of each sorted pair."""
     if groups is None:
         return np.arange(len(slots)), slots
     num_experts = len(groups.offsets) - 1

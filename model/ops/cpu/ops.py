@@ -1,4 +1,4 @@
-"""The specification of every op, in float32, and the reference of each CUDA kernel."""
+"""Specification of every op, in float32, and reference of each CUDA kernel."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DECODE_GROUP, WIDE_GROUP = 16, 4
 """Sequences per decode attention, in float32 and float64: hides NumPy's call overhead, pads little, fits the cache."""
 
 SHORT_QUERY = 17
-"""Rows of a sequence, a decode with drafts at most, that are attended to in groups."""
+"""Most rows of a sequence, such as a decode with drafts, that attend in groups."""
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -114,9 +114,9 @@ class NumpyOps(NumpyDevice):
         return add_norm_linear(self, (x, residual), norm, (weight, bias), out)
 
     def prepare_weight(self, weight: Weight) -> Weight:
-        """Lay a dense matrix out by columns: BLAS then multiplies a few rows without repacking it.
+        """Store a dense matrix by columns, so that BLAS multiplies a few rows without repacking it.
 
-        Stacks of experts stay: they gain nothing, and transposing takes 0.2 s a matrix of Qwen3-30B-A3B.
+        Stacks of experts are not transposed: they gain nothing, and it takes 0.2 s per matrix of Qwen3-30B-A3B.
         """
         if weight.format is not WeightFormat.DENSE or weight.data.ndim == 3:
             return weight
@@ -319,14 +319,15 @@ class NumpyOps(NumpyDevice):
     def experts_linear(
         self, x: Array | Fp8Rows, weight: Weight, groups: ExpertGroups, *, is_sorted: bool = False
     ) -> Array:
-        """Loop over the experts in use; a row's last bits may depend on how many rows its expert has, as `linear`'s."""
+        """Loop over the experts in use. As in `linear`, a row's last bits may depend on the number of rows of its
+        expert."""
         out = np.empty((len(groups.rows), weight.shape[0]), self.dtype)
         for expert in np.flatnonzero(np.diff(groups.offsets)):
             pairs = slice(groups.offsets[expert], groups.offsets[expert + 1])
             rows = pairs if is_sorted else groups.rows[pairs]
             picked = Fp8Rows(x.data[rows], x.scale[rows]) if isinstance(x, Fp8Rows) else x[rows]
             self.linear(picked, weight.expert(int(expert)), out=out[pairs])
-        out[groups.offsets[-1] :] = 0  # of padding
+        out[groups.offsets[-1] :] = 0  # padding
         return out
 
     def combine_experts(self, x: Array, groups: ExpertGroups, weights: Array) -> Array:
@@ -429,7 +430,7 @@ def _weighed(values: np.ndarray, weights: np.ndarray, visible: np.ndarray) -> np
     """values [S, Hkv, keys, D], weights [S, Hkv, Hq / Hkv, n, keys], 0 unless `visible` [S, n, keys] -> [S, Hkv, Hq /
     Hkv, n, D].
 
-    A non-finite value is left out of the product, where 0 times it is NaN, and added to the queries that see it.
+    A non-finite value is left out of the product, where 0 times it would be NaN, and added to the queries that see it.
     """
     flat = (*weights.shape[:2], -1, weights.shape[-1])
     shape = (*weights.shape[:-1], values.shape[-1])

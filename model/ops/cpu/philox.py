@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 FEW = 8
-"""Numbers that plain integers give sooner than arrays."""
+"""Count up to which plain integers are faster than arrays."""
 _FIRST, _SECOND = 0xD2511F53, 0xCD9E8D57
 _MULTIPLIERS = (np.uint64(_FIRST), np.uint64(_SECOND))
 _STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -35,7 +35,7 @@ def philox_words(counters: np.ndarray, seeds: np.ndarray) -> np.ndarray:
 
 
 def gumbel_noise(token_ids: np.ndarray, seeds: np.ndarray, positions: np.ndarray, branches: np.ndarray) -> np.ndarray:
-    """Return Gumbel noise float32[N] of `Ops.sample`; arrays are [N], seeds uint64. Neighbours share words."""
+    """Return the Gumbel noise float32[N] of `Ops.sample`; arrays are [N], seeds uint64. Neighbours share words."""
     if len(token_ids) <= FEW:
         columns = (column.tolist() for column in (token_ids, positions, branches, seeds))
         return _gumbel(np.array([_word(*one) for one in zip(*columns, strict=True)], np.uint32))

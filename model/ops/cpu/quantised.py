@@ -1,4 +1,4 @@
-"""The specification of products with quantised weights, in float32."""
+"""Specification of products with quantised weights, in float32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK = 128
 
 INT8_MAX = np.float32(127)
 PIECE_ELEMENTS = 1 << 17
-"""Weights that are widened at once: their float64 fits a core's cache."""
+"""Weights widened at once: as float64 they fit a core's cache."""
 
 _E4M3_VALUES = {dtype: np.arange(256, dtype=np.uint8).view(E4M3).astype(dtype) for dtype in (FLOAT32, FLOAT64)}
 
@@ -23,8 +23,8 @@ _E4M3_VALUES = {dtype: np.arange(256, dtype=np.uint8).view(E4M3).astype(dtype) f
 def linear_quantised(x: Array | Fp8Rows, weight: Weight) -> np.ndarray:
     """Return x [T, K] @ weight [N, K].T as float32[T, N].
 
-    INT8 with `quantised_input` rounds each row of x to int8. Inputs of 8 bits are summed in float64, which is exact but
-    for FP8_BLOCK: a last bit that depended on the number of rows could change how the next input is rounded.
+    INT8 with `quantised_input` rounds each row of x to int8. 8-bit inputs are summed in float64, which is exact except
+    for FP8_BLOCK: a last bit that depends on the number of rows could change how the next input is rounded.
     """
     num_outputs, num_inputs = weight.shape
     if isinstance(x, Fp8Rows):
@@ -50,7 +50,7 @@ def linear_quantised(x: Array | Fp8Rows, weight: Weight) -> np.ndarray:
 
 
 def dequantise(weight: Weight) -> np.ndarray:
-    """Return float32[N, K], columns in the inputs' order."""
+    """Return float32[N, K], with columns in the inputs' order."""
     values = _codes(weight, 0, weight.shape[0], FLOAT32)
     if weight.format in (WeightFormat.FP8, WeightFormat.INT8):
         values *= np.asarray(weight.scale)[:, None]

@@ -1,4 +1,4 @@
-"""The specification of sampling, in NumPy."""
+"""Specification of sampling, in NumPy."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from model.ops.cpu.philox import gumbel_noise
 from model.ops.interface import Array, Bias, Penalties, Sampled, SamplingArrays, TokenCandidates, TokenMask
 
 NOISE_SPAN = np.float32(19.5)
-"""More than two tokens' Gumbel noise can differ by: -log(-log(u)) of u in [2**-24, 1 - 2**-24]."""
+"""Exceeds any difference of two tokens' Gumbel noise: -log(-log(u)) for u in [2**-24, 1 - 2**-24]."""
 
 
 def sample(logits: Array, params: SamplingArrays, out: Array | None) -> Sampled:
-    """`Ops.sample`."""
+    """Implement `Ops.sample`."""
     adjusted = log_softmax(logits) if params.adjusts_logprobs else np.array(logits)
     if params.bias is not None:
         add_bias(adjusted, params.bias)
@@ -40,7 +40,7 @@ def sample(logits: Array, params: SamplingArrays, out: Array | None) -> Sampled:
 
 
 def sample_part(logits: Array, params: SamplingArrays, first_token: int) -> TokenCandidates:
-    """`PartOps.sample_part`."""
+    """Implement `PartOps.sample_part`."""
     adjusted = np.array(logits)
     if params.bias is not None:
         add_bias(adjusted, replace(params.bias, token_ids=params.bias.token_ids - first_token))
@@ -65,7 +65,7 @@ def sample_part(logits: Array, params: SamplingArrays, first_token: int) -> Toke
 
 
 def best_candidates(parts: TokenCandidates, out: Array | None) -> Sampled:
-    """Return the best of candidates [R, parts], as `Collectives.best`."""
+    """Implement `Collectives.best` for candidates [R, parts]."""
     rows, chosen = np.arange(len(parts.score)), np.zeros(len(parts.score), np.int64)
     for part in range(1, parts.score.shape[1]):
         score, best = parts.score[:, part], parts.score[rows, chosen]
@@ -79,7 +79,7 @@ def best_candidates(parts: TokenCandidates, out: Array | None) -> Sampled:
 
 
 def top_logprobs(logits: Array, token_ids: Array, num_best: int) -> tuple[Array, Array, Array]:
-    """`Ops.top_logprobs`."""
+    """Implement `Ops.top_logprobs`."""
     return _best_of(log_softmax(logits), token_ids, num_best)
 
 
@@ -92,7 +92,7 @@ def _best_of(logprobs: Array, token_ids: Array, num_best: int) -> tuple[Array, A
 
 
 def highest(row: np.ndarray, count: int) -> np.ndarray:
-    """Return the ids of the `count` highest values of row [V], equal ones by id; NaN is lowest."""
+    """Return the ids of the `count` highest values of row [V], ties by id; NaN is lowest."""
     if count == 0:
         return np.empty(0, np.int64)
     if count < len(row):
@@ -135,8 +135,8 @@ def forbid(logits: np.ndarray, mask: TokenMask) -> None:
 def perturbed(
     logits: np.ndarray, params: SamplingArrays, rows: np.ndarray, vocabulary: np.ndarray | None = None
 ) -> np.ndarray:
-    """logits [N, V] of `rows` of `params` -> logits / temperature + noise; -inf: left out. Tokens that cannot be
-    the best get no noise. `vocabulary` int[V]: their ids, unless they are 0..V-1."""
+    """logits [N, V] of `rows` of `params` -> logits / temperature + noise, -inf if left out. Tokens that cannot be the
+    best get no noise. `vocabulary` int[V]: token ids, unless 0..V-1."""
     with np.errstate(over="ignore"):
         scaled: np.ndarray = logits / params.temperature[rows, None]
     cut = (params.top_k[rows] < logits.shape[1]) | (params.top_p[rows] < 1) | (params.min_p[rows] > 0)
@@ -152,7 +152,7 @@ def perturbed(
 
 
 def _thresholds(scaled: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> np.ndarray:
-    """Return the least values float32[N] that top-k, top-p and min-p leave of scaled [N, V]."""
+    """Return the lowest values float32[N] that top-k, top-p and min-p keep of scaled [N, V]."""
     descending = -np.sort(-scaled, axis=1)
     kth = np.take_along_axis(descending, np.clip(top_k, 1, scaled.shape[1])[:, None] - 1, axis=1)
     weights = np.exp((descending - descending[:, :1]).astype(np.float64))

@@ -1,7 +1,7 @@
-"""A bump allocator for the temporaries of a step.
+"""Bump allocator for the temporaries of a step.
 
-Equal requests get equal addresses, for captured graphs. Work runs on one stream, so memory may be reused before its
-last user has run.
+Equal requests get equal addresses, as captured graphs require. All work runs on one stream, so memory may be reused
+before its last user has run.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class _Mark(NamedTuple):
 
 
 class Arena:
-    """Chunks of memory, never moved or freed."""
+    """Chunks of memory that are never moved or freed."""
 
     def __init__(self, allocate: Callable[[int], Any], chunk_bytes: int):
-        """Take `allocate(num_bytes)`, which returns a pointer aligned to ALIGNMENT_BYTES."""
+        """`allocate(num_bytes)` returns a pointer aligned to ALIGNMENT_BYTES."""
         self._allocate = allocate
         self._chunk_bytes = chunk_bytes
         self._chunks: list[tuple[Any, int]] = []  # pointer, size in bytes

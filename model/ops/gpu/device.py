@@ -22,10 +22,10 @@ from model.ops.interface import Array
 from model.ops.packing import TableRows
 
 ARENA_CHUNK_BYTES = 256 << 20
-"""Temporaries of a layer; larger requests get their own chunk."""
+"""Chunk size, enough for the temporaries of a layer; larger requests get their own chunk."""
 
 DTYPE_CODES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
-"""QUIRE_DTYPE of the kernels."""
+"""Values of the kernels' macro QUIRE_DTYPE."""
 
 THREADS = 256
 
@@ -36,7 +36,7 @@ _INT32 = np.dtype(np.int32)
 
 
 class CudaDevice:
-    """`Device` and `KernelLauncher` of the current CUDA device, for one thread."""
+    """`Device` and `KernelLauncher` on the current CUDA device, for one thread."""
 
     name = "cuda"
     num_ranks = 1
@@ -45,7 +45,7 @@ class CudaDevice:
     """Kernels of captured graphs may start before their predecessors end."""
 
     def __init__(self, dtype: np.dtype, kv_dtype: np.dtype | None = None):
-        """Raise ValueError for dtypes without kernels, CuPy's RuntimeErrors without a GPU."""
+        """Raise ValueError for dtypes without kernels, or CuPy's RuntimeErrors without a GPU."""
         self.dtype = np.dtype(dtype)
         self.kv_dtype = self.dtype if kv_dtype is None else np.dtype(kv_dtype)
         if self.dtype not in DTYPE_CODES:
@@ -105,7 +105,7 @@ class CudaDevice:
             finally:
                 self._is_capturing = False
                 graph = self.stream.end_capture()
-        graph.upload(self.stream)  # else the first replay uploads
+        graph.upload(self.stream)  # else the first replay would upload
         return lambda: graph.launch(self.stream)
 
     def download(self, array: Array) -> np.ndarray:
@@ -123,11 +123,12 @@ class CudaDevice:
         return cupy.ndarray(shape, dtype, self._arena.take(math.prod(shape) * dtype.itemsize))
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Return this shape's array, zeros at first, which kernels leave as their next launch needs it."""
+        """Return the cached array of this shape and dtype, initially zeros; kernels leave it as their next launch needs
+        it."""
         key = (shape, np.dtype(dtype))
         if key not in self._zeros:
             array = self._zeros[key] = self.empty(*key)
-            # an upload would do nothing while kernels are compiled ahead
+            # not `upload`: it does nothing while kernels are compiled ahead
             array.data.memset_async(0, array.nbytes, self.stream)
         return self._zeros[key]
 
@@ -167,11 +168,11 @@ class CudaDevice:
         stream: cupy.cuda.Stream | None = None,
         **defines: int,
     ) -> None:
-        """Launch a kernel of `cuda/`, by default for `self.dtype`; an empty grid does nothing.
+        """Launch a kernel of `cuda/`, built for `self.dtype` by default; an empty grid does nothing.
 
         `overlaps`: the kernel calls `wait_for_previous_kernel` (common/types.cuh), so in a captured graph it may start
-        before its predecessor ends (`launches_early`); elsewhere the host is too slow for a gain. `shared_percent`: see
-        `Kernels.get`. Clusters need `self.stream`.
+        before its predecessor ends (`launches_early`); outside graphs the host launches too slowly to gain.
+        `shared_percent`: see `Kernels.get`. Clusters must run on `self.stream`.
         """
         if 0 in grid:
             return
@@ -186,7 +187,7 @@ class CudaDevice:
             kernel(grid, (threads,), args, shared_bytes, stream or self.stream)
 
     def most_clusters(self, name: str, cluster: int, *, threads: int, shared_bytes: int, **defines: int) -> int:
-        """Return how many clusters run at once; 0 while kernels are compiled ahead."""
+        """Return how many clusters can run at once; 0 while kernels are compiled ahead."""
         key = (name, cluster, shared_bytes, *defines.values())
         if key not in self._most_clusters:
             kernel = self.kernels.get(name, shared_bytes=shared_bytes, **{"QUIRE_DTYPE": self.dtype_code, **defines})

@@ -18,7 +18,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 def place_columns(device: KernelLauncher, x: Array, out: Array, first: int) -> None:
-    """`Ops.place_columns`."""
+    """Implement `Ops.place_columns`."""
     (rows, width), out_width = x.shape, out.shape[1]
     expect("x", x, device.dtype, rows, width)
     expect("out", out, device.dtype, rows, out_width)
@@ -31,7 +31,7 @@ def place_columns(device: KernelLauncher, x: Array, out: Array, first: int) -> N
 def draft_input(
     device: KernelLauncher, token_ids: Array, table: Array, hidden: Array, weights: tuple[Array, Array], eps: float
 ) -> Array:
-    """`DraftOps.draft_input`."""
+    """Implement `DraftOps.draft_input`."""
     rows, width = hidden.shape
     expect("token_ids", token_ids, _INT32, rows)
     expect("table", table, device.dtype, None, width)
@@ -47,7 +47,7 @@ def draft_input(
 def plan_drafts(
     device: KernelLauncher, sampled: Array, rows: tuple[Array, Array], runs: DraftRuns, out: DraftPlan
 ) -> None:
-    """`DraftOps.plan_drafts`."""
+    """Implement `DraftOps.plan_drafts`."""
     (token_ids, positions), tables = rows, runs.block_tables
     num_steps, count = out.slots.shape
     expect("sampled", sampled, _INT32, None)
@@ -65,7 +65,7 @@ def plan_drafts(
 
 
 def spread_logits(device: KernelLauncher, logits: Array, columns: Array) -> Array:
-    """`DraftOps.spread_logits`."""
+    """Implement `DraftOps.spread_logits`."""
     rows, num_columns = logits.shape
     expect("logits", logits, _FLOAT32, rows, num_columns)
     expect("columns", columns, _INT32, None)

@@ -1,4 +1,4 @@
-"""Launches the kernels of e4m3 rows."""
+"""Launches the kernels of rows in e4m3."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _VEC_BYTES = 16
 _HELD_VECS = 4  # HELD_VECS of fp8.cuh
 _EIGHT = 8  # rows of a swizzle
-_REDUCTION_BYTES = 256  # shared memory of few_rows_fp8_sm90 besides the launch's
-_ROUNDED_BYTES = 8192  # of a row that a warpgroup of few_rows_fp8_sm90 rounds
+_REDUCTION_BYTES = 256  # static shared memory of few_rows_fp8_sm90
+_ROUNDED_BYTES = 8192  # most bytes of a row that a warpgroup of few_rows_fp8_sm90 rounds
 _ROW_BLOCKS = 8  # CLUSTER of silu_mul_quantised_sm90.cu
 _MAX_SHARED_ROWS, _SHARED_WIDTHS = 8, (8192, 65536)
-"""Rows of silu_mul_quantised_sm90, measured up to 8; at 64, two blocks a row gain nothing, four cost 1 %."""
+"""Most rows, and widths, for silu_mul_quantised_sm90. Measured up to 8 rows; at 64, two blocks per row gain nothing and
+four cost 1 %."""
 
 
 def expect_fp8(name: str, rows: Fp8Rows | Weight, width: int | None = None) -> None:
-    """Raise ValueError unless `rows` has `width` e4m3 columns and row scales."""
+    """Raise ValueError unless `rows` has `width` e4m3 columns and a scale per row."""
     expect(f"{name}.data", rows.data, _UINT8, None, width)
     expect(f"{name}.scale", rows.scale, _FLOAT32, len(rows.data))
 
@@ -51,7 +52,7 @@ def quantised_by(
     *numbers: np.float32,
     out: Fp8Rows | None = None,
 ) -> Fp8Rows:
-    """Return [rows, width] in e4m3, in `out` if given."""
+    """Launch `kernel` and return its rows [rows, width] in e4m3, written to `out` if given."""
     if out is None:
         out = Fp8Rows(device.temporary((rows, width), _UINT8), device.temporary((rows,), _FLOAT32))
     expect_fp8("out", out, width)
@@ -62,7 +63,7 @@ def quantised_by(
 
 
 def silu_mul_quantised(device: KernelLauncher, gate_up: Array) -> Fp8Rows:
-    """`Ops.silu_mul_quantised`."""
+    """Implement `Ops.silu_mul_quantised`."""
     rows, width = len(gate_up), gate_up.shape[1] // 2
     if not _shares_rows(device, gate_up):
         return quantised_by(device, "silu_mul_quantised", (gate_up,), rows, width)
@@ -75,7 +76,7 @@ def silu_mul_quantised(device: KernelLauncher, gate_up: Array) -> Fp8Rows:
 
 
 def _shares_rows(device: KernelLauncher, gate_up: Array) -> bool:
-    """Return whether several blocks for each row are faster."""
+    """Return whether several blocks per row are faster."""
     width = gate_up.shape[1] // 2
     is_few_and_wide = 0 < len(gate_up) <= _MAX_SHARED_ROWS and _SHARED_WIDTHS[0] <= width <= _SHARED_WIDTHS[1]
     is_whole = width % (_ROW_BLOCKS * _VEC_BYTES // _BFLOAT16.itemsize) == 0 and gate_up.data.ptr % _VEC_BYTES == 0
@@ -87,7 +88,7 @@ def as_weight(x: Fp8Rows) -> Weight:
 
 
 def _row_threads(device: KernelLauncher, rows: int, width: int) -> int:
-    """Return threads per block: a vector each if few rows leave the device empty, else more loads each."""
+    """Return threads per block: one vector per thread if few rows would leave the device idle, else several."""
     vecs = math.ceil(width * device.dtype.itemsize / _VEC_BYTES)
     each = 1 if rows <= 2 * device.num_sms else _HELD_VECS
     each = max(each, math.ceil(vecs / 1024))
@@ -100,10 +101,10 @@ class Fp8Linear:
     def __init__(self, device: CudaDevice, by_widening: W8Linear):
         self._device = device
         self._by_widening = by_widening
-        self._gemm: Fp8Gemm | None = None  # has a workspace
+        self._gemm: Fp8Gemm | None = None  # created when needed: it has a workspace
 
     def __call__(self, x: Fp8Rows, weight: Weight, bias: Array | None, out: Array) -> None:
-        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous, not empty."""
+        """Compute out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous and not empty."""
         device, (m, n) = self._device, out.shape
         k = weight.data.shape[1]
         together = x.data.data.ptr | weight.data.data.ptr | out.data.ptr
@@ -126,8 +127,8 @@ class Fp8Linear:
             self._by_widening(dequantise_weight(device, as_weight(x)), weight, bias, out)
 
     def gated_mlp(self, x: Fp8Rows, gate_up: Weight, down: Weight) -> Array | None:
-        """Return `Ops.gated_mlp` by two kernels, None if they do not take it: that of gate_up gates, that of down
-        rounds."""
+        """Implement `Ops.gated_mlp` by two kernels; None if unsupported. That of gate_up applies the activation, that
+        of down rounds its input."""
         device, m, (n, k), (n_out, width) = self._device, len(x.data), gate_up.shape, down.shape
         is_fp8 = gate_up.format is down.format is WeightFormat.FP8 and down.quantised_input and n == 2 * width and m > 0
         together = x.data.data.ptr | gate_up.data.data.ptr | down.data.data.ptr | k | width
@@ -156,8 +157,11 @@ class Fp8Linear:
         *,
         maxima: Array | None = None,
     ) -> None:
-        """Multiply up to MAX_FEW_ROWS rows of x. With `maxima` uint32[M, blocks] gate into out [M, N / 2], with the
-        largest magnitudes of each block. With such maxima as x.scale round x, 16 bits, first."""
+        """Multiply up to MAX_FEW_ROWS rows of x.
+
+        With `maxima` uint32[M, blocks], write the gated product to out [M, N / 2] and each block's largest magnitude
+        per row to `maxima`. 16-bit x is rounded first, by such maxima in x.scale.
+        """
         device, (n, k) = self._device, weight.data.shape
         maps, width = device.tensor_maps, k // 2
         if maxima is None:
@@ -197,7 +201,7 @@ class Fp8Linear:
         )
 
     def _by_cublaslt(self, x: Fp8Rows, weight: Weight, bias: Array | None, out: Array) -> bool:
-        """Return whether cuBLASLt computed it."""
+        """Return whether cuBLASLt computed the product."""
         if self._gemm is None:
             self._gemm = Fp8Gemm(self._device.stream)
         try:

@@ -1,6 +1,6 @@
-"""Products through cuBLASLt, which unlike CuPy's cuBLAS can be captured.
+"""Matrix products through cuBLASLt, which unlike CuPy's cuBLAS can be captured.
 
-Plans are kept: later calls only launch. Sums are in float32, split-K included; fp32 inputs never use TF32.
+Plans are cached: later calls only launch. Sums are in float32, split-K included; float32 inputs never use TF32.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Plan:
 
 
 class Gemm:
-    """Products on one stream, for one thread: the workspace is shared."""
+    """Products on one stream, for one thread: they share a workspace."""
 
     def __init__(self, stream: cupy.cuda.Stream):
         self._stream = stream
@@ -77,11 +77,9 @@ class Gemm:
         out: cupy.ndarray,
         algorithm: int = 0,
     ) -> bool:
-        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous, not empty, of one dtype; out also float32.
-
-        `algorithm` < `num_algorithms`. Return whether the bias was added: if not, the caller must. Raises GemmError,
-        and cuBLASLt's error if the algorithm fails.
-        """
+        """Compute out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous, not empty, of one dtype; out may
+        also be float32. `algorithm` < `num_algorithms`. Return whether the bias was added; if not, the caller must.
+        Raises GemmError, or cuBLASLt's error if the algorithm fails."""
         pointers, plan = self._planned(x, weight, bias, out, is_exact=algorithm > 0)
         if plan.adds_bias:
             self._point_at(bias, plan.operation)
@@ -95,13 +93,13 @@ class Gemm:
     def num_algorithms(
         self, x: cupy.ndarray, weight: cupy.ndarray, bias: cupy.ndarray | None, out: cupy.ndarray
     ) -> int:
-        """Return how many algorithms there are. Raises GemmError."""
+        """Return the number of algorithms. Raises GemmError."""
         return len(self._planned(x, weight, bias, out, is_exact=True)[1].algorithms)
 
     def _planned(
         self, x: Array, weight: Array, bias: Array | None, out: Array, *, is_exact: bool
     ) -> tuple[tuple[int, ...], _Plan]:
-        """Return weight, x, out and bias addresses, and the plan, with the algorithms of `planned_rows` unless
+        """Return (weight, x, out and bias addresses, plan); the plan has the algorithms of `planned_rows` unless
         `is_exact`."""
         pointers = weight.data.ptr, x.data.ptr, out.data.ptr, 0 if bias is None else bias.data.ptr
         together = pointers[0] | pointers[1] | pointers[2] | pointers[3] | BEST_ALIGNMENT_BYTES
@@ -117,7 +115,7 @@ class Gemm:
         return pointers, plan
 
     def _plan_like(self, like: _Plan, x: Array, weight: Array, bias: Array | None, out: Array, alignment: int) -> _Plan:
-        """Return a plan with the algorithms of `like`, for more rows, if they fit."""
+        """Return a plan with the algorithms of `like`, which is for more rows, if they fit."""
         layouts = _layouts(len(x), x, weight, out)
         checked = np.zeros(1, lt.matmul_heuristic_result_dtype)
         weight_layout, x_layout, out_layout = layouts
@@ -158,7 +156,7 @@ class Gemm:
         return _Plan(operation, *layouts, algorithms, addresses, bias is not None)
 
     def _algorithms(self, operation: int, layouts: tuple[int, int, int], alignment: int, shapes: str) -> np.ndarray:
-        """Return algorithms, best estimate first. Raises GemmError."""
+        """Return the algorithms, best estimate first. Raises GemmError."""
         weight, x, out = layouts
         found: np.ndarray = np.zeros(MAX_ALGORITHMS, lt.matmul_heuristic_result_dtype)
         count = np.zeros(1, np.int32)

@@ -17,7 +17,7 @@ from model.ops.gpu.product_sizes import planned_rows
 from model.ops.interface import Fp8Rows
 
 MULTIPLE = 16
-"""Divisor of N, K and addresses."""
+"""N, K and addresses are multiples of this."""
 
 _OUT_TYPES = {
     np.dtype(np.float32): CudaDataType.CUDA_R_32F,
@@ -39,7 +39,7 @@ class _Plan:
 
 
 class Fp8Gemm:
-    """Products on one stream, for one thread: workspace and operation are shared."""
+    """Products on one stream, for one thread: they share a workspace and an operation."""
 
     def __init__(self, stream: cupy.cuda.Stream):
         self._stream = stream
@@ -54,7 +54,7 @@ class Fp8Gemm:
         self._plans: dict[tuple[Any, ...], _Plan] = {}
 
     def __call__(self, x: Fp8Rows, weight: Fp8Rows, out: cupy.ndarray) -> None:
-        """out [M, N] = x [M, K] @ weight [N, K].T, N and K multiples of 16. Raises GemmError."""
+        """Compute out [M, N] = x [M, K] @ weight [N, K].T, N and K multiples of 16. Raises GemmError."""
         n, k = weight.data.shape
         kind = lt.MatmulDescAttribute
         self._set(kind.A_SCALE_POINTER, weight.scale.data.ptr)
@@ -121,7 +121,7 @@ def _layouts(m: int, n: int, k: int, dtype: np.dtype) -> tuple[int, int, int]:
 
 
 def _operation() -> int:
-    """Return an operation with row scales and the sums of `small_m_fp8_sm90`."""
+    """Return an operation with row scales that accumulates as `small_m_fp8_sm90` does."""
     operation: int = lt.matmul_desc_create(ComputeType.COMPUTE_32F, CudaDataType.CUDA_R_32F)
     kind = lt.MatmulDescAttribute
     attributes = {

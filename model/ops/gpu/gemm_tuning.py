@@ -1,7 +1,7 @@
 """Files of measured GEMM algorithms, shipped with the package or cached.
 
-Each is named by a digest of the device, cuBLASLt's version, and our kernels without comments and spaces, so rewording a
-comment keeps it.
+A file's name is a digest of the device, cuBLASLt's version, and our kernels without comments and spaces, so rewording a
+comment keeps the file valid.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GemmAlgorithm(NamedTuple):
 
 
 def fits_gemv(shape: GemmShape) -> bool:
-    """Return whether gemv.cu computes it, given a build."""
+    """Return whether gemv.cu supports the shape, given a build."""
     most_rows = max(build.max_rows for build in GEMV_BUILDS)
     return shape.m <= most_rows and shape.k % 8 == 0 and shape.dtype != "float32"
 
@@ -70,7 +70,7 @@ def code_of(source: str) -> str:
 
 
 def read_tuning(path: Path) -> dict[GemmShape, GemmAlgorithm]:
-    """Return a file's content; empty if missing or damaged."""
+    """Return a file's content; empty if it is missing or damaged."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
         tuning = {GemmShape(*shape): GemmAlgorithm(*algorithm) for shape, algorithm in rows}

@@ -1,6 +1,6 @@
-"""Cache blocks in pinned host memory: one copy a block, a stream per direction.
+"""Cache blocks in pinned host memory: one copy per block, one stream per direction.
 
-Pinning gigabytes takes seconds, so a thread does it in pieces, touched first to hold the driver's lock shortly.
+Pinning gigabytes takes seconds, so a thread pins pieces, touched first so that the driver's lock is held briefly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cupy.cuda import runtime
 _log = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 << 20
-"""Bytes registered at once. No block lies across two pieces: no copy may."""
+"""Bytes registered at once. No block crosses pieces, because no copy may."""
 
 
 class CudaTransfer:
@@ -38,7 +38,7 @@ class CudaTransfer:
 
 
 class CudaHostBlocks:
-    """`HostBlocks` for the work of `stream`, for one thread."""
+    """`HostBlocks` for work on `stream`, for one thread."""
 
     def __init__(self, kv: cupy.ndarray, num_blocks: int, stream: cupy.cuda.Stream):
         self.num_ready = 0
@@ -103,7 +103,7 @@ class CudaHostBlocks:
 
 
 def _release(pinned: list[int], memory: mmap.mmap, *streams: cupy.cuda.Stream) -> None:
-    """Unregister before unmapping: the addresses may be mapped again."""
+    """Unregister before unmapping, since the addresses may be mapped again."""
     for stream in streams:
         stream.synchronize()
     while pinned:

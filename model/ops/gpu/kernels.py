@@ -1,4 +1,4 @@
-"""Compiles, caches and loads the kernels of `cuda/` with NVRTC, to a cubin per architecture and digest of all inputs.
+"""Compiles the kernels of `cuda/` with NVRTC, caches them per architecture and digest of all inputs, and loads them.
 
 CuPy's compiler targets plain sm_90, needs a device and ignores included headers in its cache key.
 """
@@ -31,11 +31,11 @@ _loading = Lock()
 
 
 class KernelError(Exception):
-    """Missing or uncompilable kernel, with the compiler's log."""
+    """Missing or uncompilable kernel; the message has the compiler's log."""
 
 
 class Kernels:
-    """Kernels of one device, compiled once per source."""
+    """Kernels of one device; each build is compiled once per source."""
 
     def __init__(self, arch: str, cache: Path | None = None):
         self.arch = arch
@@ -48,8 +48,8 @@ class Kernels:
     def get(self, name: str, *, shared_bytes: int = 0, shared_percent: int = 0, **defines: int) -> Function:
         """Return the function `name` of cuda/<folder>/<name>.cu, built with -D<define>=<value>.
 
-        Call it as `function(grid, block, args, shared_mem, stream)`, shared_mem <= `shared_bytes`. `shared_percent`
-        of an SM's memory is shared memory while this build runs there, 0: as few as its blocks need.
+        Call it as `function(grid, block, args, shared_mem, stream)`, shared_mem <= `shared_bytes`. `shared_percent` is
+        the share of an SM's memory used as shared memory while this build runs; 0: as little as its blocks need.
         """
         if self._compilers is not None:
             self._compile_in(self._compilers, name, defines)
@@ -59,7 +59,7 @@ class Kernels:
         if function is None:
             function = self._module(name, defines).get_function(name)
             limit = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            # 48 KiB, or those of an earlier `get`
+            # the limit is 48 KiB, or what an earlier `get` set
             if shared_bytes and shared_bytes > driver.funcGetAttribute(limit, function.ptr):
                 driver.funcSetAttribute(function.ptr, limit, shared_bytes)
             if shared_percent:
@@ -78,9 +78,9 @@ class Kernels:
         return self._compilers is not None
 
     def compile_ahead(self, work: Callable[[], None], others: Sequence[Kernels] = ()) -> None:
-        """Run `work` without launching its kernels, and start to compile the missing ones, a thread on each core.
+        """Run `work` without launching its kernels and start compiling the missing ones, one thread per core.
 
-        `get` waits for a kernel that is being compiled. `others` of a group launch nothing either, and use the same
+        `get` waits for a kernel that is being compiled. The `others` of a group launch nothing either and use the same
         cubins. The control flow of `work` must not depend on results.
         """
         together = (self, *others)
@@ -121,7 +121,7 @@ def _loaded(cubin: bytes) -> Module:
 def _launch_nothing(
     grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], shared_bytes: int, stream: Any
 ) -> None:
-    """Replace a kernel that is compiled ahead."""
+    """Stand in for a kernel that is compiled ahead."""
 
 
 def is_there(kernel: Callable[..., None]) -> bool:
@@ -149,14 +149,14 @@ def source_path(name: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return $QUIRE_CACHE_DIR, else $XDG_CACHE_HOME/quire, else ~/.cache/quire, with `kernels`."""
+    """Return the folder `kernels` of $QUIRE_CACHE_DIR, else $XDG_CACHE_HOME/quire, else ~/.cache/quire."""
     own = os.environ.get("QUIRE_CACHE_DIR")
     root = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
     return root / "kernels"
 
 
 def cached_cubin(name: str, arch: str, defines: Mapping[str, int], cache: Path, headers: str) -> bytes:
-    """Run `compile_cubin` through `cache`, with `headers_digest`; a damaged file is replaced."""
+    """Return the result of `compile_cubin` through `cache`; replace a damaged file. `headers` is `headers_digest`."""
     path = _cubin_path(name, arch, defines, cache, headers)
     cubin = _read(path)
     if cubin is None:
@@ -166,7 +166,7 @@ def cached_cubin(name: str, arch: str, defines: Mapping[str, int], cache: Path, 
 
 
 def headers_digest() -> str:
-    """Digest all headers of `cuda/`, any of which a kernel may include."""
+    """Return a digest of all headers of `cuda/`, since a kernel may include any of them."""
     folder = source_folder()
     headers = sorted(folder.rglob("*.cuh"))
     parts = [header.relative_to(folder).as_posix() + header.read_text(encoding="utf-8") for header in headers]
@@ -201,7 +201,7 @@ def compile_cubin(name: str, arch: str, defines: Mapping[str, int], *more_option
 
 @functools.cache
 def _load_compiler() -> None:
-    """Load NVRTC's builtins, for which concurrent first programs race."""
+    """Load NVRTC's builtins, because concurrent first programs race to load them."""
     program = nvrtc.createProgram("", "nothing.cu", (), ())
     nvrtc.compileProgram(program, ())
     nvrtc.destroyProgram(program)
@@ -209,7 +209,7 @@ def _load_compiler() -> None:
 
 def _options(arch: str, defines: Mapping[str, int]) -> tuple[str, ...]:
     defined = (f"-D{key}={defines[key]}" for key in sorted(defines))
-    # minimal: without NVRTC's declarations of textures and the runtime's functions
+    # --minimal omits NVRTC's declarations of textures and runtime functions
     return ("--std=c++17", "-default-device", "-lineinfo", "--minimal", f"-arch=sm_{arch}", *defined)
 
 

@@ -1,6 +1,6 @@
-"""Launches kernels in clusters, or before their predecessor ends; CuPy cannot.
+"""Launches kernels in clusters, or before their predecessor ends; CuPy can do neither.
 
-The latter is programmatic dependent launch, from sm_90 on; the kernel calls `wait_for_previous_kernel`
+The early start is programmatic dependent launch (from sm_90 on); the kernel calls `wait_for_previous_kernel`
 (cuda/common/types.cuh).
 """
 
@@ -50,15 +50,15 @@ class _Config(ctypes.Structure):
 class OverlappedLaunch:
     """The driver's launch call with attributes, for one thread.
 
-    The driver copies the launch's memory within the call, so that all launches reuse it.
+    The driver copies the arguments during the call, so all launches reuse the same memory.
     """
 
     def __init__(self, stream: Stream, driver: ctypes.CDLL | None = None):
-        """Raises OSError without a driver."""
+        """Raise OSError without a driver."""
         self._driver = driver = driver or ctypes.CDLL("libcuda.so.1")
         self._launch = driver.cuLaunchKernelEx
         self._launch.argtypes = (ctypes.c_void_p,) * 4
-        self._values = (ctypes.c_uint64 * _MAX_ARGS)()  # 4-byte numbers use the low half
+        self._values = (ctypes.c_uint64 * _MAX_ARGS)()  # 4-byte values use the low half
         first = ctypes.addressof(self._values)
         self._places = [first + _WORD_BYTES * index for index in range(_MAX_ARGS)]
         self._addresses = (ctypes.c_void_p * _MAX_ARGS)(*self._places)
@@ -81,7 +81,7 @@ class OverlappedLaunch:
         overlaps: bool = True,
         cluster: int = 1,
     ) -> None:
-        """Launch with CuPy arrays, None for null, NumPy scalars, tensor maps. Raises LaunchError."""
+        """Launch with CuPy arrays, None for null, NumPy scalars and tensor maps. Raises LaunchError."""
         maps = self._write(args)
         self._describe(grid, threads, shared_bytes, overlaps, cluster)
         status = self._launch(self._config_at, kernel.ptr, self._addresses_at, None)
@@ -91,7 +91,7 @@ class OverlappedLaunch:
             raise LaunchError(f"cuLaunchKernelEx answered {status} to {grid} blocks of {threads} threads")
 
     def most_clusters(self, kernel: Function, cluster: int, threads: int, shared_bytes: int) -> int:
-        """Return how many clusters run at once. Raises LaunchError."""
+        """Return how many clusters can run at once. Raises LaunchError."""
         found = ctypes.c_int()
         self._describe((cluster,), threads, shared_bytes, False, cluster)
         status = self._driver.cuOccupancyMaxActiveClusters(
@@ -111,7 +111,7 @@ class OverlappedLaunch:
         config.num_attributes = overlaps + (cluster > 1)
 
     def _write(self, args: tuple[Any, ...]) -> list[int]:
-        """Write arguments; return indexes of tensor maps."""
+        """Write the arguments; return the indexes of tensor maps."""
         values, maps = self._values, []
         for index, arg in enumerate(args):
             kind = type(arg)

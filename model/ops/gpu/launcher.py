@@ -1,4 +1,4 @@
-"""The interface of `CudaDevice` to kernel-launching modules; tests implement it without a GPU."""
+"""Interface of `CudaDevice` for modules that launch kernels; tests implement it without a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from model.ops.weight import Array
 
 
 class TensorMapSource(Protocol):
-    """`TensorMaps`."""
+    """Interface of `TensorMaps`."""
 
     def get(
         self,
@@ -56,7 +56,7 @@ class KernelLauncher(Protocol):
         """Launch one kernel; see `CudaDevice.launch`."""
 
     def most_clusters(self, name: str, cluster: int, *, threads: int, shared_bytes: int, **defines: int) -> int:
-        """Return how many clusters run at once; 0 while the kernel is compiled."""
+        """See `CudaDevice.most_clusters`."""
 
 
 def expect(name: str, array: Array, dtype: np.dtype, *shape: int | None) -> None:

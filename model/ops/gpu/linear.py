@@ -1,7 +1,7 @@
-"""Products by cuBLASLt's algorithms, `gemv` for few rows, or Hopper's `small_m_sm90`.
+"""Matrix products by cuBLASLt, by `gemv` for few rows, or by `small_m_sm90` on Hopper.
 
-`tune` measures and caches (`gemm_tuning`) the fastest per shape; other shapes take cuBLASLt's first choice.
-tests/bench/measure_products.py makes the shipped measurements.
+`tune` measures the fastest algorithm per shape and caches it (`gemm_tuning`); other shapes take cuBLASLt's first
+choice. tests/bench/measure_products.py makes the shipped measurements.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from model.ops.gpu.norm import rms_norm
 from model.ops.interface import Array
 
 MEASURED_S = 1e-3
-"""Duration of each of an algorithm's three measurements."""
+"""Duration of each of the three measurements of an algorithm."""
 
 MIN_GAIN = 0.02
-"""Share of time to save over cuBLASLt's first choice; less is noise."""
+"""Least share of time saved over cuBLASLt's first choice; smaller gains are noise."""
 
 _THREADS = 256
-_GATED_STEP = 32  # divides the weight rows of a gated product: the most of a tile
+_GATED_STEP = 32  # divides the weight rows of a gated product: rows of the largest tile
 _FLOAT32 = np.dtype(np.float32)
 _log = logging.getLogger(__name__)
 
 FIRST_CHOICE = GemmAlgorithm(CUBLASLT, 0)
 
-_ONE_ROW = GemmAlgorithm(GEMV, 0)  # of which add_norm_gemv has the bits
+_ONE_ROW = GemmAlgorithm(GEMV, 0)  # add_norm_gemv has the same bits
 
 
 class Linear:
@@ -67,8 +67,8 @@ class Linear:
         self._tuning = {**read_tuning(SHIPPED_TUNING / self._path.name), **read_tuning(self._path)}
 
     def __call__(self, x: Array, weight: Array, bias: Array | None, out: Array, *, exact: bool = False) -> None:
-        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous, not empty. `exact`: with the bits of one
-        row if gemv computes that."""
+        """Compute out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous and not empty. `exact`: with the
+        bits of one row, if gemv computes that."""
         if exact and self._by_exact_gemv(x, weight, bias, out):
             return
         algorithm = self._tuning.get(_shape_of(x, weight, bias, out), FIRST_CHOICE) if self._tuning else FIRST_CHOICE
@@ -77,7 +77,8 @@ class Linear:
         self._carry_out(algorithm, x, weight, bias, out)
 
     def can_norm(self, x: Array, residual: Array, weight: Array, bias: Array | None, out: Array | None) -> bool:
-        """Return whether `add_norm` takes this row: gemv computes its product, and a thread norms a vector."""
+        """Return whether `add_norm` supports this row: gemv computes its product, and one thread normalises each
+        vector."""
         name, (n, k) = _name(self._device.dtype), weight.shape
         shape = GemmShape(len(x), n, k, name, name, bias is not None)
         arrays = (x, residual, weight) if out is None else (x, residual, weight, out)
@@ -87,7 +88,7 @@ class Linear:
     def add_norm(
         self, sums: tuple[Array, Array], norm: tuple[Array, float], weight: Array, bias: Array | None, out: Array
     ) -> None:
-        """`Ops.add_norm_linear` of one row, where `can_norm`; `sums`: x, residual."""
+        """Implement `Ops.add_norm_linear` for one row that `can_norm` accepts; `sums` is (x, residual)."""
         device, (n, k), (norm_weight, eps) = self._device, weight.shape, norm
         build = one_row_build(GEMV_BUILDS[_ONE_ROW.choice], k)
         device.launch(
@@ -103,10 +104,10 @@ class Linear:
         )
 
     def tune(self, weights: Sequence[Array], bias: Array | None, num_rows: Sequence[int], out_dtype: np.dtype) -> None:
-        """Measure the fastest algorithm for each of `num_rows`, about 30 ms per new shape. Not while capturing.
+        """Measure the fastest algorithm for each of `num_rows`, about 30 ms per new shape. Do not call while capturing.
 
-        The `weights` [N, K] are used in turn, and should far exceed the L2. While kernels are compiled ahead, nothing
-        is measured.
+        The `weights` [N, K] are used in turn and should far exceed the L2. Nothing is measured while kernels are
+        compiled ahead.
         """
         device, (n, k), found = self._device, weights[0].shape, {}
         shapes = [GemmShape(m, n, k, device.dtype.name, out_dtype.name, bias is not None) for m in num_rows]
@@ -132,7 +133,7 @@ class Linear:
         write_tuning(self._path, self._tuning)
 
     def gated(self, x: Array, weight: Array, out: Array) -> bool:
-        """Return whether gemv computed out [M, I], silu_mul of x [M, K] @ weight [2 I, K].T.
+        """Compute out [M, I] = silu_mul of x [M, K] @ weight [2 I, K].T by gemv if possible; return whether it was.
 
         It has the bits of single rows and of separate kernels.
         """
@@ -141,7 +142,7 @@ class Linear:
     def _by_exact_gemv(
         self, x: Array, weight: Array, bias: Array | None, out: Array, *, is_gated: bool = False
     ) -> bool:
-        """Return whether gemv computed it, in the order of sums of one row."""
+        """Multiply by gemv, with the summation order of one row, if possible; return whether it was."""
         device = self._device
         one_row = self._tuning.get(_shape_of(x, weight, bias, out)._replace(m=1), FIRST_CHOICE)
         is_aligned = (x.data.ptr | weight.data.ptr | out.data.ptr) % BEST_ALIGNMENT_BYTES == 0
@@ -154,7 +155,7 @@ class Linear:
         return True
 
     def share_tuning(self, other: Linear) -> None:
-        """Take the algorithms that `other`, on an equal device, has measured."""
+        """Take over the algorithms measured by `other`, on an equal device."""
         self._tuning = other._tuning
 
     def _carry_out(self, algorithm: GemmAlgorithm, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
@@ -173,7 +174,7 @@ class Linear:
             )
 
     def _by_cublaslt(self, x: Array, weight: Array, bias: Array | None, out: Array, choice: int) -> bool:
-        """Return whether cuBLASLt added the bias."""
+        """Multiply by cuBLASLt; return whether it added the bias."""
         return not self._device.kernels.are_compiled_ahead and self._gemm(x, weight, bias, out, choice)
 
     def _launch_gemv(
@@ -215,7 +216,7 @@ class Linear:
         )
 
     def _fill(self, x: Array, weight: Array) -> None:
-        """Fill x with weights: products of zeros are faster."""
+        """Fill x with weights, because products of zeros are faster."""
         x.data.memset_async(0, x.nbytes, self._device.stream)
         x.data.copy_from_device_async(weight.data, min(x.nbytes, weight.nbytes), self._device.stream)
 
@@ -249,7 +250,7 @@ class Linear:
     def _seconds(
         self, algorithm: GemmAlgorithm, x: Array, weights: Sequence[Array], bias: Array | None, out: Array
     ) -> float:
-        """Return the least time in a graph, after a small kernel as in a step: an early start counts."""
+        """Return the least time in a graph, after a small kernel as in a step, so that an early start counts."""
         device = self._device
 
         def launch(weight: Array) -> None:
@@ -276,7 +277,7 @@ class Linear:
 
 
 def _fits_norm(shape: GemmShape) -> bool:
-    """Return whether add_norm_gemv computes it, a thread for each vector of the row."""
+    """Return whether add_norm_gemv supports the shape: one thread per vector of the row."""
     most = 8 * 32 * GEMV_BUILDS[_ONE_ROW.choice].warps
     return shape.m == 1 and shape.k % 8 == 0 and shape.k <= most and "float32" not in (shape.dtype, shape.out_dtype)
 

@@ -10,25 +10,26 @@ from typing import NamedTuple
 from model.ops.interface import MAX_EXACT_ROWS
 
 SMALL_M_SPLITS = (1, 2)
-"""Blocks that split K."""
+"""Numbers of blocks that split K."""
 
 MAX_SMALL_M_ROWS = 128
-"""Most rows of x."""
+"""Most rows of x for small_m_sm90."""
 
 AHEAD_BYTES = 32 << 10
-"""Bytes of weights that an SM fetches before the previous kernel ends. H200: twice costs up to 1.7 us a product, half
-0.3."""
+"""Bytes of weights that an SM fetches before the previous kernel ends. H200: doubling this costs up to 1.7 us per
+product, halving it 0.3 us."""
 
 _MIN_ROWS_AHEAD, _MIN_WIDE_ROWS, _MAX_ROWS_AHEAD = 5, 13, 16
-"""Exact rows: least that read x a step ahead, least in wide tiles, most of these that read ahead (registers). H200, a
-layer of Llama-3.1-8B: 107.7 us for 108.5 (8 rows), 118.6 for 128.5 (16), 130.4 for 154.8 (24)."""
+"""Exact rows: fewest that read x a step ahead, fewest in wide tiles, most of these that read ahead (registers). H200, a
+layer of Llama-3.1-8B: 107.7 us instead of 108.5 (8 rows), 118.6 instead of 128.5 (16), 130.4 instead of 154.8 (24)."""
 
 _MAX_SHARED_K, _ROW_PADDING_BYTES = 4096, 64
-"""Most elements of a row of x in shared memory: as many as add_norm_gemv takes; bytes between rows past whole lines."""
+"""Most elements of a row of x in shared memory, as in add_norm_gemv; bytes between rows beyond whole lines."""
 
 _MIN_SHARED_TILES = 8
-"""Least tiles of a block for which a few exact rows of x are copied to shared memory, unless they are read ahead in one
-column of tiles. H200, a step of Llama-3.1-8B at 1,024 tokens: 4,089 us for 4,203 (9 rows), 3,867 for 3,823 (5)."""
+"""Fewest tiles per block for which a few exact rows of x are copied to shared memory, unless they are read ahead in one
+column of tiles. H200, a step of Llama-3.1-8B at 1,024 tokens: 4,089 us instead of 4,203 with 9 rows, but 3,867 instead
+of 3,823 with 5."""
 
 _SPAN_BYTES = 128
 _TILE_ROWS = 128  # at most
@@ -37,17 +38,17 @@ _EIGHT = 8  # rows of a swizzle
 
 
 def num_stages(one_bytes: int, two_bytes: int, max_shared_bytes: int) -> int:
-    """Return the stages that fit, given a build's bytes with one and with two."""
+    """Return how many stages fit, given a build's bytes with one stage and with two."""
     return 1 + (max_shared_bytes - one_bytes) // (two_bytes - one_bytes)
 
 
 def persistent_blocks(num_tiles: int, num_sms: int) -> int:
-    """Return the fewest blocks, one an SM, that take `num_tiles` in as many rounds as `num_sms` blocks would."""
+    """Return the fewest blocks, one per SM, that process `num_tiles` in as many rounds as `num_sms` blocks would."""
     return math.ceil(num_tiles / math.ceil(num_tiles / num_sms))
 
 
 class GemvBuild(NamedTuple):
-    """Macros of gemv.cu, and its blocks per SM. The order of a row's sums depends on warps and span alone."""
+    """Macros of gemv.cu, and its blocks per SM. A row's summation order depends on warps and span alone."""
 
     warps: int
     row_tiles: int
@@ -57,10 +58,10 @@ class GemvBuild(NamedTuple):
     col_tiles: int = 1
     steps: int = 1
     reads_x_ahead: bool = False
-    kept_rows: int = 0  # whose sums are kept; 0: all columns
-    is_streamed: bool = False  # weights leave the L2 first
-    row_bytes: int = 0  # of x in shared memory; 0: x is read from memory
-    fills: bool = False  # its rings before the previous kernel ends
+    kept_rows: int = 0  # rows whose sums are kept; 0: all columns
+    is_streamed: bool = False  # weights are evicted from the L2 first
+    row_bytes: int = 0  # bytes of x in shared memory; 0: x is read from memory
+    fills: bool = False  # fills its rings before the previous kernel ends
 
     @property
     def max_rows(self) -> int:
@@ -102,8 +103,8 @@ GEMV_BUILDS = (
 def gemv_build(num_rows: int, max_shared_bytes: int) -> int | None:
     """Return the index in GEMV_BUILDS for `num_rows` rows of x, or None.
 
-    Mixed builds slow each other in neighbouring kernels (H200: up to 6 us a layer). The first was the best of eleven
-    for a layer of Llama-3.1-8B.
+    Different builds in neighbouring kernels slow each other (H200: up to 6 us a layer). The first build was the fastest
+    of eleven for a layer of Llama-3.1-8B.
     """
     for index, build in enumerate(GEMV_BUILDS):
         if num_rows <= build.max_rows and build.shared_bytes <= max_shared_bytes:
@@ -112,10 +113,11 @@ def gemv_build(num_rows: int, max_shared_bytes: int) -> int | None:
 
 
 def one_row_build(build: GemvBuild, k: int) -> GemvBuild:
-    """Return a build for one row in the order of sums of `build`, of K `k`.
+    """Return a build for one row and K = `k`, with the summation order of `build`.
 
     A ring that holds no more than a tile is filled before the previous kernel ends. H200, a pass of one token:
-    Llama-3.1-8B 3,844 us for 3,932, Qwen3-30B-A3B 2,425 for 2,453; 2,477 where the products of K 2,048 fill theirs too.
+    Llama-3.1-8B 3,844 us instead of 3,932, Qwen3-30B-A3B 2,425 instead of 2,453, or 2,477 if products with K = 2,048
+    fill their rings too.
     """
     row_bytes = 2 * k if k <= _MAX_SHARED_K else 0
     return _filled(build, k)._replace(kept_rows=1, row_bytes=row_bytes)
@@ -128,10 +130,12 @@ def _filled(build: GemvBuild, k: int) -> GemvBuild:
 def exact_gemv_build(
     index: int, num_rows: int, shape: tuple[int, int], num_sms: int, max_shared_bytes: int
 ) -> GemvBuild | None:
-    """Return a build for `num_rows` rows of x and weights [N, K] in the order of sums of GEMV_BUILDS[index], or None.
+    """Return a build for `num_rows` rows of x and weights [N, K], with the summation order of GEMV_BUILDS[index], or
+    None.
 
-    Wide tiles have twice the weight rows, in half steps: x is read half as often. Fewer rows fill their rings as
-    `one_row_build`. H200, a step of Llama-3.1-8B at 256 tokens: 3,878 us for 4,016 (5 rows), 4,178 for 4,235 (9).
+    Wide tiles have twice the weight rows, in half steps, so x is read half as often. Fewer rows fill their rings as in
+    `one_row_build`. H200, a step of Llama-3.1-8B at 256 tokens: 3,878 us instead of 4,016 (5 rows), 4,178 instead of
+    4,235 (9).
     """
     if num_rows > MAX_EXACT_ROWS:
         return None
@@ -151,9 +155,8 @@ def _wide(build: GemvBuild) -> GemvBuild:
 
 
 def _few_rows_builds(build: GemvBuild, num_rows: int, shape: tuple[int, int], num_sms: int) -> list[GemvBuild]:
-    """Return the preferred builds first: x in shared memory where a block has many tiles, wide tiles for more than
-    eight rows where a block has one.
-    """
+    """Return builds, preferred first: x in shared memory if a block has many tiles; wide tiles for more than eight rows
+    if a block has one tile."""
     n, k = shape
     filled = _filled(build, k)._replace(reads_x_ahead=num_rows >= _MIN_ROWS_AHEAD)
     builds = [filled]
@@ -169,7 +172,7 @@ def _few_rows_builds(build: GemvBuild, num_rows: int, shape: tuple[int, int], nu
 
 @dataclass(frozen=True, order=True)
 class SmallMBuild:
-    """Macros of small_m_sm90.cu, one block an SM."""
+    """Macros of small_m_sm90.cu, one block per SM."""
 
     rows: int
     cols: int
@@ -188,7 +191,7 @@ class SmallMBuild:
 
     @functools.cached_property
     def shared_bytes(self) -> int:
-        """Bytes of ring, partner's sums, barriers, and rows past the ring."""
+        """Bytes of the ring, the partner's sums, barriers, and rows past the ring."""
         sent = 128 * self._warpgroups * self.cols if self.split == 2 else 0
         past = max(0, 64 * self._warpgroups - self.rows - self.cols) * _SPAN_BYTES
         ring = self.stages * (self.rows + self.cols) * _SPAN_BYTES
@@ -207,10 +210,10 @@ class SmallMBuild:
 
 @functools.cache
 def small_m_build(split: int, m: int, n: int, num_sms: int, max_shared_bytes: int) -> SmallMBuild | None:
-    """Return the build for `m` rows of x and `n` of weights, or None.
+    """Return the build for `m` rows of x and `n` rows of weights, or None.
 
-    Tiles are sized for all SMs to get equally many: 112 blocks on 132 SMs read gate_up of Llama-3.1-8B at 0.92 of the
-    speed of 128.
+    Tiles are sized so that all SMs get equally many: 112 blocks on 132 SMs read gate_up of Llama-3.1-8B at 0.92 of the
+    speed of 128 blocks.
     """
     places = num_sms // split
     rounds = math.ceil(n / (places * _TILE_ROWS))

@@ -68,16 +68,16 @@ class CudaOps(CudaDevice):
     weight_formats = frozenset(WeightFormat)
 
     def __init__(self, dtype: np.dtype, kv_dtype: np.dtype | None = None):
-        """Raise ValueError for dtypes without kernels, CuPy's RuntimeErrors without a GPU."""
+        """Raise ValueError for dtypes without kernels, or CuPy's RuntimeErrors without a GPU."""
         super().__init__(dtype, kv_dtype)
         self._linear = Linear(self)
         self._linear_w8 = w8.W8Linear(self, self._linear)
         self._linear_fp8 = Fp8Linear(self, self._linear_w8)
         self._linear_int4 = int4.Int4Linear(self, self._linear)
         self._adapted_product = AdaptedProduct(self)
-        self._writer: AsyncWriter | None = None  # until adapters need it
+        self._writer: AsyncWriter | None = None  # created when adapters need it
         self._is_exact = False
-        # of experts_row
+        # workspace of experts_row
         self._exchange = self.upload(np.zeros(MAX_WORDS, np.uint64)), self.upload(np.zeros(self.num_sms, np.uint32))
 
     def exact_rows(self) -> AbstractContextManager[None]:
@@ -227,10 +227,10 @@ class CudaOps(CudaDevice):
         *,
         dtype: np.dtype | None = None,
     ) -> None:
-        """Measure about 30 ms per number of rows; results are kept on disk.
+        """Measure for about 30 ms per row count; results are kept on disk.
 
-        FP8 of e4m3 inputs needs none: rows choose its kernel. Other quantised weights are measured for rows that
-        multiply by 16-bit copies.
+        FP8 weights with e4m3 inputs need none: the row count chooses the kernel. Other quantised weights are measured
+        for row counts that multiply by 16-bit copies.
         """
         first = weights[0]
         if first.format is WeightFormat.INT4_TILED:
@@ -520,7 +520,7 @@ class CudaOps(CudaDevice):
         return None if array is None else self.download(array)
 
     def _expect_normed(self, x: Array, residual: Array, norm: Array, weight: Weight) -> None:
-        """Raise ValueError unless the row fits a product with its norm."""
+        """Raise ValueError unless the arrays fit the product of one normalised row."""
         expect("residual", residual, self.dtype, 1, weight.shape[1])
         expect("norm", norm, self.dtype, weight.shape[1])
         self._expect_operands(x, weight)

@@ -1,6 +1,6 @@
-"""Row counts that cuBLASLt's products are planned for; others use the next larger plan.
+"""Row counts for which cuBLASLt products are planned; other counts use the next larger plan.
 
-Planning takes 0.5 ms and loading a kernel 4 to 14 ms: too long for a size's first step.
+Planning takes 0.5 ms and loading a kernel 4 to 14 ms: too long for the first step of a size.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 
 _STEPS, _LARGEST_STEP = ((7, 1), (128, 8), (544, 16), (2048, 64)), 512
-"""(most rows, step), then the last step; includes captured sizes."""
+"""(most rows, step) of each range, then the step beyond; includes captured sizes."""
 
 
 @functools.cache

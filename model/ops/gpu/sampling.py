@@ -16,15 +16,15 @@ _MAX_VOCAB = 1 << 19
 """Most tokens in a bin of threshold.cuh's histograms."""
 
 _SHARES, _MIN_SHARED_VOCAB = 8, 1 << 15
-"""Blocks of a row where few rows leave most SMs idle, and least tokens of such a row. H200, a greedy row of 128,256
-tokens: 4.7 us for 13.4."""
+"""Blocks per row if few rows would leave most SMs idle, and fewest tokens of such a row. H200, a greedy row of 128,256
+tokens: 4.7 us instead of 13.4."""
 
 _FP32 = 0
-"""QUIRE_DTYPE: logits are float32."""
+"""QUIRE_DTYPE of logits, which are float32."""
 
 
 def sample(device: KernelLauncher, logits: Array, params: SamplingArrays, out: Array | None) -> Sampled:
-    """`Ops.sample`."""
+    """Implement `Ops.sample`."""
     rows, vocab = logits.shape
     if not 0 < vocab <= _MAX_VOCAB:
         raise ValueError(f"sample: a vocabulary of {vocab} is not supported (1 to {_MAX_VOCAB})")
@@ -59,7 +59,7 @@ def sample(device: KernelLauncher, logits: Array, params: SamplingArrays, out: A
 def top_logprobs(
     device: KernelLauncher, logits: Array, token_ids: Array, num_best: int, *, are_logprobs: bool = False
 ) -> tuple[Array, Array, Array]:
-    """`Ops.top_logprobs`; `are_logprobs`: of `logits`."""
+    """Implement `Ops.top_logprobs`; `are_logprobs`: `logits` are log-probabilities."""
     rows, vocab = logits.shape
     num_best = min(num_best, vocab)
     chosen = device.temporary((rows,), np.float32)
@@ -77,7 +77,7 @@ def _log_softmax(device: KernelLauncher, logits: Array) -> Array:
 
 
 def _adjusted(device: KernelLauncher, logits: Array, params: SamplingArrays) -> Array:
-    """Return logits with bias and penalties; without either, the same array."""
+    """Return logits with bias and penalties, or the same array without either."""
     bias, seen = params.bias, params.penalties
     if bias is None and seen is None:
         return logits

@@ -25,7 +25,7 @@ _SWIZZLES = {
 
 
 class TensorMaps:
-    """Makes tensor maps and caches the latest."""
+    """Makes tensor maps and caches the most recent."""
 
     def __init__(self) -> None:
         self._encode = lru_cache(_REMEMBERED)(_encode)
@@ -38,11 +38,12 @@ class TensorMaps:
         item_bytes: int = 2,
         strides: tuple[int, ...] | None = None,
     ) -> np.ndarray:
-        """Return a map of elements of these `sizes`, in boxes; the fastest dimension first. `strides` of all others, in
-        elements (default: contiguous).
+        """Return a map of elements of these `sizes`, copied in boxes; fastest dimension first. `strides` of the others
+        are in elements (default: contiguous).
 
-        Boxes of 16-bit elements arrive in the 128-byte swizzle (`box[0]` is 64), of bytes row after row; zeros outside
-        the array. A kernel takes the map by value, as a `__grid_constant__`. Raises ValueError if the driver refuses.
+        Boxes of 16-bit elements arrive in the 128-byte swizzle (`box[0]` is 64), boxes of bytes row after row; elements
+        outside the array are zero. A kernel takes the map by value, as a `__grid_constant__`. Raises ValueError if the
+        driver refuses.
         """
         if strides is None:
             strides = tuple(itertools.accumulate(sizes[:-1], operator.mul))

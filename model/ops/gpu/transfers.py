@@ -1,6 +1,6 @@
 """Copies arrays between host and device through pinned memory; small copies do not block the host.
 
-A kernel makes the small ones, on a stream per direction, as copy engines may be busy with cache blocks; later work
+A kernel makes small copies, on a stream per direction, because copy engines may be busy with cache blocks. Later work
 waits only for a copy within the device.
 """
 
@@ -18,13 +18,13 @@ from model.ops.load_parallel import PIECE_BYTES, Piece, load_in_threads
 from model.ops.packing import Packing, TableRows
 
 STAGED_BYTES = 1 << 20
-"""Largest staged upload, without a wait."""
+"""Largest upload that is staged, without a wait."""
 
 USUAL_BYTES = 64 << 10
-"""Initial buffer size; growing delays transfers in flight."""
+"""Initial buffer size; growing a buffer delays transfers in flight."""
 
 NUM_PIECES = 8
-"""Buffers per direction: more than a step's transfers."""
+"""Buffers per direction, more than a step's transfers."""
 
 
 MAX_CARRIERS = 256
@@ -38,7 +38,7 @@ _WORD_BYTES = 4
 
 
 class _Places(NamedTuple):
-    address: int  # of int32 row numbers; 0: contiguous
+    address: int  # address of int32 row numbers; 0: contiguous
     num_rows: int
     stride_words: int
 
@@ -47,7 +47,7 @@ _TOGETHER = _Places(0, 1, 0)
 
 
 class Transfers:
-    """Transfers for one stream, one thread at a time."""
+    """Transfers for one stream, used by one thread at a time."""
 
     def __init__(self, stream: cupy.cuda.Stream, launch: Callable[..., None]):
         """`launch` is `CudaDevice.launch`."""
@@ -57,7 +57,7 @@ class Transfers:
         self._arriving, self._leaving = _Ring(self._up), _Ring(self._down)
 
     def upload(self, host: np.ndarray, array: cupy.ndarray) -> None:
-        """Fill `array`, of `host`'s shape and dtype."""
+        """Fill `array`, which has the shape and dtype of `host`."""
         if host.nbytes > STAGED_BYTES:
             array.data.copy_from_host_async(host.ctypes.data, array.nbytes, self._stream)
             self._stream.synchronize()  # the caller may free `host`
@@ -86,13 +86,13 @@ class Transfers:
         return packing.views(into, hosts)
 
     def load_parallel(self, targets: Sequence[cupy.ndarray], read: Callable[[int, int, np.ndarray], None]) -> None:
-        """Implement `Device.load_parallel`. Each thread reads into one pinned buffer while its other is copied.
+        """Implement `Device.load_parallel`. Each thread reads into one pinned buffer while its other buffer is copied.
 
-        They are pinned on demand, 0.4 ms a MiB, one thread at a time, and kept until `release_staging`. Threads wait
-        for the interpreter lock after each call that releases it, so a piece makes few.
+        Buffers are pinned on demand, 0.4 ms per MiB, by one thread at a time, and kept until `release_staging`. A
+        thread waits for the interpreter lock after each call that releases it, so a piece makes few.
         """
         device = cupy.cuda.Device()
-        self._stream.synchronize()  # their memory may be in use
+        self._stream.synchronize()  # the targets' memory may be in use
         places = [(target.data.ptr, target.dtype) for target in targets]
 
         def work(pieces: Iterator[Piece]) -> None:
@@ -156,7 +156,7 @@ class Transfers:
         *,
         stream: cupy.cuda.Stream | None = None,
     ) -> None:
-        """Copy bytes between addresses, to table rows if `places` has some."""
+        """Copy bytes between addresses, into table rows if `places` has an address."""
         num_words = -(-num_bytes // _WORD_BYTES)
         sizes = (
             np.int32(places.num_rows),
@@ -174,7 +174,7 @@ class _Ring:
         self._next = 0
 
     def take(self, num_bytes: int) -> _Buffer:
-        """Return the next buffer, of at least `num_bytes`, after its last transfer."""
+        """Return the next buffer, of at least `num_bytes`, once its last transfer has ended."""
         index, self._next = self._next, (self._next + 1) % NUM_PIECES
         self._buffers[index].event.synchronize()
         if num_bytes > len(self._buffers[index].host):

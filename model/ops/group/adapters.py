@@ -1,5 +1,5 @@
-"""Adapters' products of a group. For a weight divided by rows a rank has A and its rows of B; for one divided by
-columns its columns of A and B, whose product it adds to its partial sum."""
+"""Adapter products of a group. For a weight divided by rows, a rank has A and its rows of B. For one divided by
+columns, it has its columns of A, and B, and adds their product to its partial sum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from model.ops.weight import Weight
 
 
 class GroupAdapterOps:
-    """`AdapterOps` of n ranks."""
+    """`AdapterOps` on n ranks."""
 
     def __init__(self, devices: Sequence[PartOps], ranks: Sequence[AdapterOps]):
         self._devices = tuple(devices)

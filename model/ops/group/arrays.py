@@ -1,6 +1,6 @@
-"""Arrays of a group: one of equal shape on each rank, handled as one. Shapes are a rank's own.
+"""Arrays of a group: one of equal shape per rank, handled as one. Shapes are those of a rank.
 
-An operation is done on every rank before the next one.
+An operation runs on every rank before the next one.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from model.ops.weight import Array
 
 
 class Section(NamedTuple):
-    """A run of an axis that is divided by itself, as q in a stacked q, k and v."""
+    """Run of an axis that is divided separately, such as q in a stacked q, k and v."""
 
     size: int
     copies: int = 1  # neighbouring ranks that hold the same part
 
 
 class Range(NamedTuple):
-    """Elements `start` to `stop` of the whole, which a rank holds from `at` on."""
+    """Elements `start` to `stop` of the whole, stored by a rank from `at` on."""
 
     at: int
     start: int
@@ -33,25 +33,25 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """Division of an axis: each section by equal parts, the last of which may be padded."""
+    """Division of an axis: each section into equal parts, the last of which may be padded."""
 
     axis: int
     sections: tuple[Section, ...]
 
     @property
     def size(self) -> int:
-        """Return the whole's length."""
+        """Length of the whole."""
         return sum(section.size for section in self.sections)
 
     def part_size(self, num_ranks: int) -> int:
         return sum(_width(section, num_ranks) for section in self.sections)
 
     def part_shape(self, shape: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
-        """Return a rank's part of an array of this `shape`."""
+        """Return the shape of a rank's part, given the whole's."""
         return (*shape[: self.axis], self.part_size(num_ranks), *shape[self.axis + 1 :])
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the whole of parts of this `shape`."""
+        """Return the shape of the whole, given a part's."""
         return (*shape[: self.axis], self.size, *shape[self.axis + 1 :])
 
     def part_of(self, whole: np.ndarray, rank: int, num_ranks: int) -> np.ndarray:
@@ -63,7 +63,7 @@ class Split:
         return part
 
     def ranges(self, rank: int, num_ranks: int) -> Iterator[Range]:
-        """Yield a rank's elements of each section."""
+        """Yield a rank's range of each section."""
         at = begin = 0
         for section in self.sections:
             width = _width(section, num_ranks)
@@ -78,7 +78,7 @@ def _width(section: Section, num_ranks: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class GroupArray:
-    """One array per rank; downloaded, they must be equal."""
+    """One array per rank. Downloaded arrays must be equal."""
 
     parts: tuple[Array, ...]
 
@@ -119,7 +119,7 @@ class GroupArray:
 
 @dataclass(frozen=True, eq=False)
 class SplitArray(GroupArray):
-    """Parts of a whole. As a weight's data, `split` is that of the matrix [N, K], in any form in memory."""
+    """Parts of a whole. A weight's data has the split of the matrix [N, K], whatever its layout in memory."""
 
     split: Split
 
@@ -131,11 +131,11 @@ class SplitArray(GroupArray):
 
 @dataclass(frozen=True, eq=False)
 class PartialSums(GroupArray):
-    """Summands of one array. Only operations that sum them take them."""
+    """Summands of one array, accepted only by operations that sum them."""
 
 
 def divided(array: Array, split: Split | None) -> Array:
-    """Return the array with this `split`; unchanged without one, or on a single device."""
+    """Return the array with this `split`, or unchanged without one or on a single device."""
     if split is None or not isinstance(array, GroupArray):
         return array
     return SplitArray(array.parts, split)
@@ -149,26 +149,26 @@ def stacked(splits: Sequence[Split | None]) -> Split | None:
 
 
 def product_split(data: Array) -> Split | None:
-    """Return the split of products with this weight: by columns, if the matrix is divided by rows."""
+    """Return the split of products with this weight: by columns if the matrix is divided by rows, else None."""
     is_by_rows = isinstance(data, SplitArray) and data.split.axis == 0
     return replace(data.split, axis=1) if is_by_rows else None
 
 
 def own_rows(array: GroupArray, split: Split) -> SplitArray:
-    """Return each rank's rows of an array that all have, padded to equal parts."""
+    """Return each rank's rows of an array that all ranks have, padded to equal parts."""
     size = split.part_size(len(array.parts))
     return SplitArray(tuple(part[rank * size : (rank + 1) * size] for rank, part in enumerate(array.parts)), split)
 
 
 def each_rank(array: Array) -> Array:
-    """Return an array that differs by rank, to be downloaded as [ranks * n, ...]."""
+    """Return an array that differs by rank and is downloaded as [ranks * n, ...]."""
     if not isinstance(array, GroupArray):
         return array
     return divided(array, Split(0, (Section(len(array.parts) * len(array)),)))
 
 
 def whole_shape(array: Array) -> tuple[int, ...]:
-    """Return the shape of what the parts make up."""
+    """Return the shape of the array, joined from its parts."""
     shape: tuple[int, ...] = array.shape
     return array.split.whole_shape(shape) if isinstance(array, SplitArray) else shape
 
@@ -178,11 +178,11 @@ def whole_nbytes(array: Array) -> int:
 
 
 _PLAIN = frozenset((type(None), bool, int, float, str))
-"""Types without parts, tried first."""
+"""Types without parts, checked first."""
 
 
 def on_rank(value: Any, rank: int) -> Any:
-    """Return a rank's own arrays, also inside of dataclasses and tuples. Raises TypeError for partial sums."""
+    """Return a rank's own arrays, also inside dataclasses and tuples. Raises TypeError for partial sums."""
     kind: Any = type(value)
     if kind in _PLAIN:
         return value
@@ -208,7 +208,7 @@ def _field_names(kind: type) -> tuple[str, ...]:
 
 
 def joined(values: Sequence[Any]) -> Any:
-    """Return the ranks' results as one."""
+    """Join the ranks' results."""
     first = values[0]
     kind: Any = type(first)
     if isinstance(first, list | tuple):

@@ -1,4 +1,4 @@
-"""A group of ranks as one `Device`: what one does, all do."""
+"""A group of ranks as one `Device`: all ranks do the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from model.ops.packing import TableRows
 
 
 class GroupDevice:
-    """Returns `GroupArray`s. Shapes given and returned are a rank's."""
+    """`Device` that returns `GroupArray`s. Shapes given and returned are a rank's."""
 
     def __init__(self, ranks: Sequence[PartOps]):
         self.ranks = tuple(ranks)
@@ -34,7 +34,7 @@ class GroupDevice:
         return list(self._each(lambda ops, into, rows: ops.upload_all(hosts, into, rows), into, rows))
 
     def load_parallel(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
-        """Call `read` once for each element of a whole; a `SplitArray` gets its parts."""
+        """Call `read` once for each element of a whole; each rank gets its part of a `SplitArray`."""
         load_group(self.ranks, targets, read, HostWriter)
 
     def release_staging(self) -> None:
@@ -42,7 +42,7 @@ class GroupDevice:
             ops.release_staging()
 
     def download(self, array: Array) -> np.ndarray:
-        """Return the array, or the whole of a `SplitArray`. Raises RuntimeError if ranks differ in what they share."""
+        """Return the array, or the whole of a `SplitArray`. Raises RuntimeError if ranks differ in common values."""
         return whole_of(array, [ops.download(part) for ops, part in self._parts(array)])
 
     def download_async(self, arrays: Sequence[Array]) -> Callable[[], list[np.ndarray]]:
@@ -55,10 +55,10 @@ class GroupDevice:
         return fetch
 
     def compile_ahead(self, work: Callable[[], None]) -> None:
-        """There is nothing to compile."""
+        """Do nothing: there is nothing to compile."""
 
     def capture(self, work: Callable[[], None], warm_up_run: Callable[[], None] | None = None) -> Callable[[], None]:
-        """Record nothing: the work runs as it is."""
+        """Record nothing; the returned function runs `work`."""
         (warm_up_run or work)()
         return work
 
@@ -83,7 +83,7 @@ class GroupDevice:
         return GroupHostBlocks(self.ranks, [ops.host_blocks(part, num_blocks) for ops, part in self._parts(kv)])
 
     def memory_bytes(self) -> tuple[int, int]:
-        """Return (free, total) of the rank with the least."""
+        """Return (free, total) bytes of the rank with the least."""
         return min(ops.memory_bytes() for _, ops in self._turns())
 
     def synchronize(self) -> None:
@@ -94,7 +94,6 @@ class GroupDevice:
         return [ops.record_event() for _, ops in self._turns()]
 
     def elapsed_s(self, begin: Any, end: Any) -> float:
-        """Return the slowest rank's seconds."""
         return max(ops.elapsed_s(*events) for ops, *events in zip(self.ranks, begin, end, strict=True))
 
     def _turns(self) -> Iterator[tuple[int, PartOps]]:
@@ -104,12 +103,12 @@ class GroupDevice:
         return ((ops, array.parts[rank]) for rank, ops in self._turns())
 
     def _each(self, work: Callable[..., Any], *values: Any) -> Any:
-        """Return work(ops, own values) of all ranks as one."""
+        """Join the results of work(ops, own values) on all ranks."""
         return joined([work(ops, *on_rank(values, rank)) for rank, ops in self._turns()])
 
 
 def upload_parts(ops: Device, whole: np.ndarray, split: Split | None) -> Array:
-    """Return `whole` on a single device, or its parts on the ranks of a group; None: whole on each."""
+    """Upload `whole` to a single device, or its parts to a group's ranks; without a split, the whole to each."""
     if split is None or not isinstance(ops, GroupDevice):
         return ops.upload(whole)
     parts = [own.upload(split.part_of(whole, rank, ops.num_ranks)) for rank, own in in_turn(ops.ranks)]
@@ -117,7 +116,7 @@ def upload_parts(ops: Device, whole: np.ndarray, split: Split | None) -> Array:
 
 
 def whole_of(array: Array, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return what the downloaded `parts` of `array` make up. Raises RuntimeError if ranks differ in what they share."""
+    """Join the downloaded `parts` of `array`. Raises RuntimeError if ranks differ in common values."""
     if isinstance(array, PartialSums):
         raise TypeError("partial sums are not downloaded")
     if isinstance(array, SplitArray):

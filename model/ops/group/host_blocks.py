@@ -1,4 +1,4 @@
-"""The cache's second tier of a group: each rank keeps its part of every block."""
+"""Second tier of a group's cache: each rank keeps its part of every block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from model.ops.interface import PartOps
 
 
 class GroupTransfer:
-    """Done when every rank's part is."""
+    """`Transfer` that is done when every rank's part is."""
 
     def __init__(self, transfers: Sequence[Transfer]):
         self._transfers = transfers
@@ -23,7 +23,7 @@ class GroupTransfer:
             transfer.wait()
 
     def seconds(self) -> float:
-        """Return the slowest rank's time: they copy at once, each over its own bus."""
+        """Return the slowest rank's time; all copy at once, each over its own bus."""
         return max(transfer.seconds() for transfer in self._transfers)
 
 

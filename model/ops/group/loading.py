@@ -1,4 +1,4 @@
-"""Loads a group's arrays: each piece of a whole is read once, and every rank takes its part of it."""
+"""Loads a group's arrays: each piece of a whole is read once, and every rank takes its part."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from model.ops.load_parallel import MAX_THREADS, Piece, load_pieces
 from model.ops.weight import Array
 
 PIECE_BYTES = 8 << 20
-"""Twice those of one device: a piece has a copy for each rank to start."""
+"""Twice the piece size of one device, because each piece is copied once per rank."""
 
 MAX_BUSES = 2
-"""Ranks whose buses are kept busy at once, by MAX_THREADS each."""
+"""Ranks whose buses are kept busy at once, by MAX_THREADS threads each."""
 
 Read = Callable[[int, int, np.ndarray], None]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A rank's part of a piece: `num_rows` runs of `width` elements, `step` apart there and `into_step` in the part."""
+    """A rank's part of a piece: `num_rows` runs of `width` elements, `step` apart in the piece and `into_step` in the
+    part."""
 
     first: int  # in the piece
     into: int  # in the part
@@ -39,13 +40,13 @@ class Rows:
 
 
 class PieceWriter(Protocol):
-    """Copies pieces to the ranks, in one thread."""
+    """Copies pieces to the ranks; used by one thread."""
 
     def buffer(self, size: int, dtype: np.dtype) -> np.ndarray:
-        """Return [size] for the next piece."""
+        """Return a buffer [size] for the next piece."""
 
     def copy(self, rank: int, part: Array, rows: Rows) -> None:
-        """Copy rows of the piece to a rank's `part`."""
+        """Copy `rows` of the piece to a rank's `part`."""
 
     def end_piece(self) -> None: ...
 
@@ -54,7 +55,7 @@ class PieceWriter(Protocol):
 
 
 class HostWriter:
-    """`PieceWriter` of ranks in this process's memory."""
+    """`PieceWriter` for ranks in this process's memory."""
 
     def buffer(self, size: int, dtype: np.dtype) -> np.ndarray:
         self._piece = np.empty(size, dtype)
@@ -73,8 +74,8 @@ class HostWriter:
 def load_group(
     ranks: Sequence[PartOps], targets: Sequence[GroupArray], read: Read, open_writer: Callable[[], PieceWriter]
 ) -> None:
-    """Fill `targets`: see `Device.load_parallel`, with positions in the wholes. Padding gets zeros. Each thread opens
-    a writer."""
+    """Fill `targets` as `Device.load_parallel` does, with positions in the wholes. Padding gets zeros. Each thread
+    opens a writer."""
     for number, rank in in_turn(ranks):
         if padded := [array.parts[number] for array in targets if _has_padding(array, number)]:
             rank.load_parallel(padded, _zero)
@@ -101,7 +102,7 @@ def _load(
 
 
 def rows_of(array: GroupArray, rank: int, piece: Piece) -> Iterator[Rows]:
-    """Yield a rank's rows of a piece of whole rows of the divided axis, or of a part of one."""
+    """Yield a rank's rows of a piece, which is whole rows of the divided axis or a part of one."""
     size = piece.stop - piece.start
     if not isinstance(array, SplitArray):
         yield Rows(0, piece.start, size)
@@ -118,17 +119,17 @@ def rows_of(array: GroupArray, rank: int, piece: Piece) -> Iterator[Rows]:
 
 
 def _interleaved(pieces: Sequence[Piece], ranks: Sequence[PartOps]) -> Iterator[Piece]:
-    """Yield one of each rank's rows after the other, so that all buses are busy."""
+    """Yield pieces of each rank's rows in turn, so that all buses are busy."""
     each = -(-len(pieces) // len(ranks))
     return (piece for begin in range(each) for piece in pieces[begin::each])
 
 
 def _pieces_of(index: int, array: GroupArray) -> Iterator[Piece]:
-    """Yield pieces of whole rows of the divided axis, or of one row if it exceeds PIECE_BYTES."""
+    """Yield pieces of whole rows of the divided axis, or of a single row that exceeds PIECE_BYTES."""
     shape = whole_shape(array)
     size, most = math.prod(shape), max(1, PIECE_BYTES // array.dtype.itemsize)
     row = math.prod(shape[array.split.axis :]) if isinstance(array, SplitArray) else size
-    border = row if row > most else most // max(1, row) * row  # a multiple of it is in no piece's middle
+    border = row if row > most else most // max(1, row) * row  # no piece crosses a multiple of it
     for begin in range(0, size, max(1, border)):
         end = min(begin + border, size)
         for start in range(begin, end, most):

@@ -1,8 +1,8 @@
-"""Tensor parallelism: the operations of a model whose matrices are divided among the ranks of a group.
+"""Tensor parallelism: operations of a model whose matrices are divided among the ranks of a group.
 
-A product with a matrix divided by rows gives a rank its own outputs; one divided by columns gives `PartialSums`, which
-the norm after it sums. Each rank samples its part of the vocabulary, and the best token is taken; thresholds, masks and
-log-probabilities need gathered logits. All else is done on every rank.
+A product with a matrix divided by rows gives each rank its own outputs. One divided by columns gives `PartialSums`,
+which the next norm sums. Each rank samples from its part of the vocabulary, and the best token is taken; thresholds,
+masks and log-probabilities need gathered logits. All else is done on every rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from model.ops.weight import ExpertWeights, Weight
 
 
 class GroupOps(GroupDevice):
-    """`Ops` of n ranks, run in lockstep by one thread."""
+    """`Ops` on n ranks, run in lockstep by one thread."""
 
     def __init__(self, ranks: Sequence[PartOps], collectives: Collectives):
         super().__init__(ranks)
@@ -60,7 +60,7 @@ class GroupOps(GroupDevice):
         return self._each(lambda ops, x, weight: ops.rms_norm(x, weight, eps), self._summed(x), weight)
 
     def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float, out: Array | None = None) -> Array:
-        """Add x, or the sum of its `PartialSums`; the sum is rounded before it is added, as one rank's product is."""
+        """Add x, or the sum of its `PartialSums`, which is rounded first, as one rank's product is."""
         arrays = self._summed(x), residual, weight, eps, out
         return self._each(lambda ops, *arrays: ops.add_rms_norm(*arrays), *arrays)
 
@@ -75,7 +75,7 @@ class GroupOps(GroupDevice):
     ) -> Array:
         """Return `PartialSums` for a matrix divided by columns, whose bias rank 0 adds; else each rank's outputs.
 
-        Ranks rescale their own products: scales of quantised inputs may differ.
+        Ranks rescale their own products, because scales of quantised inputs may differ.
         """
         x = self._inputs(x, weight)
         is_partial = _is_by_columns(weight)
@@ -126,7 +126,7 @@ class GroupOps(GroupDevice):
         return self._each(lambda ops, *arrays: ops.rope_kv_write(*arrays), *arrays)
 
     def normalise_qk(self, qkv: Array, q_norm: Array, k_norm: Array, eps: float) -> None:
-        """Gather each of q and k, whose norm is over the heads of all ranks; the norms' weights are whole."""
+        """Gather q and k, whose norms are over the heads of all ranks; the norms' weights are whole."""
         num_columns = qkv.shape[1]
         q_size = len(q_norm) // self.num_ranks
         k_size = (num_columns - q_size) // 2
@@ -227,13 +227,13 @@ class GroupOps(GroupDevice):
     def experts_linear(
         self, x: Array | Fp8Rows, weight: Weight, groups: ExpertGroups, *, is_sorted: bool = False
     ) -> Array:
-        """Return `PartialSums` for matrices divided by columns, as `linear` does."""
+        """Return `PartialSums` for matrices divided by columns, like `linear`."""
         arrays = self._inputs(x, weight), weight, groups
         product = self._each(lambda ops, *own: ops.experts_linear(*own, is_sorted=is_sorted), *arrays)
         return PartialSums(product.parts) if _is_by_columns(weight) else product
 
     def combine_experts(self, x: Array, groups: ExpertGroups, weights: Array) -> Array:
-        """Return `PartialSums` of `PartialSums`."""
+        """Combine the rows; `PartialSums` give `PartialSums`."""
         own = GroupArray(x.parts)
         rows = self._each(lambda ops, *arrays: ops.combine_experts(*arrays), own, groups, weights)
         return replace(x, parts=rows.parts)
@@ -282,7 +282,7 @@ class GroupOps(GroupDevice):
         return GroupArray(tuple(self._collectives.sum(x.parts))) if isinstance(x, PartialSums) else x
 
     def _inputs(self, x: Array | Fp8Rows, weight: Weight) -> Array | Fp8Rows:
-        """Return the ranks' inputs x [T, K] side by side if groups of the weight's columns take any of them."""
+        """Return the ranks' inputs x [T, K] side by side if the weight's `input_order` selects among all of them."""
         if isinstance(x, GroupArray) and _is_by_columns(weight) and weight.input_order is not None:
             return GroupArray(tuple(self._collectives.gather(x.parts)))
         return x

@@ -14,7 +14,7 @@ Rank = TypeVar("Rank", bound=Selectable)
 
 
 def in_turn(ranks: Sequence[Rank]) -> Iterator[tuple[int, Rank]]:
-    """Yield each rank with its device as the thread's current one. Afterwards that is rank 0's, which drafts."""
+    """Yield each rank, with its device as the thread's current one. Afterwards that is rank 0's, which drafts."""
     for number, rank in enumerate(ranks):
         rank.use()
         yield number, rank

@@ -1,4 +1,4 @@
-"""Launches the kernels of LoRA adapters, with grids by shapes alone, so that they can be captured."""
+"""Launches the kernels of LoRA adapters. Grids depend on shapes alone, so that launches can be captured."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from model.ops.interface import Array
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 SMALL_TILE, LARGE_TILE = 16, 32
-"""Rows of a tile: few, so that decodes of many adapters fill the device; more, so that long prompts read adapters less
+"""Rows per tile: few, so that decodes with many adapters fill the device; more, so that long prompts read adapters less
 often."""
 
 MOST_SMALL_ROWS = 1024
-"""Rows of a step up to which tiles are small."""
+"""Most rows of a step with small tiles."""
 
 _SHRINK_THREADS = 128
 _SHRINK_STEP = 256
-"""STEP of lora_shrink.cu: inputs that a block takes at a time."""
+"""STEP of lora_shrink.cu: inputs that a block processes at a time."""
 
 _SPLIT_INPUTS = 1024
-"""Inputs of a split, for small tiles. Fixed, so that a row's sums do not depend on the step's other rows."""
+"""Inputs per split, for small tiles; fixed, so that a row's sums do not depend on the step's other rows."""
 
 _EXPAND_COLUMNS = 512
 """BLOCK_COLUMNS of lora_expand.cu."""
@@ -34,12 +34,12 @@ _MAX_PARTS = 3
 
 
 def tile_rows(num_rows: int) -> int:
-    """`AdapterOps.lora_tile_rows`."""
+    """Implement `AdapterOps.lora_tile_rows`."""
     return SMALL_TILE if num_rows <= MOST_SMALL_ROWS else LARGE_TILE
 
 
 def shrink(device: KernelLauncher, x: Array, matrix: AdapterMatrix, adapters: AdapterRows) -> Array:
-    """`AdapterOps.lora_shrink`."""
+    """Implement `AdapterOps.lora_shrink`."""
     num_slots, num_parts, max_rank, num_inputs = matrix.a.shape
     _expect_adapters(matrix, adapters)
     expect("x", x, device.dtype, None, num_inputs)
@@ -65,7 +65,7 @@ def shrink(device: KernelLauncher, x: Array, matrix: AdapterMatrix, adapters: Ad
 
 
 def expand(device: KernelLauncher, shrunk: Array, matrix: AdapterMatrix, adapters: AdapterRows, out: Array) -> None:
-    """`AdapterOps.lora_expand`."""
+    """Implement `AdapterOps.lora_expand`."""
     num_slots, width, max_rank = matrix.b.shape
     num_parts, num_rows = len(matrix.part_ends), len(adapters.rows)
     _expect_adapters(matrix, adapters)

@@ -1,4 +1,5 @@
-"""Launches the kernel of adapters of experts and routers, with grids by shapes alone, so that it can be captured."""
+"""Launches the kernel for adapters of experts and routers. Grids depend on shapes alone, so that launches can be
+captured."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from model.ops.gpu.launcher import KernelLauncher, expect
 from model.ops.interface import Array, ExpertGroups
 
 MAX_SINGLE_PAIRS = 256
-"""Pairs up to which a block takes one: a decode's seldom share an adapter and an expert."""
+"""Most pairs for which a block takes one pair: those of a decode seldom share an adapter and an expert."""
 
 TILE_PAIRS = 2
-"""Pairs of a block beyond. H200, gate and up of Qwen3-30B-A3B at rank 16, one adapter: 54.6 us for 256 rows with 2, and
-70.9, 61.3 and 68.5 with 1, 4 and 8; for 2,048 rows 351 us, and 492, 416 and 397."""
+"""Pairs per block beyond MAX_SINGLE_PAIRS. H200, gate and up of Qwen3-30B-A3B at rank 16, one adapter: 256 rows take
+54.6 us (70.9, 61.3 and 68.5 with 1, 4 and 8 pairs), 2,048 rows 351 us (492, 416 and 397)."""
 
 MAX_SPLIT_PAIRS = 64
-"""Pairs up to which blocks share a pair's columns, so that few pairs fill more of the device."""
+"""Most pairs for which blocks share a pair's columns, so that few pairs fill more of the device."""
 
 _SPLIT_COLUMNS = 512
 _THREADS = 256
@@ -35,7 +36,7 @@ def add(
     groups: ExpertGroups | None,
     is_sorted: bool,
 ) -> None:
-    """`AdapterOps.lora_add`."""
+    """Implement `AdapterOps.lora_add`."""
     num_pairs, num_adapters, width = len(out), len(matrix.a), matrix.part_ends[-1]
     if num_pairs == 0:
         return

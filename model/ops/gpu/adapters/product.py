@@ -1,4 +1,4 @@
-"""Products of few rows on Hopper that multiply by the rows' adapters themselves: `adapted_product_sm90`."""
+"""Products of few rows on Hopper with the rows' adapters applied in the same kernel, `adapted_product_sm90`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from model.ops.interface import Array, Fp8Rows
 from model.ops.weight import Weight, WeightFormat
 
 MIN_ROWS, MAX_ROWS = 8, 96
-"""Rows that gain. H200, products of a layer of Llama-3.1-8B, an adapter of rank 16 for each row, up to 32: 125 us
-for 144 with `lora_shrink` and `lora_expand` at 8 rows, 138 for 172 at 24, 150 for 187 at 64."""
+"""Fewest and most rows that gain. H200, products of a layer of Llama-3.1-8B, one adapter of rank 16 per row (at most
+32): 125 us instead of 144 with `lora_shrink` and `lora_expand` at 8 rows, 138 instead of 172 at 24, 150 instead of 187
+at 64."""
 
 RINGS_BYTES = 64 << 10
-"""Shared memory of a block's helpers: a ring each, for whole pieces of A and then for B."""
+"""Shared memory for the rings of a block's helpers: one ring each, for whole pieces of A and then of B."""
 
 WIDE_RINGS_BYTES = 32 << 10
-"""The same of four helpers for more than 64 rows of x. H200, as above at 96 rows: 169 us for 188 with twice as much."""
+"""The same for four helpers and more than 64 rows of x. H200, as above at 96 rows: 169 us instead of 188 with twice as
+much."""
 
 NUM_ROOMS = 4
-"""Launches whose sums have memory of their own."""
+"""Launches whose sums have separate memory."""
 
 STEP_RANKS = 16
 _MAX_RANK_STEPS = 4
@@ -33,7 +35,7 @@ _TILE_ROWS = 16
 _EIGHT = 8
 _MAX_PARTS = 3
 _MAX_UNIT_OUTPUTS = 48
-_MAX_TWO_PARTS = 256  # sixteens of ranks of columns: two parts' operands are in shared memory
+_MAX_TWO_PARTS = 256  # most cols * rank_steps with two parts' operands in shared memory
 _NUM_SPLITS = 4
 _ROOM_WORDS = _NUM_SPLITS * MAX_ROWS * _MAX_PARTS * STEP_RANKS * _MAX_RANK_STEPS
 _THREADS = 416
@@ -43,7 +45,7 @@ _MANY_COLS = 64
 _MAX_PIECES = 6
 _MIN_STAGES = 3
 _BARRIERS_BYTES = 800
-_SPAN = 64  # elements of a swizzled row
+_SPAN = 64  # elements per swizzled row
 _UINT32, _UINT64 = np.dtype(np.uint32), np.dtype(np.uint64)
 
 
@@ -66,7 +68,7 @@ class ProductBuild(SmallMBuild):
 
     @functools.cached_property
     def num_pieces(self) -> int:
-        """Pieces of A in a ring."""
+        """Pieces of A per ring."""
         return min(_MAX_PIECES, self._rings_bytes // (self._helpers * self.piece_bytes))
 
     @functools.cached_property
@@ -81,7 +83,7 @@ class ProductBuild(SmallMBuild):
 
     @functools.cached_property
     def _helpers(self) -> int:
-        """Their warps."""
+        """Number of helper warps."""
         return _MANY_HELPERS if self.rows <= _WARPGROUP_ROWS else _FEW_HELPERS
 
     @functools.cached_property
@@ -95,7 +97,7 @@ class ProductBuild(SmallMBuild):
 def product_build(
     m: int, n: int, num_parts: int, max_rank: int, num_sms: int, max_shared_bytes: int, *, is_fp8: bool = False
 ) -> ProductBuild | None:
-    """Return the build with the most stages for `m` rows of x, `n` of weights in parts, and adapters, or None."""
+    """Return the build with the most stages for `m` rows of x, `n` rows of weights in parts, and adapters, or None."""
     rank_steps = max_rank // STEP_RANKS
     if max_rank % STEP_RANKS or not 0 < rank_steps <= _MAX_RANK_STEPS:
         return None
@@ -113,7 +115,7 @@ def product_build(
 
 
 class AdaptedProduct:
-    """`AdapterOps.lora_linear` of 16-bit x and weights, or of both in e4m3."""
+    """`AdapterOps.lora_linear` for 16-bit x and weights, or both in e4m3."""
 
     def __init__(self, device: KernelLauncher):
         self._device = device
@@ -128,7 +130,7 @@ class AdaptedProduct:
             return None
         data, x_scale = (x.data, x.scale) if isinstance(x, Fp8Rows) else (x, None)
         (num_rows, k), (num_slots, n, max_rank), num_sorted = data.shape, matrix.b.shape, len(adapters.rows)
-        width_16 = k // 2 if build.is_fp8 else k  # of a row, in 16-bit elements
+        width_16 = k // 2 if build.is_fp8 else k  # width of a row in 16-bit elements
         num_parts = len(matrix.part_ends)
         num_outputs, first_end, second_end = num_parts * max_rank, *(*matrix.part_ends, n, n)[: _MAX_PARTS - 1]
         out = device.temporary((num_rows, n), device.dtype)
@@ -166,9 +168,9 @@ class AdaptedProduct:
         return out
 
     def _next_room(self) -> tuple[Array, Array]:
-        """Return uint64[_ROOM_WORDS] for tagged sums and uint32[2] of its launches.
+        """Return uint64[_ROOM_WORDS] for tagged sums and uint32[2] for its launches.
 
-        A product may start while the previous one uses its own; not before the one ahead of that has ended.
+        A product may start while the previous one uses its own, but not before the one preceding that has ended.
         """
         self._num_launched += 1
         number, zeros = self._num_launched % NUM_ROOMS, self._device.zeros
@@ -176,7 +178,7 @@ class AdaptedProduct:
 
 
 def unit_outputs(num_outputs: int) -> int:
-    """Return the outputs of x @ A that a block sums at once."""
+    """Return how many outputs of x @ A a block sums at once."""
     parts = (num_outputs // count for count in range(1, num_outputs) if num_outputs % (STEP_RANKS * count) == 0)
     return next(part for part in parts if part <= _MAX_UNIT_OUTPUTS)
 
@@ -192,7 +194,7 @@ def _build(
     are_16_bits = device.dtype.itemsize == _UINT32.itemsize // 2
     are_whole = k % (2 * _EIGHT if is_fp8 else _EIGHT) == 0 and all(end % _EIGHT == 0 for end in matrix.part_ends)
     are_served = device.arch == "90a" and are_16_bits and adapters.tile_rows <= _TILE_ROWS and are_whole
-    is_listed = len(adapters.tiles) <= m + m // _EIGHT  # in shared memory
+    is_listed = len(adapters.tiles) <= m + m // _EIGHT  # the list is in shared memory
     if not are_served or not is_listed or not MIN_ROWS <= m <= MAX_ROWS:
         return None
     sizes = m, n, len(matrix.part_ends), max_rank

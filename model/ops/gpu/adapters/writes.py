@@ -1,6 +1,6 @@
-"""Copies host values to the device while others compute, on a thread and a stream of their own.
+"""Copies host values to the device during computation, on a separate thread and stream.
 
-Values that are not in pinned memory are staged there.
+Values outside pinned memory are staged in it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PIN_BYTES = 4 << 20
 _PIN_PAUSE_S = 0.005
 
 MAX_PLANS = 4
-"""Each may keep some 20 MB of zeros in pinned memory, for modules that its adapters leave out."""
+"""Most plans kept. Each may keep some 20 MB of zeros in pinned memory, for modules that its adapters leave out."""
 
 _ALIGNMENT_BYTES = 16
 _MAX_GAP_BYTES = 64
-"""Bytes between adjacent arrays, which are staged at once."""
+"""Arrays with smaller gaps between them are staged at once."""
 
 
 class WriteError(RuntimeError):
@@ -44,12 +44,12 @@ _IN_STREAM_ORDER = 1
 _BESIDE_KERNELS = 1
 
 StartCopies = Callable[[np.ndarray, np.ndarray, np.ndarray, int], None]
-"""Starts copies: (device addresses, pinned addresses, bytes, stream), each uint64[n]."""
+"""Starts copies, given (device addresses, pinned addresses, bytes, stream); each array is uint64[n]."""
 
 
 def device_copies() -> StartCopies:
-    """Return a function that starts many copies by one call without the interpreter lock: that of an adapter's some 600
-    copies, one by one, would make the engine's thread wait."""
+    """Return a function that starts many copies in one call without the interpreter lock. Starting the some 600 copies
+    of an adapter one by one would make the engine's thread wait."""
     copy = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync_v2
     pointers = [ctypes.c_void_p] * 3
     copy.argtypes = (*pointers, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
@@ -71,7 +71,7 @@ def _unpin(addresses: Iterable[int]) -> None:
 
 
 class AsyncWriter:
-    """Writes in order."""
+    """Writes to the device, in order."""
 
     def __init__(self, stream: cupy.cuda.Stream):
         self._compute = stream
@@ -130,7 +130,8 @@ class AsyncWriter:
             self._stream.synchronize()
 
     def pin(self, memory: np.ndarray) -> Callable[[], None]:
-        """Implement `AdapterOps.pin`: from first to last in pieces of PIN_BYTES, as launches wait for each."""
+        """Implement `AdapterOps.pin`. Pieces of PIN_BYTES are pinned from first to last, because launches wait for each
+        piece."""
         self._device.use()
         runtime, first = cupy.cuda.runtime, _address(memory)
         addresses = range(first, first + memory.nbytes, PIN_BYTES)
@@ -145,7 +146,7 @@ class AsyncWriter:
         if after is not None:
             self._stream.wait_event(after)
         try:
-            pinned: dict[int, tuple[bool, _Run]] = {}  # by the memory's first byte; a run keeps it until it is copied
+            pinned: dict[int, tuple[bool, _Run]] = {}  # by first byte; a run keeps the memory until it is copied
             staging, other = self._stagings
             for run in _runs(values):
                 if run.base_address not in pinned:
@@ -170,7 +171,7 @@ class AsyncWriter:
 
 
 class CudaWrite:
-    """`AsyncWrite`."""
+    """`AsyncWrite` of an AsyncWriter."""
 
     def __init__(self, copied: Future[None]):
         self._copied = copied
@@ -203,7 +204,7 @@ class _Run:
         return self.num_copied < len(self.memory)
 
     def joins(self, array: Array, values: np.ndarray) -> bool:
-        """Add an array, if it follows the others in memory."""
+        """Add an array if it follows the others in memory; return whether it does."""
         if self._base is None or values.base is not self._base or len(self.memory) >= STAGING_BYTES:
             return False
         begin = _address(values) - self.address
@@ -215,11 +216,11 @@ class _Run:
 
     @property
     def is_pinned(self) -> bool:
-        """Return whether the memory around the arrays is pinned."""
+        """True if the memory around the arrays is pinned."""
         return self._base is not None and _is_pinned(self._base)
 
     def pinned_pieces(self) -> Iterator[tuple[int, int, int]]:
-        """Yield all `pieces`, none of which crosses a multiple of PIN_BYTES in the memory around."""
+        """Yield all `pieces`, cut at multiples of PIN_BYTES in the surrounding memory."""
         for begin, end, address in self.pieces(0, len(self.memory)):
             for at, stop in _within_pins(self._begin + begin, self._begin + end):
                 yield at - self._begin, stop - self._begin, address + at - self._begin - begin
@@ -232,14 +233,14 @@ class _Run:
 
 
 class _SlotPlan:
-    """Copies of all values of a slot, for adapters of one layout in their memories. To find them for each adapter keeps
-    the interpreter from the engine for milliseconds."""
+    """Copies of all values of a slot, for adapters whose memories have one layout. Finding them for each adapter would
+    keep the interpreter from the engine for milliseconds."""
 
     def __init__(self, values_of: Callable[[int], Iterable[tuple[Array, Array]]], last_slot: int, memory: np.ndarray):
-        """`memory` is uint8[n]. Values that do not lie there are kept in pinned memory."""
+        """`memory` is uint8[n]. Values outside it are kept in pinned memory."""
         first, size = _address(memory), len(memory)
         rows: list[tuple[int, int, int]] = []  # device address in slot 0 and in the last, bytes
-        sources: list[tuple[bool, int]] = []  # whether it lies in the memory, and its offset there or in the constants
+        sources: list[tuple[bool, int]] = []  # whether it lies in the memory; its offset there or in the constants
         constants = []
         num_constant_bytes = 0
         for (to, host), (to_last, _) in zip(values_of(0), values_of(last_slot), strict=True):
@@ -266,13 +267,13 @@ class _SlotPlan:
             self._offsets += (1 - self._is_inside) * np.uint64(_address(kept))
 
     def start(self, slot: int, address: int, start: StartCopies, stream: cupy.cuda.Stream) -> None:
-        """Start the copies of the memory at `address`."""
+        """Start the copies from the memory at `address` to the slot."""
         to = self._to + self._strides * np.uint64(slot)
         start(to, self._offsets + self._is_inside * np.uint64(address), self._sizes, stream.ptr)
 
 
 class _Copies:
-    """Copies that are started at once."""
+    """Copies that are started together."""
 
     def __init__(self, start: StartCopies):
         self._start = start
@@ -296,7 +297,7 @@ class _Copies:
 
 
 class _Staging:
-    """Pinned memory, filled from its start; `event` follows its last copy."""
+    """Pinned memory, filled from its start; `_event` follows its last copy."""
 
     def __init__(self, start: StartCopies) -> None:
         self._event = cupy.cuda.Event(disable_timing=True)
@@ -311,12 +312,11 @@ class _Staging:
         return self._num_used >= STAGING_BYTES
 
     def reuse(self) -> None:
-        """Wait for its copies and start anew."""
         self._event.synchronize()
         self._num_used = 0
 
     def fill(self, run: _Run) -> None:
-        """Stage as much of what is left of the run as fits."""
+        """Stage as much of the rest of the run as fits."""
         at = run.num_copied
         end = min(len(run.memory), at + STAGING_BYTES - self._num_used)
         np.copyto(self._bytes[self._num_used : self._num_used + end - at], run.memory[at:end])
@@ -325,7 +325,6 @@ class _Staging:
         run.num_copied = end
 
     def start(self, stream: cupy.cuda.Stream) -> None:
-        """Start the copies of what is staged."""
         self._copies.start(stream)
         self._event.record(stream)
 
@@ -352,7 +351,7 @@ def _within_pins(begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _is_pinned(memory: np.ndarray) -> bool:
-    """Return whether all of a memory is pinned: its last byte is pinned last."""
+    """Return whether all of a memory is pinned, by its last byte, which is pinned last."""
     runtime = cupy.cuda.runtime
     attributes = runtime.pointerGetAttributes(_address(memory) + len(memory) - 1)
     return bool(attributes.type == runtime.memoryTypeHost)

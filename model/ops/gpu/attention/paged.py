@@ -1,6 +1,6 @@
-"""Launches the paged attention kernels, with grids by shapes alone, so that they can be captured.
+"""Launches the paged attention kernels. Grids depend on shapes alone, so that launches can be captured.
 
-Only Hopper's need more than the 99 KiB a block of sm_86, sm_89 and sm_120.
+Only Hopper's kernels need more than the 99 KiB per block of sm_86, sm_89 and sm_120.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from model.ops.interface import Array, AttentionBatch
 _FP32 = 0
 
 _DECODE_CTAS_PER_SM = 2
-"""Decode blocks of an H100's SM (96 KiB each): splits aim at one full wave."""
+"""Decode blocks per SM of an H100 (96 KiB each); splits aim at one full wave."""
 
 _FP8_CTAS_PER_SM = 4
-"""Decode blocks of an SM with an e4m3 cache (48 KiB and 128 registers a thread). More splits than for two cost more
-than they save."""
+"""Decode blocks per SM with an e4m3 cache (48 KiB and 128 registers per thread). More splits than for two blocks per SM
+cost more than they save."""
 
 _STAGES, _STAGES_ALONE = 3, 2
-"""STAGES of the decode kernels, and of the one for a sequence alone: with two it runs beside blocks of its neighbours.
-H200, a pass of one token at 1,117 tokens: Qwen3-30B-A3B 2,188 us for 2,214."""
+"""STAGES of the decode kernels, and of the kernel for a single sequence: with two it runs beside blocks of its
+neighbours. H200, a pass of one token of Qwen3-30B-A3B at 1,117 tokens: 2,188 us instead of 2,214."""
 
 _MIN_SPLIT_TOKENS = 128
-"""Least tokens of a split; shorter ones cost more than they save."""
+"""Fewest tokens per split; shorter splits cost more than they save."""
 
 _DECODE_TILE_TOKENS = 16
 """TILE of kv_split.cuh: a window starts at its first tile."""
@@ -39,18 +39,18 @@ _SPLIT_INTS, _MEMBER_INTS, _PLAN_THREADS, _WARP_SIZE = 8, 4, 1024, 32
 threads of plan_exact_rows.cu."""
 
 _MIN_COMMON_TOKENS = 256
-"""Least tokens of a shared prefix that is read once."""
+"""Fewest tokens of a shared prefix that is read once."""
 
 _MAX_MEMBERS, _MAX_GROUP_ROWS = 8, 32
-"""Most members of a prefix group, and query rows of its block: register limits of two blocks an SM at head_dim 128;
-half at 64 and 256."""
+"""Most members of a prefix group, and most query rows of its block: register limits of two blocks per SM at head_dim
+128; half as many rows at 64 and 256."""
 
 _MAX_EXACT_GROUP_ROWS = 24
 """Most query rows of an exact group's block, unless two members have more. H200, a step with 8 drafts at 4,096 tokens:
-1.145 times one without, 1.165 with 40 (queries in shared memory)."""
+1.145 times one without drafts, 1.165 times with 40 rows (queries in shared memory)."""
 
 _KEPT_STAGES, _MAX_KEPT_BYTES = 2, 113 << 10
-"""Stages of an exact block's ring that hold a split of 128 tokens, and most bytes of a block of which two fit an SM of
+"""Stages of an exact block's ring that hold a split of 128 tokens, and most bytes of a block if two are to fit an SM of
 an H100."""
 
 _MAX_PAIRS = 1 << 14
@@ -63,31 +63,31 @@ _SHORT_ROWS, _SHORT_KEYS, _SHORT_STAGES, _SHORT_THREADS = 128, 64, 4, 384
 """PADDED_ROWS, KEYS, STAGES and THREADS of paged_prefill_short_sm90.cu."""
 
 _HOPPER_FETCHED, _SHORT_FETCHED = 3, 6
-"""FETCHED_STAGES of both: tiles of an e4m3 cache that are under way."""
+"""FETCHED_STAGES of both kernels: tiles of an e4m3 cache in flight."""
 
 _MAX_CLUSTER_SPLITS = 8
 """MAX_CLUSTER_SPLITS of paged_prefill_short_sm90.cu."""
 
 _SHORT_SHARE = 3
-"""Least splits per query tile: with fewer, larger tiles are as fast."""
+"""Fewest splits per query tile; with fewer, larger tiles are as fast."""
 
 _HOPPER_MOST_CTAS = 1024
 """MAX_SPLITS of paged_prefill_sm90.cu."""
 
 
 class _Split(NamedTuple):
-    num_ctas: int  # of a split
-    target_splits: int  # that fill the device; 0: none may be cut
+    num_ctas: int  # blocks per split
+    target_splits: int  # splits that fill the device; 0: no sequence may be cut
     num_slots: int
-    num_stripes: int  # slots that are computed at once; a block takes every num_stripes-th
+    num_stripes: int  # slots computed at once; a block takes every num_stripes-th
     num_groups: int
-    num_members: int  # of all groups, in the plan
-    num_rows: int  # of the workspace; 0 if nothing is cut
-    is_drafted: bool = False  # plan_drafted_rows plans
+    num_members: int  # members of all groups in the plan
+    num_rows: int  # rows of the workspace; 0 if nothing is cut
+    is_drafted: bool = False  # planned by plan_drafted_rows
 
 
 def plan_decode_attention(device: KernelLauncher, num_heads: int, batch: AttentionBatch) -> Array:
-    """Return int32[num_slots + rows of members, 8]: `KvSplit`s of kv_split.cuh, then `PrefixGroupMember`s."""
+    """Return int32[num_slots + rows of members, 8]: `KvSplit`s, then `PrefixGroupMember`s (kv_split.cuh)."""
     kv, tables = batch.kv, batch.block_tables
     split = split_decode(device, num_heads, batch)
     tiles = _tiles_of(device, num_heads, batch)
@@ -109,7 +109,7 @@ def plan_decode_attention(device: KernelLauncher, num_heads: int, batch: Attenti
 
 
 def decode_attention(device: KernelLauncher, q: Array, batch: AttentionBatch, out: Array) -> None:
-    """Launch a decode. Decodes must not overlap: they share counters."""
+    """Launch a decode. Decodes must not overlap, because they share counters."""
     kv, tables = batch.kv, batch.block_tables
     num_sequences, num_heads, head_dim = q.shape
     num_blocks, num_layers, _, num_kv_heads, block_size, _ = kv.shape
@@ -183,7 +183,7 @@ def _prefill_on_hopper(device: KernelLauncher, q: Array, batch: AttentionBatch, 
     _, num_heads, head_dim = q.shape
     num_blocks, num_layers, _, num_kv_heads, block_size, _ = kv.shape
     group = num_heads // num_kv_heads
-    tokens = _HOPPER_ROWS // group  # of a query tile
+    tokens = _HOPPER_ROWS // group  # per query tile
     query_map = device.tensor_maps.get(q, q.shape[::-1], (64, group, tokens))
     cache_map = _cache_map(device, kv, _HOPPER_KEYS)
     is_fp8 = is_e4m3(kv)
@@ -233,7 +233,7 @@ def _prefill_short_on_hopper(device: KernelLauncher, q: Array, batch: AttentionB
 
 
 def _clusters(device: KernelLauncher, build: dict[str, int], num_query_tiles: int) -> tuple[int, int]:
-    """Return (blocks, clusters), the largest that run one cluster per query tile at once."""
+    """Return (blocks per cluster, clusters): the largest clusters of which one per query tile runs at once."""
     for size in range(_MAX_CLUSTER_SPLITS, 1, -1):
         num_clusters = device.most_clusters("paged_prefill_short_sm90", size, **build)
         if num_clusters >= num_query_tiles:
@@ -242,7 +242,8 @@ def _clusters(device: KernelLauncher, build: dict[str, int], num_query_tiles: in
 
 
 def _short_build(kv: Array, group: int) -> dict[str, int]:
-    """Return sizes: shared memory is queries, stages of KV, barriers; tiles of e4m3 with theirs."""
+    """Return launch sizes and macros. Shared memory holds queries, stages of KV, barriers, and fetched tiles of e4m3
+    with theirs."""
     block_size, head_dim = kv.shape[4:]
     shared_bytes = 1024 + 2 * head_dim * (_SHORT_ROWS + 2 * _SHORT_STAGES * _SHORT_KEYS) + 8 * (3 + 4 * _SHORT_STAGES)
     fetched = {}
@@ -265,9 +266,9 @@ def _short_build(kv: Array, group: int) -> dict[str, int]:
 
 
 def decode_tiles(dtype_code: int, kv: Array, group: int, *, is_alone: bool = False) -> dict[str, int]:
-    """Return macros: each warp streams tiles of 16 keys and values.
+    """Return macros of decode kernels, whose warps stream tiles of 16 keys and values.
 
-    A sequence that `is_alone` shares no prefix.
+    `is_alone`: a single sequence, which shares no prefix.
     """
     head_dim, is_fp8 = kv.shape[5], is_e4m3(kv)
     warps, stages = 4 if head_dim <= 128 else 2, _STAGES_ALONE if is_alone else _STAGES
@@ -298,9 +299,9 @@ def _tiles_of(device: KernelLauncher, num_heads: int, batch: AttentionBatch) -> 
 def _exact_tiles(
     device: KernelLauncher, num_heads: int, batch: AttentionBatch, tiles: dict[str, int]
 ) -> dict[str, int]:
-    """Return macros of exact rows where they are measured.
+    """Return the macros of exact rows, for builds that were measured.
 
-    The ring holds a least split, which stays in shared memory if rows may form a second group.
+    The ring holds a smallest split, which stays in shared memory if rows may form a second group.
     """
     kv, warps = batch.kv, tiles["WARPS"]
     head_dim, num_rows = kv.shape[5], tiles["MEMBERS"] * min(num_heads // kv.shape[3], 16)
@@ -317,7 +318,7 @@ def _exact_tiles(
 
 
 def _prefill_tiles(dtype_code: int, head_dim: int, max_rows: int) -> dict[str, int]:
-    """Return macros: shared memory is queries, two stages of KV, block ids."""
+    """Return macros. Shared memory holds queries, two stages of KV, and block ids."""
     keys = 64 if head_dim <= 128 else 32
     tiles = {"WARPS": 4, "ROW_TILES": 2 if head_dim <= 128 and max_rows > 64 else 1, "KEYS": keys}
     num_rows = _prefill_rows(tiles) + 4 * keys
@@ -329,7 +330,7 @@ def _prefill_rows(tiles: dict[str, int]) -> int:
 
 
 def split_decode(device: KernelLauncher, num_heads: int, batch: AttentionBatch) -> _Split:
-    """Return sizes for equal splits that fill the device."""
+    """Return the sizes of equal splits that fill the device."""
     kv, window, (num_sequences, max_blocks) = batch.kv, batch.window, batch.block_tables.shape
     num_kv_heads, block_size = kv.shape[3], kv.shape[4]
     group, num_ctas = num_heads // num_kv_heads, _num_ctas(device, num_heads, kv)
@@ -363,7 +364,7 @@ def split_decode(device: KernelLauncher, num_heads: int, batch: AttentionBatch) 
 
 
 def _num_ctas(device: KernelLauncher, num_heads: int, kv: Array) -> int:
-    """Return the blocks of a split: each has up to 16 query heads of a KV head, in float32 one."""
+    """Return the number of blocks per split: each has up to 16 query heads of a KV head, or one in float32."""
     num_kv_heads = kv.shape[3]
     group = num_heads // num_kv_heads
     rows = 1 if device.dtype_code == _FP32 else min(group, 16)
@@ -378,7 +379,7 @@ def _reads_drafts_once(device: KernelLauncher, num_heads: int, batch: AttentionB
 
 
 def _num_stripes(device: KernelLauncher, num_ctas: int, is_fp8: bool) -> int:
-    """Return how many slots of `num_ctas` blocks run at once."""
+    """Return how many slots of `num_ctas` blocks each run at once."""
     ctas_per_sm = _FP8_CTAS_PER_SM if is_fp8 else _DECODE_CTAS_PER_SM
     return max(1, ctas_per_sm * device.num_sms // num_ctas)
 
@@ -395,12 +396,11 @@ def is_e4m3(kv: Array) -> bool:
 
 
 def kv_build(kv: Array) -> dict[str, int]:
-    """Return the macro of a cache in e4m3."""
     return {"QUIRE_KV_FP8": 1} if is_e4m3(kv) else {}
 
 
 def _cache_map(device: KernelLauncher, kv: Array, keys: int) -> np.ndarray:
-    """Return the map of the cache as rows of head_dim, in boxes of rows of a block."""
+    """Return a tensor map of the cache as rows of head_dim; a box holds rows of one block."""
     *_, block_size, head_dim = kv.shape
     width, item_bytes = (head_dim, 1) if is_e4m3(kv) else (64, 2)
     sizes, box = (head_dim, math.prod(kv.shape[:-1])), (width, min(keys, block_size))
@@ -408,7 +408,7 @@ def _cache_map(device: KernelLauncher, kv: Array, keys: int) -> np.ndarray:
 
 
 def _scales(batch: AttentionBatch) -> tuple[np.float32, np.int32, Array | None]:
-    """Return the last arguments of prefill."""
+    """Return the last arguments of the prefill kernels."""
     return scale_log2(batch.scale), np.int32(batch.window), batch.kv_scales
 
 

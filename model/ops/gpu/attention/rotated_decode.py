@@ -1,4 +1,4 @@
-"""Launches rope_paged_decode: rotation, cache write and attention of few decodes as one kernel."""
+"""Launches rope_paged_decode, which rotates, writes the cache and attends for a few decodes in one kernel."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from model.ops.interface import Array, AttentionBatch, HeadRotation
 
 _FP32 = 0
 _MAX_ROWS, _MIN_FP8_ROWS, _MAX_GROUP, _MAX_GROUP_ALONE = 16, 8, 4, 8
-"""Rows and query heads of a kv head where one kernel is faster, on an H200 with Llama-3.1-8B's heads and
-Qwen3-30B-A3B's; with an e4m3 cache also one row. With 8 heads and 16 bits one row: others were timed at one context."""
+"""Rows, and query heads per KV head, for which one kernel is faster (H200, heads of Llama-3.1-8B and Qwen3-30B-A3B);
+with an e4m3 cache, one row as well. With 8 heads, only one row and a 16-bit cache: others were timed at one context."""
 
 _PADDING = 8
 """16-bit elements between rotated queries in shared memory."""
@@ -30,7 +30,7 @@ _ALIGNMENT = 1024
 
 
 def can_rotate(device: KernelLauncher, qkv: Array, batch: AttentionBatch) -> bool:
-    """Return whether one kernel may serve the rows: their blocks run at once and fit the shared memory."""
+    """Return whether one kernel can serve the rows: their blocks run at once and fit in shared memory."""
     if batch.exact or batch.drafted or device.dtype_code == _FP32 or len(qkv) == 0:
         return False
     num_kv_heads, head_dim = batch.kv.shape[3], batch.kv.shape[5]
@@ -40,20 +40,20 @@ def can_rotate(device: KernelLauncher, qkv: Array, batch: AttentionBatch) -> boo
     num_rows = tiles["MEMBERS"] * min(group, 16)
     static_bytes = 2 * num_rows * (head_dim + _PADDING) + 2 * head_dim * batch.kv.dtype.itemsize
     num_ctas = num_kv_heads * math.ceil(group / min(group, 16))
-    aligned_bytes = (math.ceil(static_bytes / _ALIGNMENT) + 1) * _ALIGNMENT  # and reductions
+    aligned_bytes = (math.ceil(static_bytes / _ALIGNMENT) + 1) * _ALIGNMENT  # plus reductions
     fits = bool(tiles["SHARED_BYTES"] + aligned_bytes <= device.max_shared_bytes)
-    # of blocks that wait for others at once
+    # blocks that wait for others at once
     most_waiting = num_heads + 1 if is_alone(batch) else len(qkv) * num_ctas
     return fits and num_heads % num_kv_heads == 0 and most_waiting <= device.num_sms
 
 
 def is_alone(batch: AttentionBatch) -> bool:
-    """Return whether the kernel is built for one sequence, with a cache of 16 bits."""
+    """Return whether the kernel is built for one sequence with a 16-bit cache."""
     return len(batch.context_lens) == 1 and not is_e4m3(batch.kv)
 
 
 def should_rotate(device: KernelLauncher, qkv: Array, batch: AttentionBatch) -> bool:
-    """Return whether one kernel is also faster."""
+    """Return whether one kernel is possible and faster."""
     rows = len(qkv)
     pays = rows == 1 or rows >= _MIN_FP8_ROWS or not is_e4m3(batch.kv)
     num_kv_heads, head_dim = batch.kv.shape[3], batch.kv.shape[5]
@@ -69,9 +69,9 @@ def rotate_and_decode(
     at: tuple[Array, Array],
     batch: AttentionBatch,
 ) -> Array:
-    """`Ops.rope_decode_attention`. Launches must not overlap: they share a workspace.
+    """Implement `Ops.rope_decode_attention`. Launches must not overlap, because they share a workspace.
 
-    The kernel reads the plan before its predecessor ends, which must not be the planning kernel.
+    The kernel reads the plan before its predecessor ends, so that must not be the planning kernel.
     """
     kv, tables, num_rows = batch.kv, batch.block_tables, len(qkv)
     num_blocks, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape

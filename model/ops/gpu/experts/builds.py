@@ -1,4 +1,4 @@
-"""Builds of the kernels of experts, by how many pairs and experts there are, not which."""
+"""Builds of the expert kernels, chosen by the numbers of pairs and experts, not by which they are."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from model.ops.gpu.w8.builds import GemvW8Build, SmallMW8Build
 
 MAX_EXPERTS = 1024
 MAX_GEMV_ROWS = 16
-"""Rows up to which the GEMV kernels take every product, and a row's bits do not depend on their number."""
+"""Most rows for which the GEMV kernels compute every product, so that a row's bits do not depend on the number of
+rows."""
 
 MIN_SM90_PAIRS, MIN_DENSE_SM90_PAIRS = 2, 5
-"""Mean pairs of an expert from which the Hopper kernels take more rows, of quantised weights and of 16-bit ones.
+"""Mean pairs per expert from which the Hopper kernels take more rows, for quantised and for 16-bit weights.
 
-H200, a layer of Qwen3-30B-A3B: fp8 168 us at 2 pairs and 193 at 4, GEMV 285 and 322; 4-bit 174 and 199, GEMV 290 and
-278; bf16 309 at 4 and 316 at 6, GEMV 311 and 340.
+H200, a layer of Qwen3-30B-A3B at 2 and 4 pairs: fp8 168 and 193 us, by GEMV 285 and 322; 4-bit 174 and 199, by GEMV 290
+and 278. bf16 at 4 and 6 pairs: 309 and 316, by GEMV 311 and 340.
 """
 
 MAX_REREAD_PAIRS = 48
-"""Mean pairs of an expert up to which the GEMV kernels read 8-bit weights again for each 16; more are widened for
-experts_sm90. H200, fp8-block: 921 us a layer at 32 pairs, 1,248 widened; 1,652 and 1,331 at 64."""
+"""Most mean pairs per expert for which the GEMV kernels reread 8-bit weights for every 16 pairs; with more, experts are
+widened for experts_sm90. H200, a layer in fp8-block: 921 us at 32 pairs, widened 1,248; 1,652 at 64, widened 1,331."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,14 @@ _GEMV_W8 = tuple(GemvW8Build(4, 1, 128, 4, 4, col_tiles) for col_tiles in (1, 2)
 _GEMV_W4 = (GemvW4Build(4, 1, 1, 4, 4), GemvW4Build(4, 1, 2, 4, 4))
 _SPAN_BYTES = 1024  # of 16 rows of 4-bit weights
 _TILE_ROWS = 128
-_TILE_PAIRS = 8  # that the GEMV kernels take at once, or twice as many
-_COLS = (32, 64, 128)  # sorted pairs of a tile
-_STATIC_BYTES = 4 * MAX_EXPERTS + 128  # of the Hopper kernels: `ends`, and block_scan's
+_TILE_PAIRS = 8  # pairs that the GEMV kernels take at once, or twice as many
+_COLS = (32, 64, 128)  # sorted pairs per tile
+_STATIC_BYTES = 4 * MAX_EXPERTS + 128  # of the Hopper kernels: `ends` and block_scan's
 _MIN_STAGES = 3
 
 
 def gemv_build(num_rows: int, mean_pairs: float) -> GemvBuild:
-    """Return the build of experts_gemv for `num_rows` rows and the pairs of a mean expert."""
+    """Return the build of experts_gemv for `num_rows` rows and `mean_pairs` pairs per expert."""
     return _GEMV[_takes_two_tiles(num_rows, mean_pairs)]
 
 
@@ -70,20 +71,20 @@ def gemv_w4_build(num_rows: int, mean_pairs: float) -> GemvW4Build:
 
 
 def takes_sm90(num_rows: int, mean_pairs: float, is_dense: bool) -> bool:
-    """Return whether the Hopper kernels are quicker.
+    """Return whether the Hopper kernels are faster.
 
-    The two add in different orders: a row's last bits depend on the number of rows in its step.
+    They sum in another order than the GEMV kernels: a row's last bits depend on the number of rows in its step.
     """
     return num_rows > MAX_GEMV_ROWS and mean_pairs >= (MIN_DENSE_SM90_PAIRS if is_dense else MIN_SM90_PAIRS)
 
 
 def sm90_build(mean_pairs: float, is_fp8: bool, max_shared_bytes: int) -> SmallMBuild | SmallMW8Build | None:
-    """Return the build of experts_sm90, None if shared memory is short."""
+    """Return the build of experts_sm90, or None if shared memory is too small."""
     return _sm90_build(_cols(mean_pairs), is_fp8, max_shared_bytes - _STATIC_BYTES)
 
 
 def w4_sm90_build(mean_pairs: float, layout: Int4Layout, max_shared_bytes: int) -> SmallMW4Build | None:
-    """Return the build of experts_w4a16_sm90, None if shared memory is short."""
+    """Return the build of experts_w4a16_sm90, or None if shared memory is too small."""
     return _w4_sm90_build(_cols(mean_pairs), layout, max_shared_bytes - _STATIC_BYTES)
 
 

@@ -1,4 +1,4 @@
-"""Launches the kernels that do several operations of experts at once, for few rows of 16-bit weights."""
+"""Launches the kernels that fuse several expert operations, for few rows of 16-bit weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TILE_ROWS = 16
 
 
 def can_gate(device: KernelLauncher, gate_up: Weight, down: Weight, groups: ExpertGroups) -> bool:
-    """Return whether the products of these rows are read by the GEMV kernels of 16-bit weights."""
+    """Return whether the GEMV kernels of 16-bit weights compute the products of these rows."""
     num_rows, num_pairs, num_experts = len(groups.places), len(groups.rows), len(gate_up.data)
     is_dense = gate_up.format is WeightFormat.DENSE and down.format is WeightFormat.DENSE
     is_few = num_pairs > 0 and not (device.arch == "90a" and takes_sm90(num_rows, num_pairs / num_experts, True))
@@ -28,7 +28,7 @@ def can_gate(device: KernelLauncher, gate_up: Weight, down: Weight, groups: Expe
 def gate_and_sum(
     device: KernelLauncher, x: Array, stacks: tuple[Weight, Weight], groups: ExpertGroups, weights: Array
 ) -> Array:
-    """`Ops.gated_experts`, where `can_gate`; `stacks`: gate_up, down."""
+    """Implement `Ops.gated_experts` where `can_gate` is true; `stacks` is (gate_up, down)."""
     gate_up, down = stacks
     gated = _launch_gated(device, x, gate_up, groups)
     pairs = experts_linear(device, gated, down, groups, is_sorted=True, knows_groups=True)
@@ -36,7 +36,7 @@ def gate_and_sum(
 
 
 def _launch_gated(device: KernelLauncher, x: Array, weight: Weight, groups: ExpertGroups) -> Array:
-    """Return [P, I]: `silu_mul` of the products with gate_up."""
+    """Return [P, I], `silu_mul` of the products with gate_up."""
     num_rows, num_pairs, (num_experts, n, k) = len(groups.places), len(groups.rows), weight.data.shape
     expect_operands(device, x, weight, groups, num_rows)
     build = gemv_build(num_rows, num_pairs / num_experts)

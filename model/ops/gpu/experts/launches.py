@@ -1,4 +1,4 @@
-"""Launches the kernels of routing and of sums over experts. All sizes are host integers, so a step can be captured."""
+"""Launches the kernels of routing and of sums over experts. All sizes are host integers, so steps can be captured."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from model.ops.gpu.launcher import KernelLauncher
 from model.ops.interface import Array, ExpertGroups
 
 MAX_FEW_ROWS = 8
-"""Rows of route_few: a warp each."""
+"""Most rows of route_few, one warp each."""
 
 _GROUP_WARPS = 16  # WARPS of group_by_expert.cu
-_ROUTED_ROWS = 8  # of a block of route_experts.cu
+_ROUTED_ROWS = 8  # rows per block of route_experts.cu
 _WARP = 32
 _INT32, _INT64, _FLOAT32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
 
@@ -23,7 +23,7 @@ _INT32, _INT64, _FLOAT32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.f
 def route_experts(
     device: KernelLauncher, logits: Array, how: tuple[int, bool], slots: Array | None, num_slots: int
 ) -> tuple[Array, Array]:
-    """`Ops.route_experts`; `how`: num_used, renormalise."""
+    """Implement `Ops.route_experts`; `how` is (num_used, renormalise)."""
     num_rows, num_experts, num_used, renormalise = _expect_routes(logits, how, slots)
     ids, weights = (device.temporary((num_rows, num_used), dtype) for dtype in (_INT32, _FLOAT32))
     sizes = map(np.int32, (num_rows, num_experts, num_used, renormalise))
@@ -36,7 +36,7 @@ def route_experts(
 def route_to_groups(
     device: KernelLauncher, logits: Array, how: tuple[int, bool], slots: Array | None, num_slots: int
 ) -> tuple[Array, ExpertGroups]:
-    """`Ops.route_to_groups`, in one launch for few rows; `how`: num_used, renormalise."""
+    """Implement `Ops.route_to_groups`, in one launch for few rows; `how` is (num_used, renormalise)."""
     num_rows, num_experts, num_used, renormalise = _expect_routes(logits, how, slots)
     if not 0 < num_rows <= MAX_FEW_ROWS or num_used > _WARP:
         ids, weights = route_experts(device, logits, how, slots, num_slots)
@@ -51,7 +51,7 @@ def route_to_groups(
 
 
 def group_by_expert(device: KernelLauncher, ids: Array, num_experts: int) -> ExpertGroups:
-    """`Ops.group_by_expert`."""
+    """Implement `Ops.group_by_expert`."""
     expect("ids", ids, _INT32, None, None)
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ValueError(f"group_by_expert: {num_experts} experts are not supported (1..{MAX_EXPERTS})")
@@ -64,7 +64,7 @@ def group_by_expert(device: KernelLauncher, ids: Array, num_experts: int) -> Exp
 
 
 def combine_experts(device: KernelLauncher, x: Array, groups: ExpertGroups, weights: Array) -> Array:
-    """`Ops.combine_experts`."""
+    """Implement `Ops.combine_experts`."""
     num_rows, num_used = groups.places.shape
     width = x.shape[1]
     expect("x", x, device.dtype, num_rows * num_used, width)

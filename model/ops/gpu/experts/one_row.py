@@ -1,4 +1,4 @@
-"""Launches experts_row: one row's norm, router, experts and sum."""
+"""Launches experts_row: norm, router, experts and sum of one row."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from model.ops.interface import Array, Routing
 from model.ops.weight import ExpertWeights, WeightFormat
 
 MAX_WORDS = 1 << 15
-"""Words of 8 bytes through which the blocks of a launch exchange rows."""
+"""Most words of 8 bytes through which the blocks of a launch exchange rows."""
 
 _STAGES = 3
-"""H200, a pass of one token of Qwen3-30B-A3B: 2,056 us; four 2,083, five 2,104, six 2,134."""
+"""H200, a pass of one token of Qwen3-30B-A3B: 2,056 us; with four stages 2,083, five 2,104, six 2,134."""
 _WARPS = 16
-_WIDTH = 4096  # of a row at most: a vector a thread
+_WIDTH = 4096  # most elements of a row: one vector per thread
 _SPAN, _STEP = 128, 64
 _ROUND = _WARPS * _SPAN
 _STATIC_BYTES = 8 << 10
-_MAX_USED = 32  # of a row
+_MAX_USED = 32  # experts per row
 _TILE_ROWS, _GATED_ROWS = 16, 8
 _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 
 Exchange = tuple[Array, Array]
-"""Words uint64[MAX_WORDS] and launches uint32[SMs], 0 before the first launch; of all launches on a stream."""
+"""Words uint64[MAX_WORDS] and launches uint32[SMs], 0 before the first launch; shared by all launches on a stream."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class _Sizes:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of rings, the row, gated rows and sums."""
+        """Bytes of the rings, the row, gated rows and sums."""
         spans = math.ceil(self.inner / _SPAN)
         ring, row = _WARPS * _STAGES * _TILE_ROWS * _STEP * 2, math.ceil(self.hidden / _ROUND) * _ROUND * 2
         gated = max(2 * self.num_used * spans * _SPAN, 16 * math.ceil(self.num_experts / 4))
@@ -71,7 +71,7 @@ class _Sizes:
 
 
 def can_take_row(device: KernelLauncher, x: Array, experts: ExpertWeights, routing: Routing) -> bool:
-    """Return whether experts_row takes this row and these sizes."""
+    """Return whether experts_row supports this row and these sizes."""
     formats = {weight.format for weight in (experts.router, experts.gate_up, experts.down)}
     is_one = device.arch == "90a" and device.dtype != _FLOAT32 and len(x) == 1 and formats == {WeightFormat.DENSE}
     return is_one and _Sizes.of(device, experts, routing).fits(device)
@@ -85,7 +85,7 @@ def experts_of_row(
     routing: Routing,
     exchange: Exchange,
 ) -> Array:
-    """`Ops.add_norm_experts`, where `can_take_row`; `sums`: x, residual; `norm`: weight, eps."""
+    """Implement `Ops.add_norm_experts` where `can_take_row` is true; `sums` is (x, residual), `norm` (weight, eps)."""
     (x, residual), (weight, eps), dtype = sums, norm, device.dtype
     sizes = _Sizes.of(device, experts, routing)
     num_experts, hidden, inner = sizes.num_experts, sizes.hidden, sizes.inner

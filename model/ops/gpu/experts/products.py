@@ -1,4 +1,4 @@
-"""Launches the grouped products of experts. All sizes are host integers, so a step can be captured."""
+"""Launches the grouped products of experts. All sizes are host integers, so steps can be captured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from model.ops.interface import Array, ExpertGroups, Fp8Rows
 from model.ops.weight import Weight, WeightFormat
 
 WIDENED_BYTES = 64 << 20
-"""Memory for 16-bit copies of 8-bit experts, unless one is larger: they are multiplied range after range."""
+"""Memory for 16-bit copies of 8-bit experts, unless one expert is larger. Experts are multiplied one range after
+another."""
 
 _BLOCK = 128  # side of an FP8_BLOCK block
 _DEQUANTISED = 16  # elements per thread of dequantise_rows.cu
@@ -48,7 +49,7 @@ class _Call:
     groups: ExpertGroups
     is_sorted: bool
     out: Array  # [P, N]
-    mean_pairs: float  # of an expert
+    mean_pairs: float  # pairs per expert
     knows_groups: bool = False  # the previous launch has waited for `groups`
 
     @property
@@ -57,7 +58,7 @@ class _Call:
 
     @property
     def rows(self) -> Array | None:
-        """The row of x of each pair; None: pairs are its rows."""
+        """Row of x of each pair, or None if x has a row per pair."""
         return None if self.is_sorted else self.groups.rows
 
     @property
@@ -65,7 +66,7 @@ class _Call:
         return tuple(map(np.int32, (len(self.weight.data), *self.weight.shape)))
 
     def num_blocks(self, tile_rows: int, most: int) -> int:
-        """Return the grid for tiles of `tile_rows` weight rows, in at most `most` blocks."""
+        """Return the grid for tiles of `tile_rows` weight rows, of at most `most` blocks."""
         return min(len(self.out) * math.ceil(self.weight.shape[0] / tile_rows), most)
 
     def sorted_x(self) -> Array | Fp8Rows:
@@ -80,8 +81,8 @@ def experts_linear(
     is_sorted: bool,
     knows_groups: bool = False,
 ) -> Array:
-    """`Ops.experts_linear`. `knows_groups`: the previous launch is a gated product, which starts the next kernel only
-    once `groups` are there."""
+    """Implement `Ops.experts_linear`. `knows_groups`: the previous launch is a gated product, which lets the next
+    kernel start only once `groups` are written."""
     num_pairs = len(groups.rows)
     expect_operands(device, x, weight, groups, num_pairs if is_sorted else len(groups.places))
     out = device.temporary((num_pairs, weight.shape[0]), device.dtype)
@@ -95,7 +96,7 @@ def experts_linear(
 
 
 def pack_stack(weight: Weight, pack: Callable[[Weight], Weight]) -> Weight:
-    """Return a stack of INT4 as INT4_TILED, in its memory, by `pack` of each matrix."""
+    """Return a stack of INT4 as INT4_TILED, in the same memory, by `pack` of each matrix."""
     packed, *_ = [pack(weight.expert(index)) for index in range(len(weight.data))]
 
     def stacked(array: Array | None, one: Array | None) -> Array | None:
@@ -110,7 +111,7 @@ def pack_stack(weight: Weight, pack: Callable[[Weight], Weight]) -> Weight:
 
 
 def dequantised_stack(weight: Weight, dtype: np.dtype) -> np.ndarray:
-    """Return [E, N, K] of a stack on the host."""
+    """Return a stack dequantised on the host, [E, N, K]."""
     num_experts = len(weight.data)
     values = np.empty((num_experts, *weight.shape), dtype)
     for expert in range(num_experts):
@@ -121,7 +122,7 @@ def dequantised_stack(weight: Weight, dtype: np.dtype) -> np.ndarray:
 def expect_operands(
     device: KernelLauncher, x: Array | Fp8Rows, weight: Weight, groups: ExpertGroups, num_rows: int
 ) -> None:
-    """Raise ValueError for what no kernel takes."""
+    """Raise ValueError for operands that no kernel supports."""
     (n, k), num_experts, num_pairs = weight.shape, len(weight.data), len(groups.rows)
     if device.dtype == _FLOAT32 or k % (16 if weight.format in _BYTE_FORMATS else 8) or num_experts > MAX_EXPERTS:
         problem = f"[{num_experts}, {n}, {k}] in {device.dtype.name}"
@@ -260,7 +261,7 @@ def _group_spans(weight: Weight) -> np.int32:
 
 
 def _launch_widened(call: _Call) -> bool:
-    """Multiply by 16-bit copies of the experts, range after range."""
+    """Multiply by 16-bit copies of the experts, one range after another; return whether this is possible."""
     device, weight, x = call.device, call.weight, call.sorted_x()
     num_experts, (n, k) = len(weight.data), weight.shape
     of_range = max(1, WIDENED_BYTES // (n * k * device.dtype.itemsize))
@@ -276,7 +277,7 @@ def _launch_widened(call: _Call) -> bool:
 
 
 def _widen(device: KernelLauncher, weight: Weight, first: int, last: int, out: Array) -> None:
-    """Dequantise experts first..last - 1 to `out`, one by one if blocks of scales straddle them."""
+    """Dequantise experts first..last - 1 to `out`, one by one if scale blocks straddle them."""
     n, k = weight.shape
     step = 1 if _has_blocks(weight) and n % _BLOCK else last - first
     for begin in range(first, last, step):
@@ -325,7 +326,7 @@ def _sorted(device: KernelLauncher, x: Array | Fp8Rows, rows: Array) -> Array | 
     """Return the row of x of each sorted pair."""
     if not isinstance(x, Fp8Rows):
         return _gathered(device, x, rows, device.dtype_code)
-    data = _gathered(device, x.data.view(device.dtype), rows, device.dtype_code)  # two e4m3 an element
+    data = _gathered(device, x.data.view(device.dtype), rows, device.dtype_code)  # two e4m3 per element
     scale = _gathered(device, x.scale.reshape(-1, 1), rows, 0)
     return Fp8Rows(data.view(_UINT8), scale.reshape(-1))
 

@@ -1,7 +1,7 @@
-"""Sums and exchanges between GPUs, each one kernel a rank.
+"""Sums and exchanges between GPUs, each by one kernel per rank.
 
-A kernel waits for its peers', so all ranks' kernels are loaded and results allocated, both of which may wait for the
-device, before the first launch. Waits end after 4 s; the error words name the late rank.
+A kernel waits for those of its peers. Loading kernels and allocating results may wait for the device, so both are done
+for all ranks before the first launch. Waits end after 4 s; the error words name the late rank.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ WAIT_S = 4
 """LIMIT_NS of cuda/group/signals.cuh."""
 
 SUM_BLOCKS = 64
-"""Most blocks of a sum or gather: more only compete for the links."""
+"""Most blocks of a sum or gather; more only compete for the links."""
 
 _THREADS = 512
 _THREADS_PER_SM = 1024
-"""Kernels with bounds of 1,024 threads have at most 64 registers a thread."""
+"""Kernels bounded to 1,024 threads have at most 64 registers per thread."""
 
 _BEST_THREADS = 256
 _WIDTHS = {2: 2, 4: 0}
@@ -36,14 +36,14 @@ _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 
 
 class LateRankError(RuntimeError):
-    """A rank did not come to a sum; the group's results are undefined since."""
+    """A rank was late for a sum; the group's results are undefined from then on."""
 
 
 class CudaCollectives:
-    """`Collectives`, and sums fused with what follows. Every rank's streams run them in the same order."""
+    """`Collectives`, and sums fused with the next operation. Every rank's streams run them in the same order."""
 
     def __init__(self, ranks: Sequence[GroupLauncher], mover: ShareMover | None = None, max_blocks: int = MAX_BLOCKS):
-        """`max_blocks` of all ranks' kernels must be resident at once on each device."""
+        """`max_blocks` blocks of all ranks' kernels must be resident at once on each device."""
         self._ranks = tuple(ranks)
         self.mover = mover
         self._max_blocks = min(MAX_BLOCKS, max_blocks)
@@ -59,7 +59,7 @@ class CudaCollectives:
         return self.mover is not None
 
     def path(self, parts: Sequence[Array]) -> SumPath:
-        """Return the path of the sum of parts [T, H]; graphs hold no launch of NCCL's."""
+        """Return the path of the sum of parts [T, H]; graphs contain no NCCL launch."""
         rows, width = parts[0].shape
         has_nccl = self.has_nccl and not self._ranks[0].is_capturing
         return path_of(len(parts), rows, width * parts[0].dtype.itemsize, has_nccl=has_nccl)
@@ -68,7 +68,7 @@ class CudaCollectives:
         return self.sum_by(self.path(parts), parts)
 
     def sum_by(self, path: SumPath, parts: Sequence[Array]) -> list[Array]:
-        """Return the sum on each rank; only `sum_add_rms_norm` pushes."""
+        """Return the sum on each rank; only `sum_add_rms_norm` uses PUSH."""
         if path is SumPath.NCCL and self.mover is not None:
             return self._sum_by_nccl(self.mover, parts)
         outs = [rank.temporary(part.shape, part.dtype) for rank, part in zip(self._turns(), parts, strict=True)]
@@ -79,7 +79,7 @@ class CudaCollectives:
         return outs
 
     def _sum_by_nccl(self, mover: ShareMover, parts: Sequence[Array]) -> list[Array]:
-        """Let each rank sum its share of the elements, between two moves."""
+        """Sum a share of the elements on each rank, between two moves."""
         shape, dtype, num_ranks = parts[0].shape, parts[0].dtype, len(parts)
         share = -(-parts[0].nbytes // (num_ranks * _VEC_BYTES)) * _VEC_BYTES
         whole = (num_ranks * share,)
@@ -170,7 +170,7 @@ class CudaCollectives:
         return (max(1, min(SUM_BLOCKS, self._blocks(), math.ceil(vecs / _THREADS))),)
 
     def _blocks(self, per_sm: int = 1) -> int:
-        """Return the most blocks of a grid. Two on an SM hide each other's norms, but cost 2 us."""
+        """Return the most blocks of a grid. Two per SM hide each other's norms, but cost 2 us."""
         return min(self._max_blocks, per_sm * self._num_sms)
 
     def _launch(

@@ -1,4 +1,4 @@
-"""The interfaces between a group's parts; tests implement them without a GPU."""
+"""Interfaces between a group's parts; tests implement them without a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from model.ops.interface import Array, PartOps
 
 
 class GroupLauncher(KernelLauncher, Protocol):
-    """A rank as collectives see it: `CudaRank`."""
+    """A rank as used by collectives: `CudaRank`."""
 
     label: str  # "cuda:1, NVIDIA H200, 0000:5D:00.0"
 
@@ -27,7 +27,7 @@ class GroupLauncher(KernelLauncher, Protocol):
 
 
 class GroupRank(PartOps, GroupLauncher, Protocol):
-    """A rank as `CudaGroupOps` sees it: `CudaRank`."""
+    """A rank as used by `CudaGroupOps`: `CudaRank`."""
 
     def begin_capture(self) -> None: ...
 
@@ -39,11 +39,12 @@ class GroupRank(PartOps, GroupLauncher, Protocol):
 
 
 class ShareMover(Protocol):
-    """Moves bytes between the ranks on their streams, all at once; `NcclMover`."""
+    """Moves bytes between the ranks on their streams, all at once: `NcclMover`."""
 
     def exchange(self, parts: Sequence[Array], into: Sequence[Array], num_bytes: int) -> None:
-        """Copy bytes `r * num_bytes` on, at most `num_bytes`, of each rank's part to rank r, which gets those of rank s
-        at `into[s * num_bytes]`; into uint8[ranks * num_bytes]."""
+        """Copy at most `num_bytes` bytes of each rank's part, from byte `r * num_bytes` on, to rank r. Rank r receives
+        those of rank s at `into[s * num_bytes]`; into is uint8[ranks * num_bytes]."""
 
     def gather(self, arrays: Sequence[Array], num_bytes: int) -> None:
-        """Copy each rank r's bytes `r * num_bytes` to `(r + 1) * num_bytes` to all; arrays uint8[ranks * num_bytes]."""
+        """Copy bytes `r * num_bytes` to `(r + 1) * num_bytes` of each rank r to all; arrays are uint8[ranks *
+        num_bytes]."""

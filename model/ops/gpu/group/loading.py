@@ -17,7 +17,7 @@ _NUM_BUFFERS = 2
 
 
 class CudaPieceWriter:
-    """`PieceWriter`: one pinned buffer is filled while the other is copied. Pinned memory is of all GPUs."""
+    """`PieceWriter` that fills one pinned buffer while the other is copied. All GPUs share the pinned memory."""
 
     def __init__(self, ranks: Sequence[PartOps]):
         self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in in_turn(ranks)]

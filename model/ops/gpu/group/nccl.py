@@ -1,4 +1,4 @@
-"""NCCL between the GPUs of one process. It only moves bytes: sums are ours, in rank order."""
+"""NCCL between the GPUs of one process. It only moves bytes; our kernels sum, in rank order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class NcclMover:
     """`ShareMover` of these ranks, on their streams."""
 
     def __init__(self, ranks: Sequence[CudaRank]):
-        """Raises AttributeError without NCCL, and NCCL's errors."""
+        """Raise AttributeError without NCCL, or NCCL's errors."""
         os.environ["NCCL_NVLS_ENABLE"] = "0"  # no NVLink multicast
         self._ranks = ranks
         self.links = nccl.NcclCommunicator.initAll([rank.device_id for rank in ranks])

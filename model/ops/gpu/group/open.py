@@ -1,4 +1,4 @@
-"""Opens the GPUs of one host as a group, and checks that they reach each other."""
+"""Opens the GPUs of one host as a group and checks that they reach each other."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from model.ops.group.turns import in_turn
 
 _CHECKED_SHAPE = (4, 256)
 _BLOCKS_OF_ONE_GPU = 16
-"""Blocks of a rank that shares its GPU with others: all ranks' must be resident."""
+"""Blocks of a rank that shares its GPU with others, because all ranks' blocks must be resident."""
 
 _log = logging.getLogger(__name__)
 
 
 def open_cuda_group(dtype: np.dtype, kv_dtype: np.dtype | None, num_ranks: int) -> CudaGroupOps:
-    """Open the first `num_ranks` visible GPUs. Raises ModelError for too few, for different ones, and without peer
+    """Open the first `num_ranks` visible GPUs. Raises ModelError if they are too few or different, or lack peer
     access."""
     check_count(num_ranks)
     return open_devices(dtype, kv_dtype, range(num_ranks))
@@ -44,12 +44,12 @@ def open_devices(
     *,
     opens_nccl: bool = False,
 ) -> CudaGroupOps:
-    """Open these GPUs, a rank each; tests may name one twice. `opens_nccl`: also if no sum takes it. Raises
+    """Open these GPUs, one rank each; tests may name one twice. `opens_nccl`: even if no sum uses it. Raises
     ModelError."""
     connect(device_ids)
     ranks = [rank_type(device_id, dtype, kv_dtype) for device_id in device_ids]
     shares_gpu = len(set(device_ids)) < len(device_ids)
-    for rank in ranks:  # one's blocks that wait for a sum would hold SMs that another needs to come to it
+    for rank in ranks:  # blocks that wait for a sum would hold SMs that another rank of the GPU needs
         rank.launches_early = not shares_gpu
     wants_nccl = opens_nccl or uses_nccl(len(ranks))
     mover = _open_nccl(ranks) if wants_nccl and not shares_gpu else None
@@ -60,10 +60,10 @@ def open_devices(
 
 
 def _open_nccl(ranks: Sequence[CudaRank]) -> ShareMover | None:
-    """Return NCCL's links; None without NCCL: then two-shot sums carry all that is large."""
+    """Return NCCL's links, or None without NCCL; then two-shot sums carry everything large."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # CuPy's, where NCCL is missing
+            warnings.simplefilter("ignore")  # CuPy warns if NCCL is missing
             from model.ops.gpu.group.nccl import NcclMover
         return NcclMover(ranks)
     except (ImportError, AttributeError, RuntimeError) as error:
@@ -72,7 +72,7 @@ def _open_nccl(ranks: Sequence[CudaRank]) -> ShareMover | None:
 
 
 def _check_sums(ops: CudaGroupOps, collectives: CudaCollectives, ranks: Sequence[CudaRank]) -> None:
-    """Sum over the links: drivers have granted access that did not work. Raises ModelError."""
+    """Sum over the links, because drivers have granted access that did not work. Raises ModelError."""
     whole = np.arange(math.prod(_CHECKED_SHAPE), dtype=np.float32).reshape(_CHECKED_SHAPE) % 32
     parts = []
     for number, rank in in_turn(ranks):

@@ -1,6 +1,6 @@
-"""`Ops` of several GPUs of one host, run in lockstep by one thread: see `model.ops.group.ops`.
+"""`Ops` on several GPUs of one host, run in lockstep by one thread: see `model.ops.group.ops`.
 
-Sums are fused with the norms after them; a step's graphs, one for each GPU, are replayed together.
+Sums are fused with the norms after them. A step's graphs, one per GPU, are replayed together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 
 
 class CudaGroupOps(GroupOps):
-    """Downloads and `synchronize` raise LateRankError if a rank was late: results since are undefined."""
+    """`Ops` on a group of GPUs. Downloads and `synchronize` raise LateRankError if a rank was late; results are
+    undefined from then on."""
 
     def __init__(
         self,
@@ -42,11 +43,11 @@ class CudaGroupOps(GroupOps):
         self._errors = GroupArray(tuple(collectives.errors))
 
     def load_parallel(self, targets: Sequence[Array], read: Callable[[int, int, np.ndarray], None]) -> None:
-        super().synchronize()  # their memory may be in use
+        super().synchronize()  # the targets' memory may be in use
         load_group(self.ranks, targets, read, self._open_writer)
 
     def compile_ahead(self, work: Callable[[], None]) -> None:
-        """Compile a kernel once for all ranks."""
+        """Compile each kernel once for all ranks."""
         first, *others = self._cuda_ranks
         first.compile_ahead(work, others)
 
@@ -90,7 +91,7 @@ class CudaGroupOps(GroupOps):
     def _fetched(self, rank: int, fetch: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
         try:
             return fetch()
-        except RuntimeError as error:  # CuPy's do not name the device
+        except RuntimeError as error:  # CuPy's errors do not name the device
             raise RuntimeError(f"rank {rank} ({self._cuda_ranks[rank].label}) failed: {error}") from error
 
     def _check(self) -> None:
@@ -99,7 +100,7 @@ class CudaGroupOps(GroupOps):
     def tune_linear(
         self, weights: Sequence[Weight], bias: Array | None, num_rows: Sequence[int], *, dtype: np.dtype | None = None
     ) -> None:
-        """Measure on the first rank: with one algorithm, what every rank computes alike has the same bits."""
+        """Measure on the first rank only: with one algorithm, equal products have the same bits on every rank."""
         first, *others = self._cuda_ranks
         first.use()
         first.tune_linear(on_rank(list(weights), 0), on_rank(bias, 0), num_rows, dtype=dtype)
@@ -128,7 +129,7 @@ class CudaGroupOps(GroupOps):
         return out
 
     def _fused_path(self, x: Array) -> SumPath | None:
-        """Return how to sum x with the norm; None: by itself, or not at all."""
+        """Return the path that fuses x's sum with the norm; None: a separate sum or none."""
         if not isinstance(x, PartialSums) or not len(x):
             return None
         path = self.sums.path(x.parts)
@@ -140,7 +141,7 @@ class CudaGroupOps(GroupOps):
         self.sums.normalise_qk(qkv.parts, q_norm.parts, k_norm.parts, sizes, eps)
 
     def sample(self, logits: Array, params: SamplingArrays, out: Array | None = None) -> Sampled:
-        """Gather logits of a padded vocabulary: the kernels read whole parts."""
+        """Sample; gather logits of a padded vocabulary first, because the kernels read whole parts."""
         if isinstance(logits, SplitArray) and logits.split.size != logits.shape[1] * self.num_ranks:
             logits = self._gathered(logits)
         return super().sample(logits, params, out)

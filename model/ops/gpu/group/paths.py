@@ -1,4 +1,4 @@
-"""Paths of a sum and their limits. All give the same bits."""
+"""Paths of a sum and their limits. All paths give the same bits."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ UNLIMITED = 1 << 60
 
 
 class PathLimits(NamedTuple):
-    """The most bytes of a part for each path."""
+    """Most bytes of a part for each path."""
 
     push: int
     pull: int
-    two_shot: int  # NCCL beyond, if it is there
+    two_shot: int  # NCCL beyond, if available
 
 
 LIMITS = {
@@ -33,8 +33,8 @@ LIMITS = {
     4: PathLimits(push=32 << 10, pull=512 << 10, two_shot=16 << 20),
     8: PathLimits(push=16 << 10, pull=256 << 10, two_shot=16 << 20),
 }
-"""Limits by number of ranks. Of two: `python -m tests.bench.sums --ranks 2` on H200s; PULL is fastest up to its largest
-sum, 64 MiB, and moves as little as any path. The others are not measured yet."""
+"""Limits by number of ranks. Two ranks: `python -m tests.bench.sums --ranks 2` on H200s; PULL is fastest up to the
+largest sum measured, 64 MiB, and moves as little as any path. The others are not measured yet."""
 
 
 def uses_nccl(num_ranks: int) -> bool:
@@ -46,7 +46,7 @@ def fits_push(num_rows: int, row_bytes: int) -> bool:
 
 
 def path_of(num_ranks: int, num_rows: int, row_bytes: int, *, has_nccl: bool) -> SumPath:
-    """Return the path of a sum of [num_rows, row_bytes], fused with the norm after it for PUSH and PULL."""
+    """Return the path of a sum of [num_rows, row_bytes]; PUSH and PULL are fused with the norm after it."""
     limits, num_bytes = LIMITS[num_ranks], num_rows * row_bytes
     if num_bytes <= limits.push and fits_push(num_rows, row_bytes):
         return SumPath.PUSH

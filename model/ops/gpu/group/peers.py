@@ -15,15 +15,14 @@ _ALREADY_ENABLED = 704  # cudaErrorPeerAccessAlreadyEnabled
 
 
 def check_count(num_ranks: int) -> None:
-    """Raise ModelError if fewer GPUs are visible."""
+    """Raise ModelError if fewer than `num_ranks` GPUs are visible."""
     num_visible = runtime.getDeviceCount()
     if num_ranks > num_visible:
         raise ModelError(f"{FLAG}: {num_ranks} GPUs are needed, {num_visible} are visible")
 
 
 def connect(device_ids: Sequence[int]) -> None:
-    """Let each GPU read and write the memory of the others. Raises ModelError for different GPUs, and without peer
-    access."""
+    """Let each GPU read and write the memory of the others. Raises ModelError if GPUs differ or lack peer access."""
     _check_equal(device_ids)
     for own, peer in permutations(dict.fromkeys(device_ids), 2):
         if not runtime.deviceCanAccessPeer(own, peer):

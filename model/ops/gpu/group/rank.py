@@ -16,10 +16,10 @@ from model.ops.interface import Array, SamplingArrays, TokenCandidates
 
 
 class CudaRank(CudaOps):
-    """`CudaOps` on a device that `use` selects. All ranks of a group are used by one thread."""
+    """`CudaOps` on a device that `use` selects. One thread uses all ranks of a group."""
 
     def __init__(self, device_id: int, dtype: np.dtype, kv_dtype: np.dtype | None = None):
-        """Raise ValueError for dtypes without kernels, CuPy's RuntimeErrors without this device."""
+        """Raise ValueError for dtypes without kernels, or CuPy's RuntimeErrors without this device."""
         self._device = cupy.cuda.Device(device_id)
         self._device.use()
         super().__init__(dtype, kv_dtype)
@@ -35,18 +35,18 @@ class CudaRank(CudaOps):
         self._device.use()
 
     def shared(self, num_bytes: int) -> Array:
-        """Allocate uint8[num_bytes] of zeros."""
+        """Return uint8[num_bytes] of zeros."""
         memory = self.empty((num_bytes,), np.dtype(np.uint8))
         memory.data.memset_async(0, num_bytes, self.stream)
         return memory
 
     def load_kernel(self, name: str, **defines: int) -> bool:
-        """Compile and load a kernel, so that its launch neither waits nor allocates; False while kernels are compiled
-        ahead."""
+        """Compile and load a kernel, so that its launch neither waits nor allocates; return False while kernels are
+        compiled ahead."""
         kernel = self.kernels.get(name, **{"QUIRE_DTYPE": self.dtype_code, **defines})
         if not is_there(kernel):
             return False
-        if kernel.ptr not in self._loaded:  # the driver would load it at its first launch, and wait for the device
+        if kernel.ptr not in self._loaded:  # else the driver would load it at its first launch, and wait for the device
             [status] = driver.cuFuncLoad(driver.CUfunction(kernel.ptr))
             if status != driver.CUresult.CUDA_SUCCESS:
                 raise RuntimeError(f"{name} cannot be loaded on {self.label}: {status.name}")
@@ -58,7 +58,7 @@ class CudaRank(CudaOps):
         self._is_capturing = True
 
     def end_capture(self) -> Callable[[], None]:
-        """Return a function that replays what was launched since `begin_capture`."""
+        """Return a function that replays the launches since `begin_capture`."""
         self._is_capturing = False
         graph = self.stream.end_capture()
         graph.upload(self.stream)
@@ -70,7 +70,7 @@ class CudaRank(CudaOps):
         self.kernels.compile_ahead(work, kernels)
 
     def share_tuning(self, other: CudaRank) -> None:
-        """Multiply by the algorithms that `other` measured: equal products on two ranks then have equal bits."""
+        """Use the algorithms measured by `other`, so that equal products on two ranks have equal bits."""
         self._linear.share_tuning(other._linear)
 
     def sample_part(self, logits: Array, params: SamplingArrays, first_token: int) -> TokenCandidates:

@@ -1,4 +1,4 @@
-"""The memory that a group's ranks write for each other, and their kernels' first arguments."""
+"""Memory that a group's ranks write for each other, and the first arguments of their kernels."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _POINTER_BYTES = 8
 
 
 def shared_bytes(num_ranks: int) -> int:
-    """Return bytes of a rank's shared memory, zero at start."""
+    """Return the bytes of a rank's shared memory, which starts as zeros."""
     words = _BARRIERS + (2 + num_ranks) * MAX_BLOCKS
     return words * _WORD_BYTES + 2 * num_ranks * MAX_PUSH_ROWS * 2 * PUSH_ROW_BYTES
 
 
 def error_of(memory: Array) -> Array:
-    """Return uint32[1] of shared memory uint8[N]: 0, or 1 + the rank that was late."""
+    """Return uint32[1] of shared memory uint8[N]: 0, or 1 + the late rank."""
     return memory[:_WORD_BYTES].view(np.uint32)
 
 
 def per_rank(arrays: Sequence[Array]) -> np.ndarray:
-    """Return the kernel argument `PerRank` of one array per rank."""
+    """Return the kernel argument `PerRank`: one array per rank."""
     return _struct([array.data.ptr for array in arrays])
 
 
 def groups(memories: Sequence[Array]) -> list[np.ndarray]:
-    """Return each rank's kernel argument `Group`."""
+    """Return the kernel argument `Group` of each rank."""
     addresses = [memory.data.ptr for memory in memories]
     return [_struct([*addresses, rank]) for rank in range(len(memories))]
 

@@ -1,4 +1,4 @@
-"""Launches the kernels that sample a part of the vocabulary."""
+"""Launches the kernels that sample from a part of the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from model.ops.interface import Array, SamplingArrays, TokenCandidates
 
 _THREADS = 1024  # LOGITS_THREADS of logits.cuh
 _FP32 = 0
-"""QUIRE_DTYPE: logits are float32."""
+"""QUIRE_DTYPE of logits, which are float32."""
 
 
 def sample_part(device: KernelLauncher, logits: Array, params: SamplingArrays, first_token: int) -> TokenCandidates:
-    """`PartOps.sample_part`; logits are contiguous."""
+    """Implement `PartOps.sample_part`; logits are contiguous."""
     rows, width = logits.shape
     token_ids = device.temporary((rows,), np.int32)
     score, tie = (device.temporary((rows,), np.float32) for _ in range(2))
@@ -25,7 +25,7 @@ def sample_part(device: KernelLauncher, logits: Array, params: SamplingArrays, f
 
 
 def _adjusted(device: KernelLauncher, logits: Array, params: SamplingArrays, first_token: int) -> Array:
-    """Return logits with bias and penalties of the part's tokens; without either, the same array."""
+    """Return logits with bias and penalties of the part's tokens, or the same array without either."""
     bias, seen = params.bias, params.penalties
     if bias is None and seen is None:
         return logits

@@ -14,17 +14,17 @@ BLOCK_ROWS = 16
 SPAN = 128
 """Columns of a stage; divides K."""
 
-_SPAN_BYTES = 1024  # of 16 rows of a span
+_SPAN_BYTES = 1024  # bytes of 16 rows of a span
 _MIN_STAGES = 3
 _COLS = (32, 64, 96, 128, 192, 256)  # rows of x in a product
-_MAX_BLOCKS = {32: 16, 64: 16, 96: 16, 128: 16, 192: 12, 256: 8}  # sixteens of weight rows that registers allow
+_MAX_BLOCKS = {32: 16, 64: 16, 96: 16, 128: 16, 192: 12, 256: 8}  # most groups of 16 weight rows that registers allow
 _MIN_BLOCKS = 4
-_SPLITS = (1, 2)  # of 4, only 29 clusters fit an H200 at once
-_SPLIT_ROWS = 64  # that SPLIT is chosen for
+_SPLITS = (1, 2)  # with 4, only 29 clusters fit an H200 at once
+_SPLIT_ROWS = 64  # rows of x for which SPLIT is chosen
 _FEW_COLS, _FEW_AHEAD_BYTES = 64, 8 << 10
-"""AHEAD_BYTES of tiles with few rows of x. H200, a pass of 64 rows of Llama-3.1-8B: 5,234 us; 32 KiB 5,268."""
+"""AHEAD_BYTES of tiles with few rows of x. H200, a pass of 64 rows of Llama-3.1-8B: 5,234 us, with 32 KiB 5,268."""
 
-# H200, us: fitted to 380 measured products (4 % rms; of one warpgroup from 128 rows on by interpolation)
+# H200, us: fitted to 380 measured products (4 % rms); one warpgroup from 128 rows on is interpolated
 _SPAN_US = {
     32: (0.27, 0.41, 0.54, 0.76),
     64: (0.33, 0.53, 0.80, 1.00),
@@ -33,16 +33,16 @@ _SPAN_US = {
     192: (0.56, 1.00, 1.54),
     256: (0.73, 1.37),
 }
-"""Times of a span of a tile, by its rows of x, then by its warpgroups."""
+"""Time per span of a tile, by rows of x, then by warpgroups."""
 _ROUND_US = 2.8
 _REDUCTION_US = 1.1
 
 
 @dataclass(frozen=True)
 class Int4Layout:
-    groups: int  # input groups in a span: 1 (larger groups too), 2 or 4
+    groups: int  # input groups per span: 1 (larger groups too), 2 or 4
     has_zeros: bool
-    is_bf16: bool  # the scales
+    is_bf16: bool  # dtype of the scales
 
     @property
     def defines(self) -> dict[str, int]:
@@ -50,20 +50,20 @@ class Int4Layout:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes per 16 rows of a span."""
+        """Bytes of parameters per 16 rows of a span."""
         return self.groups * BLOCK_ROWS * (3 if self.has_zeros else 2)
 
 
 @dataclass(frozen=True)
 class GemvW4Build:
-    """Macros of gemv_w4a16.cu, one block an SM."""
+    """Macros of gemv_w4a16.cu, one block per SM."""
 
     row_tiles: int
     x_rows: int
     stages: int
     warps: int = 16
     shares_sm: bool = False  # leaves half of an SM's registers to other kernels
-    fills: bool = False  # fetches a stage again once it is read
+    fills: bool = False  # refetches into a stage once it is read
 
     def defines(self, layout: Int4Layout) -> dict[str, int]:
         sizes = {"WARPS": self.warps, "ROW_TILES": self.row_tiles, "X_ROWS": self.x_rows, "STAGES": self.stages}
@@ -83,20 +83,21 @@ class GemvW4Build:
 
 GEMV_X_ROWS = (1, 4, 8, 16)
 _GEMV_STAGES, _LARGE_STAGES = 2, 3
-"""Stages; of a product of one row with more tiles than SMs. H200, a pass of Llama-3.1-8B: 1,731 us; with 2 1,753."""
+"""Stages, and stages of a one-row product with more tiles than SMs. H200, a pass of Llama-3.1-8B: 1,731 us, with 2
+stages 1,753."""
 _GEMV_ROW_TILES = (3, 2, 1)
-_MAX_ROW_TILES = {1: 3, 4: 3, 8: 3, 16: 2}  # by rows of x: as registers allow
+_MAX_ROW_TILES = {1: 3, 4: 3, 8: 3, 16: 2}  # by rows of x, limited by registers
 _MAX_LAUNCHES = 4  # more take longer than unpacking
-_OWN_SM_BYTES = 116 << 10  # of shared memory: two blocks do not fit an SM of Hopper
+_OWN_SM_BYTES = 116 << 10  # shared memory; two blocks do not fit an SM of Hopper
 _SHARED_ROW_TILES = 2
-"""ROW_TILES of a small product of one row that leaves registers to other kernels. H200, a step of Llama-3.1-8B: with 2
-for qkv 1,798 us; with 3, which need all registers, 1,872."""
+"""ROW_TILES of a small one-row product, which leaves registers to other kernels. H200, a step of Llama-3.1-8B: 1,798 us
+with 2 for qkv; 1,872 with 3, which need all registers."""
 
 
 def gemv_w4_build(
     num_rows: int, n: int, k: int, layout: Int4Layout, num_sms: int, max_shared_bytes: int, parts: int = 1
 ) -> GemvW4Build | None:
-    """Return a build for `num_rows` rows of x in one or more launches, or None. `parts`: 2 with GATED."""
+    """Return a build for `num_rows` rows of x in one or more launches, or None. `parts` is 2 with GATED."""
     if num_rows > GEMV_X_ROWS[-1]:
         return None
     sixteens = n // BLOCK_ROWS
@@ -119,7 +120,7 @@ def gemv_w4_build(
 
 @dataclass(frozen=True)
 class SmallMW4Build:
-    """Macros of small_m_w4a16_sm90.cu, one block an SM."""
+    """Macros of small_m_w4a16_sm90.cu, one block per SM."""
 
     blocks: int
     cols: int
@@ -154,9 +155,9 @@ class SmallMW4Build:
 def small_m_w4_build(
     m: int, n: int, k: int, layout: Int4Layout, num_sms: int, max_shared_bytes: int
 ) -> SmallMW4Build | None:
-    """Return the build of least estimated time for `m` rows of x and weights [n, k], or None.
+    """Return the build with the least estimated time for `m` rows of x and weights [n, k], or None.
 
-    SPLIT, and so the order of a sum, depends on n and k alone: a row gives the same bits in any batch.
+    SPLIT, and so the summation order, depends on n and k alone: a row has the same bits in any batch.
     """
     product = _Product(m, n // BLOCK_ROWS, k // SPAN, num_sms)
     split = _best_split(n // BLOCK_ROWS, k // SPAN, num_sms)
@@ -180,13 +181,13 @@ def _best_split(sixteens: int, spans: int, num_sms: int) -> int:
 
 @dataclass(frozen=True)
 class _Product:
-    rows: int  # of x
-    sixteens: int  # of weight rows
+    rows: int  # rows of x
+    sixteens: int  # groups of 16 weight rows
     spans: int
     num_sms: int
 
     def us(self, cols: int, blocks: int, split: int) -> float:
-        """Return the estimated time with such tiles."""
+        """Return the estimated time in us with such tiles."""
         tiles = math.ceil(self.sixteens / blocks) * math.ceil(self.rows / cols)
         places = self.num_sms // split
         of_tile = self.spans / split * _SPAN_US[cols][math.ceil(blocks / 4) - 1]

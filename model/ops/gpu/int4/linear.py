@@ -1,4 +1,4 @@
-"""Launches the kernels of 4-bit weights. `ops` is the `CudaOps` in use."""
+"""Launches the kernels for 4-bit weights. `ops` is the `CudaOps` in use."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from model.ops.interface import Array
 from model.ops.weight import Weight, WeightFormat
 
 RowNorm = tuple[Array, Array, float]
-"""residual [1, K], norm [K], eps."""
+"""(residual [1, K], norm [K], eps)."""
 
 DenseLinear = Callable[[Array, Array, "Array | None", Array], None]
 """Takes x, weight [N, K], bias or None, out."""
 
 MAX_GEMV_ROWS = 8
-"""Rows of x up to which gemv_w4a16 beats small_m_w4a16_sm90 (H200)."""
+"""Most rows of x for which gemv_w4a16 beats small_m_w4a16_sm90 (H200)."""
 
 MAX_FUSED_ROWS = 2048
-"""Rows of x up to which unpacking in registers beats a 16-bit product (H200, layers of Llama-3.1-8B)."""
+"""Most rows of x for which unpacking in registers beats a 16-bit product (H200, layers of Llama-3.1-8B)."""
 
 _FLOAT32 = np.dtype(np.float32)
 _UINT8 = np.dtype(np.uint8)
 _INT32 = np.dtype(np.int32)
 _UNPACK_WARPS = 8  # WARPS of unpack_int4.cu
 _ALIGNMENT = 16
-_COLS_STEP = 32  # of builds' rows of x
+_COLS_STEP = 32  # step of builds' rows of x
 _TILE_COLUMNS = 64
-_NORM_VEC = 8  # elements of a row that a thread norms
+_NORM_VEC = 8  # elements of a row per thread that normalises
 
 
 def layout_of(weight: Weight) -> Int4Layout:
@@ -61,13 +61,13 @@ def expect_int4(weight: Weight) -> None:
 
 class Int4Linear:
     def __init__(self, ops: Any, dense: DenseLinear):
-        """Take `dense` for products in the dtype of `ops`."""
+        """`dense` computes products in the dtype of `ops`."""
         self._ops = ops
         self._dense = dense
 
     def __call__(self, x: Array, weight: Weight, bias: Array | None, out: Array, *, exact: bool = False) -> None:
-        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous, not empty. `exact`: by gemv_w4a16 if a
-        build holds the rows, with the bits of one row."""
+        """Compute out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous and not empty. `exact`: use
+        gemv_w4a16 if a build holds the rows, with the bits of one row."""
         ops, m = self._ops, len(out)
         if weight.input_order is not None:
             x = self._gather_columns(x, weight.input_order)
@@ -84,7 +84,7 @@ class Int4Linear:
             self._dense(x, self.unpack(weight), bias, out)
 
     def can_norm(self, x: Array, residual: Array, weight: Weight) -> bool:
-        """Return whether `add_norm` takes this row."""
+        """Return whether `add_norm` supports this row."""
         ops = self._ops
         if weight.format is not WeightFormat.INT4_TILED or len(x) != 1 or ops.dtype == _FLOAT32:
             return False
@@ -95,16 +95,19 @@ class Int4Linear:
     def add_norm(
         self, sums: tuple[Array, Array], norm: tuple[Array, float], weight: Weight, bias: Array | None, out: Array
     ) -> None:
-        """`Ops.add_norm_linear` of one row, where `can_norm`; `sums`: x, residual."""
+        """Implement `Ops.add_norm_linear` for one row that `can_norm` accepts; `sums` is (x, residual)."""
         (x, residual), build = sums, self.gemv_build(1, weight)
         if build is None:
             raise ValueError(f"add_norm: weights {weight.shape} are not supported")
         self.launch_gemv(build, x, weight, bias, out, norm=(residual, *norm))
 
     def gated(self, x: Array, weight: Weight, norm: RowNorm | None = None) -> Array | None:
-        """Return silu_mul [M, I] of the product of x [M, K] and weight [2 I, K], None if gemv_w4a16 does not take it.
-        With `norm`, where `can_norm`, x is added to the residual stream and normed first. It has the bits of the
-        kernels one by one."""
+        """Return silu_mul [M, I] of the product of x [M, K] and weight [2 I, K], or None if gemv_w4a16 does not support
+        it.
+
+        With `norm`, where `can_norm`, x is first added to the residual stream and normalised. The result has the bits
+        of separate kernels.
+        """
         ops, m, n = self._ops, len(x), weight.shape[0]
         is_fast = ops.dtype != _FLOAT32 and x.data.ptr % _ALIGNMENT == 0 and weight.input_order is None
         if not is_fast or not 0 < m <= MAX_GEMV_ROWS or n % (2 * TILE_ROWS):
@@ -118,7 +121,7 @@ class Int4Linear:
         return out
 
     def pack(self, weight: Weight) -> Weight:
-        """Return an INT4 weight that `can_tile` as INT4_TILED, in its memory: `weight` becomes invalid."""
+        """Return an INT4 weight that `can_tile` as INT4_TILED, in the same memory: `weight` becomes invalid."""
         ops, (n, k) = self._ops, weight.shape
         groups = (k // weight.group_size, n // TILE_ROWS, TILE_ROWS)
         data = weight.data.reshape(k // SPAN, n // TILE_ROWS, SPAN_BYTES)
@@ -165,7 +168,8 @@ class Int4Linear:
         is_gated: bool = False,
         norm: RowNorm | None = None,
     ) -> None:
-        """Multiply. With `norm`, where `can_norm`: the norm of residual + x, which becomes the residual stream."""
+        """Multiply x, or with `norm`, where `can_norm`, the norm of residual + x, a sum that becomes the residual
+        stream."""
         ops, (residual, norm_weight, eps) = self._ops, norm or (None, None, 0.0)
         row = x, residual, norm_weight, np.float32(eps)
         ops.launch(

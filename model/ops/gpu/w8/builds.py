@@ -1,4 +1,4 @@
-"""Builds of the kernels of 8-bit weights."""
+"""Builds of the kernels for 8-bit weights."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from dataclasses import dataclass, replace
 
 from model.ops.gpu.linear_builds import AHEAD_BYTES, num_stages, persistent_blocks
 
-_SPAN_BYTES = 128  # of a row and stage
+_SPAN_BYTES = 128  # per row and stage
 _MIN_TILE_ROWS, _FEW_TILE_ROWS, _MAX_TILE_ROWS = 32, 48, 128
-_MAX_READING_ROWS = 128  # of x: more take longer than reading weights
+_MAX_READING_ROWS = 128  # rows of x; more take longer than reading the weights
 _MIN_STAGES = 3
 _EIGHT = 8  # rows of a swizzle
 _FP8_COLS = (16, 32, 64, 96, 128, 192, 256)  # rows of x in a product
 _W8A16_COLS = (32, 64, 96, 128, 192)
-_X_ROWS = (1, 2, 4)  # of few_rows_fp8_sm90
+_X_ROWS = (1, 2, 4)  # rows of x of few_rows_fp8_sm90
 _WINDOW_BYTES = 48 << 10
-"""Bytes of weights that few_rows_fp8_sm90 has under way on an SM. H200, a pass of one row of Llama-3.1-8B: 2,586 us; 32
-KiB 2,809, 64 KiB 2,595, 96 KiB 2,635."""
+"""Bytes of weights that few_rows_fp8_sm90 keeps in flight per SM. H200, a pass of one row of Llama-3.1-8B: 2,586 us;
+with 32 KiB 2,809, 64 KiB 2,595, 96 KiB 2,635."""
 
 MAX_SMALL_M_ROWS = _FP8_COLS[-1]
-"""Most rows of x of small_m_fp8_sm90."""
+"""Most rows of x for small_m_fp8_sm90."""
 
 MAX_FEW_ROWS, MAX_GATED_ROWS = 4, 2
-"""Most rows of x of few_rows_fp8_sm90, and with an MLP's activation: fastest up to there (H200, Llama-3.1-8B)."""
+"""Most rows of x for few_rows_fp8_sm90, without and with an MLP's activation: fastest up to there (H200,
+Llama-3.1-8B)."""
 
 MAX_W8A16_ROWS = _W8A16_COLS[-1]
-"""Most rows of x of small_m_w8a16_sm90."""
+"""Most rows of x for small_m_w8a16_sm90."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,13 @@ def gemv_w8_build(num_rows: int, max_shared_bytes: int) -> GemvW8Build | None:
 
 @dataclass(frozen=True)
 class SmallMW8Build:
-    """Macros of small_m_fp8_sm90.cu (`x_boxes` 1) or small_m_w8a16_sm90.cu (2), one block an SM."""
+    """Macros of small_m_fp8_sm90.cu (`x_boxes` 1) or small_m_w8a16_sm90.cu (2), one block per SM."""
 
     rows: int
     cols: int
     split: int
     stages: int
-    x_boxes: int  # pieces of 128 bytes of a row of x in a stage
+    x_boxes: int  # pieces of 128 bytes per row of x and stage
 
     @functools.cached_property
     def threads(self) -> int:
@@ -109,18 +110,19 @@ class SmallMW8Build:
 
 @functools.cache
 def small_m_fp8_build(m: int, n: int, num_sms: int, max_shared_bytes: int) -> SmallMW8Build | None:
-    """Return the build for `m` rows of x and `n` of weights, both in e4m3, or None."""
+    """Return the build for `m` rows of x and `n` rows of weights, both in e4m3, or None."""
     return _small_m_build(m, n, num_sms, max_shared_bytes, _FP8_COLS, 1)
 
 
 @dataclass(frozen=True)
 class FewRowsFp8Build:
-    """Macros of few_rows_fp8_sm90.cu, one block an SM. Rows, split and so the bits are small_m_fp8_sm90's."""
+    """Macros of few_rows_fp8_sm90.cu, one block per SM. Rows and split, and so the bits, are those of
+    small_m_fp8_sm90."""
 
     rows: int
     split: int
     stages: int
-    window: int  # stages under way
+    window: int  # stages in flight
     x_rows: int
     x_bytes: int
 
@@ -158,7 +160,7 @@ def few_rows_fp8_build(
     m: int, n: int, k: int, num_sms: int, max_shared_bytes: int, *, is_gated: bool = False
 ) -> FewRowsFp8Build | None:
     """Return the build for `m` rows of x and weights [n, k], both in e4m3, or None. `is_gated`: tiles hold as many
-    eights of gate as of up."""
+    groups of eight rows of gate as of up."""
     if m > (MAX_GATED_ROWS if is_gated else MAX_FEW_ROWS):
         return None
     other = small_m_fp8_build(m, n, num_sms, max_shared_bytes)
@@ -182,17 +184,17 @@ def few_rows_fp8_build(
 
 @functools.cache
 def small_m_w8a16_build(m: int, n: int, num_sms: int, max_shared_bytes: int) -> SmallMW8Build | None:
-    """Return the build for `m` rows of x in 16 bits and `n` of weights, or None."""
+    """Return the build for `m` rows of 16-bit x and `n` rows of weights, or None."""
     return _small_m_build(m, n, num_sms, max_shared_bytes, _W8A16_COLS, 2)
 
 
 def _small_m_build(
     m: int, n: int, num_sms: int, max_shared_bytes: int, all_cols: tuple[int, ...], x_boxes: int
 ) -> SmallMW8Build | None:
-    """Size tiles for all SMs to get equally many.
+    """Return a build with equally many tiles per SM, or None.
 
-    If they would waste much of a warpgroup's 64 rows, two blocks split K: by `n` alone, so that a sum's order does not
-    depend on `m`.
+    If such tiles would waste much of a warpgroup's 64 rows, two blocks split K. This depends on `n` alone, so that the
+    summation order does not depend on `m`.
     """
     if m > all_cols[-1]:
         return None

@@ -1,4 +1,4 @@
-"""Launches the kernels of 8-bit weights (e4m3, int8; scales of rows or of blocks) and 16-bit inputs."""
+"""Launches the kernels for 8-bit weights (e4m3, int8; scales per row or per block) and 16-bit inputs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ DenseProduct = Callable[[Array, Array, Array | None, Array], None]
 """Takes x [M, K], weight [N, K], bias [N] or None, out [M, N]."""
 
 MAX_FUSED_ROWS = 384
-"""Rows of x up to which widening in registers beats a product of 16-bit copies (H200, layers of Llama-3.1-8B)."""
+"""Most rows of x for which widening in registers beats a product of 16-bit copies (H200, layers of Llama-3.1-8B)."""
 
 FORMATS = (WeightFormat.FP8, WeightFormat.FP8_BLOCK, WeightFormat.INT8)
 
 _BLOCK = 128  # side of an FP8_BLOCK block
 _COLS_STEP = 32
 _DEQUANTISED = 16  # elements per thread of dequantise_rows.cu
-_MULTIPLE = 16  # divisor of K and addresses
+_MULTIPLE = 16  # divides K and addresses
 _FLOAT32 = np.dtype(np.float32)
 _INT8 = np.dtype(np.int8)
 _UINT8 = np.dtype(np.uint8)
@@ -61,7 +61,7 @@ def dequantise_weight(device: KernelLauncher, weight: Weight) -> Array:
 def launch_gemv(
     device: KernelLauncher, build: GemvW8Build, x: Array | Fp8Rows, weight: Weight, bias: Array | None, out: Array
 ) -> None:
-    """Multiply up to 8 COL_TILES rows of x; e4m3 rows by FP8 weights only."""
+    """Multiply up to 8 COL_TILES rows of x; rows in e4m3 require FP8 weights."""
     n, k = weight.data.shape
     x_args = (x.data, x.scale) if isinstance(x, Fp8Rows) else (x, None)
     device.launch(
@@ -80,19 +80,19 @@ def launch_gemv(
 
 class W8Linear:
     def __init__(self, device: KernelLauncher, dense: DenseProduct):
-        """Take `dense` for products in the dtype of `device`."""
+        """`dense` computes products in the dtype of `device`."""
         self._device = device
         self._dense = dense
         self._has_logged = False
 
     def __call__(self, x: Array, weight: Weight, bias: Array | None, out: Array) -> None:
-        """out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous, not empty."""
+        """Compute out [M, N] = x [M, K] @ weight [N, K].T + bias [N], C-contiguous and not empty."""
         device, (m, n) = self._device, out.shape
         together = x.data.ptr | weight.data.data.ptr | out.data.ptr
         is_aligned = weight.shape[1] % _MULTIPLE == 0 and together % _MULTIPLE == 0 and device.dtype != _FLOAT32
         gemv = gemv_w8_build(m, device.max_shared_bytes) if is_aligned else None
         small_m = self.small_m_build(m, n) if is_aligned and device.arch == "90a" else None
-        if gemv is not None:  # H200, a layer of Llama-3.1-8B in int8, 16 rows: 86 us, small_m_w8a16_sm90 101
+        if gemv is not None:  # H200, a layer of Llama-3.1-8B in int8, 16 rows: 86 us; small_m_w8a16_sm90 takes 101
             launch_gemv(device, gemv, x, weight, bias, out)
         elif small_m is not None:
             for rows in pieces(m):
@@ -101,7 +101,7 @@ class W8Linear:
             self._dense(x, dequantise_weight(device, weight), bias, out)
 
     def prepare(self, weight: Weight) -> Weight:
-        """Log, once, that inputs are not rounded."""
+        """Return `weight`; log once that int8 inputs are not rounded."""
         if weight.format is WeightFormat.INT8 and weight.quantised_input and not self._has_logged:
             self._has_logged = True
             _log.info(
@@ -133,7 +133,7 @@ class W8Linear:
 
 
 def pieces(num_rows: int) -> list[slice]:
-    """Cut rows of x for small_m_w8a16_sm90, about equally."""
+    """Split rows of x for small_m_w8a16_sm90, about equally."""
     size = _piece_rows(num_rows)
     return [slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]
 
