@@ -1,5 +1,4 @@
-// A batch's adapters in shared memory, for the helpers of adapted_product_sm90: warps other than the product's.
-// Included by that kernel alone.
+// A batch's LoRA adapters in shared memory, for the helpers of adapted_product_sm90 alone: its warps outside the GEMM.
 #pragma once
 
 #include "linear/small_m.cuh"
@@ -10,11 +9,11 @@ using X = u8;
 using X = T;
 #endif
 
-constexpr int SPLITS = 4;                      // of K, of x @ A
+constexpr int SPLITS = 4;                      // of K in x @ A
 constexpr int HELPERS = 4 * (3 - WARPGROUPS);  // warps
 constexpr int HELPER_THREADS = HELPERS * WARP_SIZE;
 constexpr int RING_BYTES = RINGS_BYTES / HELPERS;
-constexpr int MAX_PIECES = MAX_RING_PIECES;  // of a ring
+constexpr int MAX_PIECES = MAX_RING_PIECES;  // per ring
 constexpr int MAX_TILES = COLS + COLS / 8;
 static_assert(4 * (3 * MAX_TILES + HELPER_THREADS) <= PARTS_AT_ONCE * COMPACT_BYTES, "tiles and ranks fit");
 static_assert(COLS <= HELPER_THREADS, "a helper thread has a scale of x");
@@ -33,7 +32,7 @@ struct Adapter {
     __device__ __forceinline__ int rank() const { return packed >> 16; }
 };
 
-// A row of x with an adapter, in the order of adapters: row, sorted row, number of its adapter among eight columns'.
+// A row of x with an adapter, in adapter order: row, sorted row, index of its adapter within its eight columns.
 struct Column {
     u32 packed;
 
@@ -42,7 +41,7 @@ struct Column {
     __device__ __forceinline__ int run() const { return packed >> 16; }
 };
 
-// Up to eight sorted rows of one adapter, whose x @ A is summed at once: slot in 16 bits, first row in 8, rows.
+// Up to eight sorted rows of one adapter, summed at once: slot (16 bits), first row (8), number of rows.
 struct Group {
     u32 packed;
 
@@ -51,18 +50,18 @@ struct Group {
     __device__ __forceinline__ int num_rows() const { return packed >> 24; }
 };
 
-// Behind the ring's barriers: what adapters add to a tile, and what helpers need for it.
+// Helpers' shared memory, after the ring's barriers: LoRA deltas of a tile and lists to compute them.
 struct Adapters {
-    u32 ready, taken;  // barriers of what is added
+    u32 ready, taken;  // barriers of `added`
     int *num_columns, *num_groups;
     unsigned char* compact;  // [part at once][column][rank step][rounded, rest][16] elements
     float* added;            // [row of x][weight row]
-    u32 *of_sorted, *columns, *runs;  // adapters by sorted row; columns; adapters of each eight of them, then zeros
+    u32 *of_sorted, *columns, *runs;  // adapters by sorted row; columns; adapters of each eight columns, then zeros
     u32* groups;
     int* sorted_rows;
     float* x_scales;     // with WEIGHT_FP8
     int *tiles, *ranks;  // in `compact`, until operands are rounded
-    u32 rings;           // of the helpers, RING_BYTES each
+    u32 rings;           // RING_BYTES per helper
     unsigned char* ring_memory;
 
     __device__ __forceinline__ Adapters(const Shared& shared, unsigned char* memory) {
@@ -128,7 +127,7 @@ __device__ __forceinline__ void load_batch(const Adapters& adapters, const int* 
     for (int i = thread + HELPER_THREADS; i < 3 * num_tiles; i += HELPER_THREADS) adapters.tiles[i] = tiles[i];
 }
 
-// A warp lists groups, and adapters by sorted row.
+// One warp lists groups, and adapters by sorted row.
 __device__ __forceinline__ void list_groups(const Adapters& adapters, const int* ranks, int num_tiles) {
     const int lane = threadIdx.x % WARP_SIZE;
     const u32 before = (1u << lane) - 1;
@@ -151,7 +150,7 @@ __device__ __forceinline__ void list_groups(const Adapters& adapters, const int*
     if (lane == 0) *adapters.num_groups = num_groups;
 }
 
-// A warp lists the columns of this block's rows.
+// One warp lists the columns of this block's rows.
 __device__ __forceinline__ void list_columns(const Adapters& adapters, int split) {
     const int lane = threadIdx.x % WARP_SIZE;
     int listed = 0;
@@ -188,13 +187,13 @@ __device__ __forceinline__ void store_relaxed(u64* to, u64 value) {
     asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" : : "l"(to), "l"(value) : "memory");
 }
 
-// Sums of x @ A, each with its launch's tag in the upper half: [split][sorted row][part][rank].
+// Sums of x @ A: [split][sorted row][part][rank], each with its launch's tag in the upper half.
 struct Shrunk {
     u64* values;
     u32 tag;
     int num_sorted, num_parts, max_rank;
 
-    // Waits for the sums.
+    // Polls until the sums arrive.
     __device__ __forceinline__ float4 sum(int row, int part, int r) const {
         const u64* from = values + (static_cast<i64>(row) * num_parts + part) * max_rank + r;
         const i64 stride = static_cast<i64>(num_sorted) * num_parts * max_rank;

@@ -1,17 +1,16 @@
-// What the rows' adapters add to a tile of the outputs, from the sums of x @ A and B, by the helpers of
-// adapted_product_sm90. Included by that kernel alone.
+// LoRA expand: deltas (x @ A) @ B.T of an output tile, by the helpers of adapted_product_sm90 alone.
 #pragma once
 
 #include "adapters/adapted_batch.cuh"
 
 constexpr int B_ROW_BYTES = 32 * RANK_STEPS;
-constexpr int RUNS = 4 / RANK_STEPS;  // adapters of a piece
+constexpr int RUNS = 4 / RANK_STEPS;  // adapters per piece
 constexpr int B_ROWS = RING_BYTES / 4 / (RUNS * B_ROW_BYTES) / 16 * 16;
-constexpr int B_BYTES = RUNS * B_ROWS * B_ROW_BYTES;  // of a piece
+constexpr int B_BYTES = RUNS * B_ROWS * B_ROW_BYTES;  // per piece
 constexpr int B_PIECES = RING_BYTES / B_BYTES < MAX_PIECES ? RING_BYTES / B_BYTES : MAX_PIECES;
 static_assert(B_ROWS > 0, "a piece has 16 rows");
 
-// The helpers round the operands of all columns of one or two parts.
+// The helpers round the operands of one or two parts, all columns.
 __device__ __forceinline__ void round_parts(const Adapters& adapters, const Shrunk& shrunk, int part, int num_now,
                                             int thread) {
     const int num_quads = *adapters.num_columns * RANK_STEPS * 4;
@@ -21,7 +20,7 @@ __device__ __forceinline__ void round_parts(const Adapters& adapters, const Shru
         const int sorted = Column{adapters.columns[j]}.sorted(), rank = Adapter{adapters.of_sorted[sorted]}.rank();
         float4 sum = {};
         if (r < rank) sum = shrunk.sum(sorted, part + second, r);
-        // beyond the rank: undefined
+        // undefined beyond the rank
         const float values[4] = {sum.x, r + 1 < rank ? sum.y : 0.0f, r + 2 < rank ? sum.z : 0.0f,
                                  r + 3 < rank ? sum.w : 0.0f};
         u32 rounded[2], rest[2];
@@ -46,8 +45,7 @@ struct B {
     }
 };
 
-// A helper's pieces of B of some parts, in the order of its products: B_ROWS rows of up to RUNS adapters, of eight
-// columns.
+// A helper's pieces of B in the order of its products: B_ROWS rows of up to RUNS adapters of eight columns.
 struct BPieces {
     const Adapters& adapters;
     const B& b;
@@ -56,12 +54,12 @@ struct BPieces {
     int row, end_part;
     PartRows part;
     int eight, base, n;
-    u32 number;  // of the next, in all parts and tiles
+    u32 number;  // of the next piece, over all parts and tiles
 
     __device__ __forceinline__ BPieces(const Adapters& adapters, const B& b, const Parts& parts, int helper)
         : adapters(adapters), b(b), parts(parts), helper(helper), number(0) {
         num_columns = *adapters.num_columns;
-        int log = 0;  // of the eights of columns at once; with few of them several warps share the rows
+        int log = 0;  // log2 of eight-column groups at once; with few groups several warps share the rows
         while (1 << log < HELPERS && 8 << log < num_columns) ++log;
         first_eight = 8 * (helper & (1 << log) - 1);
         skipped = B_ROWS * (helper >> log);
@@ -102,7 +100,7 @@ struct BPieces {
     }
     __device__ __forceinline__ u32 slot() const { return number % B_PIECES; }
     __device__ __forceinline__ u32 offset() const { return helper * RING_BYTES + slot() * B_BYTES; }
-    // By a warp.
+    // Called by a warp.
     __device__ __forceinline__ void fetch() {
         const int lane = threadIdx.x % WARP_SIZE, count = num_runs();
         const int num_bytes = min(B_ROWS, part.end - n) * b.max_rank * 2;
@@ -119,7 +117,7 @@ struct BPieces {
     }
 };
 
-// The helpers' products of parts from `first_part`: a warp takes eight columns by 16 weight rows after another. An
+// The helpers' products of parts from `first_part` on; a warp computes 8 columns x 16 weight rows at a time. An
 // adapter's operands are zeros in columns of others.
 __device__ __forceinline__ void expand(const Adapters& adapters, BPieces& now, BPieces& ahead, int tile_row,
                                        int first_part) {

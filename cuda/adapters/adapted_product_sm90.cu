@@ -1,21 +1,21 @@
-// adapted_product_sm90: out = x @ weight.T + bias, plus what the rows' LoRA adapters add, rounded once.
+// adapted_product_sm90: out = x @ weight.T + bias + LoRA deltas of the rows, rounded once.
 //
-//   x, weight, bias, out, grid, reference of the product: as in small_m_sm90, or with WEIGHT_FP8 and x_scale, weight_scale
-//   as in small_m_fp8_sm90; block ADAPTED_THREADS
-//   rows int32 [M], tiles int32 [G, 3] of at most 16 rows, ranks int32 [S]: as in lora_shrink;
-//   a [S, P, R, K], b [S, N, R], finite and of b zeros beyond the rank; R = 16 RANK_STEPS, M <= COLS, G <= 9/8 M;
-//   ends of the parts are first_end, second_end, N, multiples of 8
+//   x, weight, bias, out, grid, reference of the product: as in small_m_sm90, or with WEIGHT_FP8, x_scale and
+//   weight_scale as in small_m_fp8_sm90; block ADAPTED_THREADS
+//   rows int32 [M], tiles int32 [G, 3] of at most 16 rows, ranks int32 [S]: as in lora_shrink
+//   a [S, P, R, K], b [S, N, R]: finite, b zero beyond the rank; R = 16 RANK_STEPS, M <= COLS, G <= 9/8 M; parts end at
+//   first_end, second_end, N, multiples of 8
 //   a_map: 2-D map of a, boxes of 64 x unit_outputs in the 128-byte swizzle; unit_outputs divides P R
-//   shrunk u64 [ROOM_WORDS], at least 4 M P R, and left u32 [2]: zeros at first; blocks that have left, the last tag
-//   num_pieces: of A, in the ring of a helper
+//   shrunk u64 [ROOM_WORDS], at least 4 M P R; left u32 [2]: blocks that have left, last tag; both zero at first
+//   num_pieces: pieces of A in a helper's ring
 //   reference: NumpyOps.linear, lora_shrink, lora_expand
-//   roofline: as small_m_sm90, and A and B of each adapter of the step read once, R (P K + N) elements
+//   roofline: as small_m_sm90, plus A and B of each adapter of the step read once, R (P K + N) elements
 //
-// Some warps, the helpers, work on adapters while the others sum over K. The grid's helpers share the units of x @ A.
-// They store each sum in a word with the launch's tag, so that all blocks can wait for the sums without a fence; then
-// each block's helpers compute what adapters add to its tile and leave it in shared memory. All blocks run at once, one
-// an SM. A row has one adapter and each of its sums one order: they do not depend on the batch. Where two blocks split
-// K, each adds to the rows of x that it stores. Helpers run code once: 75 KB of it took 3 us a layer more than 48.
+// Helper warps compute adapters while the others run the GEMM. All blocks' helpers share the units of x @ A and store
+// each sum in a word with the launch's tag, so that blocks wait for it without a fence; each block's helpers then leave
+// the deltas of its tile in shared memory. All blocks run at once, one per SM. A row has one adapter and a fixed order
+// of sums: no result depends on the batch. Where two blocks split K, each adds deltas to the rows of x that it stores.
+// Helpers run code once: 75 KB of it took 3 us per layer more than 48 KB.
 #if WEIGHT_FP8
 #define WEIGHT_ELEMENTS 128
 #else
@@ -51,7 +51,7 @@ struct Stage {
     }
 };
 
-// A warp's rows of the output tile; bias and scale of this thread's two.
+// A warp's output rows; bias and scale of this thread's two.
 struct OutputTile {
     const Adapters& adapters;
     Out* out;
@@ -102,7 +102,7 @@ struct OutputTile {
     }
 };
 
-// Registers are limited: a block of add_rms_norm, 512 threads of 56, begins while this runs.
+// Limits registers so that a block of add_rms_norm (512 threads of 56 registers) can start while this runs.
 extern "C" __global__ void SMALL_M_CLUSTER __maxnreg__(80)
     adapted_product_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map,
                          const __grid_constant__ TensorMap a_map, const X* x, const float* x_scale, const T* b,
@@ -202,7 +202,7 @@ extern "C" __global__ void SMALL_M_CLUSTER __maxnreg__(80)
                 ahead.start(row, part, num_now);
                 now.start(row, part, num_now);
                 ahead.fetch_first();
-                if (tile > 0 || part > first) meet_helpers();  // the operands before are read
+                if (tile > 0 || part > first) meet_helpers();  // the previous operands have been read
                 round_parts(adapters, sums, part, num_now, helper_thread);
                 meet_helpers();
                 expand(adapters, now, ahead, row, part);

@@ -1,13 +1,12 @@
-// x times A of the rows' adapters, by the helpers of adapted_product_sm90, which fetch their first pieces of A before x
-// exists. Included by that kernel alone.
+// LoRA shrink (x @ A) by the helpers of adapted_product_sm90 alone; they fetch their first pieces of A before x exists.
 #pragma once
 
 #include "adapters/adapted_batch.cuh"
 
-constexpr int SHRINK_TILES = 3;  // of 16 outputs, of a unit at most
+constexpr int SHRINK_TILES = 3;  // most 16-output tiles of a unit
 constexpr int PARTIAL_STRIDE = 16 * SHRINK_TILES + 4;
 constexpr int PARTIAL = 8 * PARTIAL_STRIDE;
-constexpr int SUMS = 8;  // of a unit's inputs, in any build: a row has one order of sums
+constexpr int SUMS = 8;  // per unit in every build, so that a row's order of sums is fixed
 constexpr int OWN_SUMS = SUMS / HELPERS;
 constexpr int BATCH = 2;  // chunks whose inputs are loaded at once
 static_assert(BATCH % OWN_SUMS == 0, "a batch begins with the first sums");
@@ -16,7 +15,7 @@ static_assert(4 * OWN_SUMS * PARTIAL <= RING_BYTES, "a helper's sums fit in its 
 // Some outputs of a group's adapter, over one split of K.
 struct ShrinkUnit {
     Group group;
-    int split, output, begin, num_chunks;  // chunks of 64 inputs: from `begin`, every HELPERS-th is this helper's
+    int split, output, begin, num_chunks;  // chunks of 64 inputs; this helper takes every HELPERS-th from `begin`
 
     __device__ __forceinline__ ShrinkUnit(const Adapters& adapters, u32 number, u32 num_passes, int width, int k_size,
                                           int helper) {
@@ -31,12 +30,12 @@ struct ShrinkUnit {
     }
 };
 
-// A helper's pieces of A: 64 inputs of a unit's outputs.
+// A helper's ring of pieces of A: 64 inputs x a unit's outputs.
 struct APieces {
     const Adapters& adapters;
     const TensorMap& map;
-    int helper, width, num_outputs, num_pieces;  // outputs of a unit, of an adapter; pieces of the ring
-    int next, now;                               // pieces of the ring to fetch, to multiply by
+    int helper, width, num_outputs, num_pieces;  // outputs per unit, per adapter; pieces in the ring
+    int next, now;                               // ring pieces to fetch, to multiply by
     u32 parity;
 
     __device__ __forceinline__ APieces(const Adapters& adapters, const TensorMap& map, int helper, int width,
@@ -58,7 +57,7 @@ struct APieces {
         now = 0;
         parity ^= 1;
     }
-    // By one lane.
+    // Called by one lane.
     __device__ __forceinline__ void fetch(const ShrinkUnit& unit, int chunk) {
         const u32 full = adapters.a_full(helper, next);
         arrive_expecting(full, width * 128);
@@ -81,7 +80,7 @@ __device__ __forceinline__ u32 load_two(const X* from) {
 #endif
 }
 
-// A warp's sums of a unit, to its ring once A has been read: [OWN_SUMS][row][PARTIAL_STRIDE]. `from`: this lane's row.
+// Sums a unit and stores the warp's sums over its ring: [OWN_SUMS][row][PARTIAL_STRIDE]. `from`: this lane's row.
 __device__ __forceinline__ void sum_unit(float* partial, APieces& a, const ShrinkUnit& unit,
                                          const X* from, int k_size) {
     const int lane = threadIdx.x % WARP_SIZE, g = lane / 4, t = lane % 4;
@@ -136,7 +135,7 @@ __device__ __forceinline__ void sum_unit(float* partial, APieces& a, const Shrin
     publish_stores();  // before more pieces are fetched there
 }
 
-// The helpers' sums in their order, to memory.
+// Adds the helpers' sums in fixed order and stores them.
 __device__ __forceinline__ void store_unit(const Adapters& adapters, const APieces& a, const ShrinkUnit& unit,
                                            const Shrunk& shrunk, const float* x_scale, int thread) {
     const float* partial = reinterpret_cast<const float*>(adapters.ring_memory);
@@ -155,7 +154,7 @@ __device__ __forceinline__ void store_unit(const Adapters& adapters, const APiec
     }
 }
 
-// By each block after its waits. The last counts the launch; before a tag comes again, it clears the room.
+// Called by each block after its waits. The last block advances the tag; before tags wrap around it clears `shrunk`.
 __device__ __forceinline__ void leave(u32* left, const Shrunk& shrunk) {
     u32 count;
     asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(count) : "l"(left) : "memory");

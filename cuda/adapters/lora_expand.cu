@@ -1,22 +1,22 @@
-// lora_expand: out[rows[m], n] += sum over splits c of shrunk[c, m, part of n] . b[slot, n].
+// lora_expand: out[rows[m], n] += sum over splits c of shrunk[c, m, part of n] . b[slot, n] (LoRA expand).
 //
 //   shrunk float32 [C, M, P, R] of lora_shrink; b [S, N, R], scaled, finite beyond the rank; out [T, N]
 //   rows int32 [M], tiles int32 [G, 3], ranks int32 [S]: as in lora_shrink
 //   outputs of the P parts end at first_end, second_end, N (unused: N); all and R are multiples of 8
-//   grid (sum over parts of ceil(columns / 512), G), block 256: a warp makes 64 columns of a tile
-//   reference: NumpyOps.lora_expand. shrunk is multiplied as two 16-bit numbers, at least 16 of its bits (float16: up
-//   to 65,504); added to `out` in float32, rounded once
-//   roofline: as lora_shrink with N R elements, and 2 M N of outputs
+//   grid (sum over parts of ceil(columns / 512), G), block 256: a warp computes 64 columns of a tile
+//   reference: NumpyOps.lora_expand. shrunk is multiplied as two 16-bit numbers that keep at least 16 of its bits
+//   (float16: up to 65,504); added to `out` in float32, rounded once
+//   roofline: as lora_shrink with N R elements, plus 2 M N of outputs
 #include "common/mma.cuh"
 
 constexpr int WARPS = 8;
-constexpr int GROUPS = 2;                          // of 32 columns for a warp
+constexpr int GROUPS = 2;                          // of 32 columns per warp
 constexpr int WARP_COLUMNS = 32 * GROUPS;
 constexpr int BLOCK_COLUMNS = WARPS * WARP_COLUMNS;
 constexpr int COL_TILES = 4 * GROUPS;
 
 struct Columns {
-    int part, begin, end;  // of a block: end is its part's
+    int part, begin, end;  // of a block; `end` is its part's
 };
 
 __device__ __forceinline__ Columns columns_of(int block, int num_parts, const int (&ends)[3]) {
@@ -52,7 +52,7 @@ __device__ void expand_tile(T* out, const float* shrunk, const T* b, const int* 
 
 #else
 
-// Column g of mma tile j is g / 2 * 8 + 2 j + g % 2 of 32: four tiles give a lane 8 adjacent columns.
+// Column g of mma tile j is g / 2 * 8 + 2 j + g % 2 of 32, so four tiles give a lane 8 adjacent columns.
 __device__ __forceinline__ void load_columns(uint2 (&to)[COL_TILES], const T* b, Columns columns, int first, int r,
                                              int rank, int max_rank) {
     const int g = threadIdx.x % WARP_SIZE / 4;
@@ -64,7 +64,7 @@ __device__ __forceinline__ void load_columns(uint2 (&to)[COL_TILES], const T* b,
     }
 }
 
-// Four elements of `shrunk`: rounded pairs, and what rounding left out.
+// Four elements of `shrunk` as rounded pairs and rounding errors.
 struct Operands {
     u32 rounded[2], rest[2];
 };
@@ -77,7 +77,7 @@ __device__ __forceinline__ Operands load_operands(const float* shrunk, int r, in
         sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
     }
     const float values[4] = {sum.x, r + 1 < rank ? sum.y : 0.0f, r + 2 < rank ? sum.z : 0.0f,
-                             r + 3 < rank ? sum.w : 0.0f};  // beyond the rank: undefined
+                             r + 3 < rank ? sum.w : 0.0f};  // undefined beyond the rank
     Operands operands;
 #pragma unroll
     for (int pair = 0; pair < 2; pair++) {
@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP_SIZE)
     const int slot = tiles[3 * blockIdx.y], first = tiles[3 * blockIdx.y + 1], count = tiles[3 * blockIdx.y + 2];
     const int rank = ranks[slot], stride = num_parts * max_rank;
     if (count <= 0 || rank == 0) {
-        wait_for_previous_kernel();  // else the next kernel would not wait for it
+        wait_for_previous_kernel();  // else the next kernel would not wait for the previous one
         return;
     }
     const int ends[3] = {first_end, second_end, width};

@@ -1,7 +1,7 @@
-// lora_shrink: shrunk[c, m, o] = x[rows[m]] . a[slot, o] over split c of K.
+// lora_shrink: shrunk[c, m, o] = x[rows[m]] . a[slot, o] over split c of K (LoRA shrink, split-K).
 //
 //   x [T, K], a [S, P R, K], aligned to 16 bytes; shrunk float32 [C, M, P R]; o = p R + r, r below the rank
-//   rows int32 [M]: rows of x, an adapter's adjacent; ranks int32 [S]; K, R multiples of 8, split_inputs of 256
+//   rows int32 [M]: rows of x, grouped by adapter; ranks int32 [S]; K, R multiples of 8, split_inputs of 256
 //   tiles int32 [G, 3]: slot, first of `rows`, at most 16 ROW_TILES rows (0: padding)
 //   grid (ceil(P R / (8 ROW_TILES)), G, C), block 128: four warps take chunks of 64 inputs in turn; 48 KiB of rings
 //   reference: NumpyOps.lora_shrink; undefined beyond the rank, up to a multiple of 8
@@ -41,12 +41,12 @@ __device__ void shrink_tile(float* shrunk, const T* x, const T* a, const int* ro
 
 #else
 
-constexpr int VECS = CHUNK / 8;  // of 16 bytes in a row of a chunk
+constexpr int VECS = CHUNK / 8;  // 16-byte vectors per row of a chunk
 constexpr int ROW_BYTES = 2 * CHUNK;
 constexpr int STAGE_BYTES = (OUTPUTS + TILE_ROWS) * ROW_BYTES;
 constexpr int LANE_ROWS = WARP_SIZE / VECS;
 
-// A lane's vectors of NUM rows, every LANE_ROWS-th.
+// A lane's vectors of every LANE_ROWS-th of NUM rows.
 template <int NUM>
 struct Rows {
     const T* from[NUM / LANE_ROWS];  // null: zeros
@@ -114,7 +114,7 @@ __device__ void shrink_tile(float* shrunk, const T* x, const T* a, const int* ro
     float sums[ROW_TILES][COL_TILES][4] = {};
     for (int stage = 0; k < end; k += STEP, stage = (stage + 1) % STAGES) {
         wait_for_copies<STAGES - 2>();
-        __syncwarp();  // the stage has landed, and all lanes have read the previous one
+        __syncwarp();  // the stage has landed, the previous one is free
         const u32 next = ring_address + (stage + STAGES - 1) % STAGES * STAGE_BYTES;
         weights.start_copies(next, a, k + (STAGES - 1) * STEP, end);
         inputs.start_copies(next + OUTPUTS * ROW_BYTES, x, k + (STAGES - 1) * STEP, end);
@@ -151,14 +151,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP_SIZE)
     lora_shrink(float* shrunk, const T* x, const T* a, const int* rows, const int* tiles, const int* ranks,
                 int num_rows, int num_inputs, int num_parts, int max_rank, int split_inputs) {
     start_next_kernel();
-    // Tiles, ranks and adapters are older than the step: read before the previous kernel's end.
+    // Tiles, ranks and adapters are older than the step: read before the previous kernel ends.
     const Tile tile = {tiles[3 * blockIdx.y], tiles[3 * blockIdx.y + 1], tiles[3 * blockIdx.y + 2]};
     const int width = num_parts * max_rank, output = blockIdx.x * OUTPUTS, rank = ranks[tile.slot];
     const int begin = blockIdx.z * split_inputs, end = min(begin + split_inputs, num_inputs);
     bool has_outputs = false;
     for (int o = output; o < min(output + OUTPUTS, width); o += 8) has_outputs |= o % max_rank < rank;
     if (tile.num_rows <= 0 || !has_outputs) {
-        wait_for_previous_kernel();  // else the next kernel would not wait for it
+        wait_for_previous_kernel();  // else the next kernel would not wait for the previous one
         return;
     }
     shrink_tile(shrunk + static_cast<i64>(blockIdx.z) * num_rows * width, x, a, rows, tile, rank, num_inputs, width,

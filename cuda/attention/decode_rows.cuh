@@ -1,6 +1,6 @@
-// Attention of one query token per row, for both paged_decode kernels.
-// 16 bits: a warp streams tiles of 16 tokens through its own STAGES of shared memory, with no wider barrier in the
-// loop. S^T = K Q^T, O^T = V^T P^T: eight query rows cost one instruction. fp32: CUDA cores, one query row a CTA.
+// Decode attention of one query token per row over a KV split, for all paged_decode kernels.
+// 16 bits: each warp streams 16-token tiles through its own STAGES of shared memory, without CTA barriers in the loop.
+// S^T = K Q^T, O^T = V^T P^T: eight query rows cost one mma. fp32: CUDA cores, one query row per CTA.
 #pragma once
 
 #include "attention/kv_split.cuh"
@@ -8,7 +8,7 @@
 #include "common/mma.cuh"
 #include "common/types.cuh"
 
-// Query rows that see a split's tokens to its end.
+// All query rows see a split to its end.
 struct SameEnds {
     __device__ __forceinline__ bool holds(int, int, int) const { return true; }
 };
@@ -26,7 +26,7 @@ template <int Q_TILES>
 struct WarpState {
     float sum[Q_TILES][STEPS][4];
     float maximum[Q_TILES][2];
-    float total[Q_TILES][2];  // of this thread's tokens
+    float total[Q_TILES][2];  // over this thread's tokens
 };
 
 template <int Q_TILES>
@@ -58,7 +58,7 @@ __device__ __forceinline__ int2 blocks_of_tile(const PagedHead& head, int tile) 
     return make_int2(__ldg(head.entry(block)), __ldg(head.entry(block + 1)));
 }
 
-// Tokens outside first <= token < end become zeros and are not read.
+// Tokens outside first <= token < end are zero-filled, not read.
 __device__ __forceinline__ void copy_tile(u32 key_tile, const PagedHead& head, int2 ids, int tile, int first, int end) {
     const int lane = threadIdx.x % WARP_SIZE;
     const int at = tile * TILE % BLOCK_SIZE;
@@ -81,14 +81,14 @@ __device__ __forceinline__ void copy_tile(u32 key_tile, const PagedHead& head, i
 
 #if QUIRE_KV_FP8
 
-// Lane 4g + t holds bytes 4t .. 4t + 3 of a chunk's row g: as keys columns 2t, 2t + 1, 2t + 8, 2t + 9, with queries
-// permuted alike; as values, rows g and g + 8 are dimensions 2g and 2g + 1.
+// Lane 4g + t holds bytes 4t .. 4t + 3 of a chunk's row g: as keys, columns 2t, 2t + 1, 2t + 8, 2t + 9 (queries are
+// permuted alike); as values, rows g and g + 8 are dimensions 2g and 2g + 1.
 __device__ __forceinline__ u32 chunk_pair(u32 tile, int row, int right, int pair) {
     const bool is_last_alone = KvTile::CHUNKS % 2 == 1 && pair == KvTile::CHUNKS / 2;
     return KvTile::right_of(tile + KvTile::offset(row, is_last_alone ? 0 : right), pair);
 }
 
-// Chunks 2 pair and 2 pair + 1; the second is meaningless past the last.
+// Chunks 2 pair and 2 pair + 1; the second is garbage past the last chunk.
 __device__ __forceinline__ void load_keys(u32 (&keys)[2][4], u32 tile, int pair) {
     const int lane = threadIdx.x % WARP_SIZE;
     u32 raw[4];
@@ -106,7 +106,7 @@ __device__ __forceinline__ void load_values(u32 (&values)[2][4], u32 tile, int p
     load_matrices_transposed(raw, chunk_pair(tile, lane % 8 + lane / 16 * 8, lane / 8 % 2, pair));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const u32 by_dim = __byte_perm(raw[i], 0, 0x3120);  // two tokens of dimension 2g, then of 2g + 1
+        const u32 by_dim = __byte_perm(raw[i], 0, 0x3120);  // two tokens of dimension 2g, then two of 2g + 1
         values[i % 2][i / 2 * 2] = e4m3_to_f16<0>(by_dim);
         values[i % 2][i / 2 * 2 + 1] = e4m3_to_f16<1>(by_dim);
     }
@@ -114,7 +114,7 @@ __device__ __forceinline__ void load_values(u32 (&values)[2][4], u32 tile, int p
 
 #endif
 
-// S^T = K Q^T; minus infinity outside low <= row < high and past a row's own end.
+// S^T = K Q^T, masked outside low <= row < high and past each query row's end.
 template <int Q_TILES, typename Ends>
 __device__ __forceinline__ void score_tile(float (&score)[Q_TILES][4], const u32 (&q)[Q_TILES][STEPS][2], u32 key_tile,
                                            int low, int high, const Ends& ends, int first_token,
@@ -150,7 +150,7 @@ __device__ __forceinline__ void score_tile(float (&score)[Q_TILES][4], const u32
     }
 }
 
-// Scores become fragments of P^T; the state is rescaled to the new maximum.
+// Online softmax: turns scores into P^T fragments, rescales the state to the new maximum.
 template <int Q_TILES>
 __device__ __forceinline__ void weigh_tile(WarpState<Q_TILES>& state, int n, float (&score)[4], u32 (&weights)[2]) {
     float correction[2];
@@ -250,19 +250,19 @@ __device__ __forceinline__ void scale_rows(u32 (&fragments)[Q_TILES][STEPS][2], 
 #endif
 
 constexpr int THREADS = WARPS * WARP_SIZE;
-constexpr int ROWS = QUIRE_DTYPE == 0 ? 1 : at_most(GROUP, 16);  // query rows of a CTA
-constexpr int SLICES = ceil_div(GROUP, ROWS);  // CTAs of a kv head
+constexpr int ROWS = QUIRE_DTYPE == 0 ? 1 : at_most(GROUP, 16);  // query rows per CTA
+constexpr int SLICES = ceil_div(GROUP, ROWS);  // CTAs per kv head
 constexpr int GROUP_ROWS = MEMBERS * ROWS;  // query rows of a group's CTA
 #ifndef KEPT_STAGES
-#define KEPT_STAGES 0  // of the ring, which results do not replace
+#define KEPT_STAGES 0  // ring stages that results do not overwrite
 #endif
 constexpr int SUM_STRIDE = HEAD_DIM + (KEPT_STAGES > 0 ? 0 : 4);  // avoids bank conflicts, as sum_place does
 constexpr int MAX_PAIRS = 1 << 14;
 
-// Splits written, by (sequence, blockIdx.x); atomicInc wraps to 0 for the next launch.
+// Splits written per (sequence, blockIdx.x); atomicInc wraps to 0 for the next launch.
 __device__ u32 num_arrived[MAX_PAIRS];
 
-// True in the last CTA of `count`, which sees the others' writes.
+// True in the last of `count` CTAs to arrive, which sees the others' writes.
 __device__ __forceinline__ bool is_last_to_arrive(int pair, int count) {
     __threadfence();
     __syncthreads();
@@ -271,10 +271,10 @@ __device__ __forceinline__ bool is_last_to_arrive(int pair, int count) {
     return is_last;
 }
 
-// The place of a row's dimension, permuted within 32: with kept tiles there is no room for padding.
+// Column of dimension d, swizzled within 32: kept tiles leave no room for padding.
 __device__ __forceinline__ int sum_place(int row, int d) { return KEPT_STAGES > 0 ? d ^ row / 2 % 4 * 8 : d; }
 
-// Results of a CTA's warps, in place of the tiles.
+// Per-warp results, which reuse the tiles' memory.
 template <int NUM_ROWS>
 struct Results {
     float sum[WARPS][NUM_ROWS][SUM_STRIDE];
@@ -290,7 +290,7 @@ __device__ __forceinline__ void store_four(T* to, const float (&x)[4]) {
     *reinterpret_cast<Four*>(to) = four;
 }
 
-// Adds the warps' results, each times 2^(its maximum - the largest).
+// Merges the warps' results, weighted by 2^(own maximum - largest).
 template <int NUM_ROWS, typename Destination>
 __device__ __forceinline__ void merge_warps(const Results<NUM_ROWS>& results, const Destination& destination) {
     for (int i = threadIdx.x; i < NUM_ROWS * (HEAD_DIM / 4); i += THREADS) {
@@ -340,7 +340,7 @@ struct WorkspaceRows {
     }
 };
 
-// Splits are `stride` workspace rows apart; `weights` is shared float[ROWS][count].
+// Combines splits that are `stride` workspace rows apart. `weights`: shared float[ROWS][count].
 __device__ __forceinline__ void combine_splits(const float* sums, const float2* stats, int num_rows, int count,
                                               int stride, float* weights, float value_scale, T* out) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
@@ -391,7 +391,7 @@ __device__ __forceinline__ void attend(const T* q, const PagedHead& head, const 
 
 #else
 
-// `results` replace the tiles.
+// Overwrites the tiles.
 template <int Q_TILES, int NUM_ROWS>
 __device__ __forceinline__ void store_state(const WarpState<Q_TILES>& state, Results<NUM_ROWS>& results) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
@@ -415,7 +415,7 @@ __device__ __forceinline__ void store_state(const WarpState<Q_TILES>& state, Res
     }
 }
 
-// A warp's tiles of a split. Tokens from `copied_end` on are not copied.
+// A warp's ring of tiles of a split. Tokens from `copied_end` on are not copied.
 struct TileRing {
     u32 ring;
     int tile, num_tiles, first, copied_end;
@@ -441,7 +441,7 @@ struct TileRing {
     }
 };
 
-// No token of a split is missing in the cache.
+// The cache holds all tokens of the split.
 struct NoNewToken {
     __device__ __forceinline__ void place(u32, int) const {}
 };
@@ -476,7 +476,7 @@ __device__ __forceinline__ void attend(TileRing& tiles, const Rows& rows, const 
         const int ahead = tile + STAGES * WARPS;
         if (ahead < tiles.num_tiles) copy_tile(at, head, tiles.next_ids, ahead, tiles.first, tiles.copied_end);
         commit_copies();
-        tiles.next_ids = blocks_of_tile(head, ahead + WARPS);  // ahead, so that the copy does not wait
+        tiles.next_ids = blocks_of_tile(head, ahead + WARPS);  // early: the copy must not wait
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     wait_for_copies<0>();

@@ -1,20 +1,20 @@
-// paged_decode: one query token per sequence against its cached keys and values.
+// paged_decode: decode attention (GQA, split-KV) of one query token per sequence over the paged KV cache.
 //
 //   q, out [S, Hq, HEAD_DIM]; kv [num_blocks, L, 2, Hkv, BLOCK_SIZE, HEAD_DIM], kv_scales float [L, 2, Hkv] with
 //   QUIRE_KV_FP8; block_tables int32 [S, max_blocks]; splits KvSplit [num_slots] and members of plan_decode
 //   workspace: partial_sums float [num_rows, Hq, HEAD_DIM], partial_stats float2 [num_rows, Hq]
 //   grid (Hkv * SLICES, num_slots), block THREADS, shared memory SHARED_BYTES
 //   reference: NumpyOps.paged_decode_attention
-//   needs: arrays aligned to 16 bytes; max_blocks, scale, window > 0; launches that do not overlap (num_arrived);
-//   nothing split if S * gridDim.x > MAX_PAIRS
-//   Rows with context_len <= 0 and block ids outside the pool are zeros.
+//   needs: arrays aligned to 16 bytes; max_blocks, scale, window > 0; no overlapping launches (num_arrived); no splits
+//   if S * gridDim.x > MAX_PAIRS
+//   Rows with context_len <= 0 are zeros; block ids outside the pool read as zeros.
 //   roofline: bytes of visible keys and values; 0.90 of copy bandwidth from 256 MB
 //
-// A CTA computes ROWS query rows of a kv head for a split, or all of a group for a split of its prefix. The last CTA of
-// a row to arrive combines the (sum, maximum, total) that splits wrote to the workspace.
+// A CTA computes ROWS query rows of a kv head over one split, or all rows of a group over one split of its prefix.
+// Splits write (sum, maximum, total) to the workspace; a row's last CTA to arrive combines them (flash decoding).
 #include "attention/decode_rows.cuh"
 
-// True in thread m if this CTA is the last at member m; others see the writes after the next __syncthreads.
+// True in thread m if this CTA arrives last for member m; other threads see the writes after the next __syncthreads.
 __device__ __forceinline__ bool completes_member(const PrefixGroupMember* members, int num_members) {
     __threadfence();
     __syncthreads();
@@ -39,7 +39,7 @@ struct SequenceRows {
     }
 };
 
-// ROWS a member. `q` and `workspace` point to sequence 0 and row 0.
+// ROWS query rows per member. `q` points to sequence 0, `workspace` to row 0.
 struct GroupRows {
     const T* q;
     WorkspaceRows workspace;

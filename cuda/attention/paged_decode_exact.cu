@@ -1,25 +1,25 @@
-// paged_decode_exact: paged_decode by the plan of plan_exact_rows, for the bits of a batch of one, or plan_drafted_rows.
+// paged_decode_exact: paged_decode for the plans of plan_exact_rows (the bits of a batch of one) and plan_drafted_rows.
 //
-//   as paged_decode, and int num_slots; grid (Hkv * SLICES, stripes): a CTA takes each gridDim.y-th slot
+//   as paged_decode, and int num_slots; grid (Hkv * SLICES, stripes): a CTA takes every gridDim.y-th slot
 //   reference: NumpyOps.paged_decode_attention; roofline: that of paged_decode
 //
-// A CTA computes a split for up to MEMBERS rows of a sequence, each up to its own end, and the same split for the next
-// group from tiles that are still in KEPT_STAGES of shared memory. The last CTA of a row to arrive combines its splits.
-// POLLS, for CTAs that all run at once: warps of the CTAs combine a query head each, and poll for the others; if one
-// gives up, the last CTA does. FETCH_EARLY: tokens of earlier steps are copied while the previous kernel runs, which
-// needs a plan from before it.
+// A CTA computes a split for up to MEMBERS rows of a sequence, each up to its own end; the same split for the next
+// group reuses tiles in KEPT_STAGES of shared memory. A row's last CTA to arrive combines its splits.
+// POLLS (all CTAs resident): each warp combines a query head and polls for other splits; if it gives up, the last CTA
+// to arrive combines them.
+// FETCH_EARLY: copies tokens of earlier steps while the previous kernel runs; the plan must be older than that kernel.
 #include "attention/decode_rows.cuh"
 
-constexpr int MAX_POLLS = 1 << 12;  // a few ms; never reached while all CTAs run at once
+constexpr int MAX_POLLS = 1 << 12;  // a few ms; never reached while all CTAs are resident
 constexpr int ROW_CHUNKS = HEAD_DIM / 4;
 constexpr int LANE_SPLITS = ceil_div(MAX_SPLITS, WARP_SIZE);
-constexpr int NUM_COUNTERS = POLLS ? ROWS : 1;  // of a row and CTA column
-constexpr int LIST_INTS = 64;  // of combine_parts, at the end of shared memory
+constexpr int NUM_COUNTERS = POLLS ? ROWS : 1;  // per row and CTA column
+constexpr int LIST_INTS = 64;  // for combine_parts, at the end of shared memory
 static_assert(GROUP_ROWS <= WARP_SIZE, "a lane for each query row");
 static_assert(KEPT_STAGES == 0 || HEAD_DIM % 32 == 0, "sum_place permutes 32 dimensions");
 static_assert(SHARED_BYTES >= WARPS * MAX_SPLITS * sizeof(float), "the weights of the splits must fit");
 
-// ROWS a member. `q`, `out` and `workspace` point to sequence 0 and row 0.
+// ROWS query rows per member. `q` and `out` point to sequence 0, `workspace` to row 0.
 struct MemberRows {
     const T* q;
     T* out;
@@ -43,7 +43,7 @@ struct MemberRows {
         for (int n = 0; n < Q_TILES; ++n) {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                const int row = n * 8 + threadIdx.x % 4 * 2 + (ROWS % 2 == 0 ? 0 : j);  // even: one register for both
+                const int row = n * 8 + threadIdx.x % 4 * 2 + (ROWS % 2 == 0 ? 0 : j);  // even ROWS: one register
                 found.at[n][j] = members[min(row / ROWS, num_members - 1)].end;
             }
         }
@@ -112,7 +112,7 @@ struct WarpTiles {
             copy_tile(ring + stage * STAGE_BYTES, head, ids, number, split.first, split.end);
         commit_copies();
     }
-    // Fills the ring; if `is_early`, with tokens of earlier steps until the previous kernel has ended.
+    // Fills the ring. If `is_early`, waits for the previous kernel only before tokens that may be of this step.
     __device__ __forceinline__ void begin(bool is_early) {
         int2 ids[STAGES];
 #pragma unroll
@@ -159,7 +159,7 @@ __device__ __forceinline__ void attend_rows(const MemberRows& rows, WarpTiles& t
         __syncwarp();
         const int ahead = tile + STAGES * WARPS;
         tiles.copy(stage, tiles.next_ids, ahead);
-        tiles.next_ids = blocks_of_tile(tiles.head, ahead + WARPS);  // ahead, so that the copy does not wait
+        tiles.next_ids = blocks_of_tile(tiles.head, ahead + WARPS);  // early: the copy must not wait
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     wait_for_copies<0>();
@@ -195,7 +195,7 @@ __device__ __forceinline__ u32 load_acquire(const u32* from) {
     return value;
 }
 
-// After a barrier of the CTA also its other threads' stores are seen by who acquires.
+// After a CTA barrier this releases the stores of all its threads.
 __device__ __forceinline__ bool arrives_last(u32* counter, u32 count) {
     u32 before;
     asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
@@ -205,7 +205,7 @@ __device__ __forceinline__ bool arrives_last(u32* counter, u32 count) {
     return before == count - 1;
 }
 
-// Query rows of a member that are combined together: a lane's, or all of a member, by its first lane.
+// Query rows combined together: with POLLS one per lane, else all of a member by its first lane.
 struct Part {
     PrefixGroupMember member = {};
     int head = 0, num_rows = 0;  // 0: none
@@ -217,7 +217,7 @@ struct Part {
         if (member.count <= 1 || head >= (POLLS ? rows.num_rows : 1)) return;
         num_rows = POLLS ? 1 : rows.num_rows;
     }
-    // Rows are dealt to the CTAs of a member's splits, then to their warps.
+    // Rows are dealt round-robin to the CTAs of a member's splits, then to their warps.
     __device__ __forceinline__ int number() const { return member.sequence * ROWS + head; }
     __device__ __forceinline__ bool is_for(int split_row) const {
         return POLLS && num_rows > 0 && number() % member.count == split_row;
@@ -230,7 +230,7 @@ struct Part {
     }
     __device__ __forceinline__ bool arrives_last() const { return ::arrives_last(counter(), member.count); }
 
-    // Returns whether this CTA, which combines the part, is the last to arrive.
+    // Polls for the other splits; gives up by arriving. Returns whether this CTA, which combines the part, is the last.
     __device__ __forceinline__ bool waits_for_others() const {
 #pragma unroll 1
         for (int poll = 0; poll < MAX_POLLS; ++poll) {
@@ -242,7 +242,7 @@ struct Part {
     }
 };
 
-// Weights of a row's splits, shared float[count], as in combine_splits. Called by a warp.
+// Stores the weights of a row's splits in shared float[count], as combine_splits does. Called by a warp.
 __device__ __forceinline__ void weigh_splits(const float2* stats, int count, int stride, float* weights,
                                              float value_scale) {
     const int lane = threadIdx.x % WARP_SIZE;
@@ -269,7 +269,7 @@ __device__ __forceinline__ void weigh_splits(const float2* stats, int count, int
     }
 }
 
-// combine_splits of `num` rows, whose sums are brought to shared memory at once. `most`: splits of one.
+// combine_splits of `num` rows with their sums in shared memory. `most`: most splits of a row.
 __device__ __forceinline__ void combine_together(const MemberRows& rows, const int* numbers, int num, int most,
                                                  unsigned char* shared) {
     const int stride = rows.num_heads;
@@ -307,7 +307,7 @@ __device__ __forceinline__ void combine_together(const MemberRows& rows, const i
     __syncthreads();
 }
 
-// Combines the parts for which lanes of one warp say so.
+// Combines the parts of one warp's lanes with `is_complete`.
 __device__ __forceinline__ void combine_parts(const MemberRows& rows, const Part& part, bool is_complete,
                                               unsigned char* shared) {
     int* numbers = reinterpret_cast<int*>(shared + SHARED_BYTES) - LIST_INTS;
@@ -339,7 +339,7 @@ __device__ __forceinline__ void combine_parts(const MemberRows& rows, const Part
         combine_splits(rows.workspace.sums + row * HEAD_DIM, rows.workspace.stats + row, 1, member.count,
                        rows.num_heads, reinterpret_cast<float*>(shared), rows.value_scale,
                        rows.out + rows.first_of(member.sequence) + head * HEAD_DIM);
-        __syncthreads();  // the weights are read
+        __syncthreads();  // the weights have been read
     }
 }
 
@@ -377,7 +377,7 @@ __device__ __forceinline__ void combine_row(const MemberRows& rows, int first_ro
         }
         store_four(rows.out + rows.first_of(sequence) + head * HEAD_DIM + lane * 4 + d, sum);
     }
-    __syncwarp();  // the weights are read
+    __syncwarp();  // the weights have been read
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS
@@ -401,10 +401,10 @@ paged_decode_exact(T* __restrict__ out, const T* __restrict__ q, const Kv* __res
     };
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     bool is_early = FETCH_EARLY;
-    int held_sequence = -1, held_begin = 0, held_end = 0;  // tiles in shared memory
+    int held_sequence = -1, held_begin = 0, held_end = 0;  // split whose tiles are in shared memory
     KvSplit split = {};
     int num_computed = 0;
-    u32 late = 0;  // slots in which this lane was the last to arrive
+    u32 late = 0;  // bit i: this lane arrived last in the CTA's i-th slot
 
     for (int slot = blockIdx.y; slot < num_slots; slot += gridDim.y) {
         const KvSplit next = splits[slot];
@@ -440,7 +440,7 @@ paged_decode_exact(T* __restrict__ out, const T* __restrict__ q, const Kv* __res
     if (is_early) wait_for_previous_kernel();
     if (!POLLS) return;
 
-    // Not read again if it is the only one.
+    // A single split is not read again.
     const auto split_of = [&](int i) { return num_computed == 1 ? split : splits[blockIdx.y + i * gridDim.y]; };
     float* weights = reinterpret_cast<float*>(shared) + warp * MAX_SPLITS;
     const auto combine = [&](const MemberRows& rows, const Part& part, u32 items) {
@@ -458,7 +458,7 @@ paged_decode_exact(T* __restrict__ out, const T* __restrict__ q, const Kv* __res
         const Part part(rows, lane);
         const bool is_complete = part.is_for_warp(own.row) && part.waits_for_others();
         const u32 items = __ballot_sync(FULL_WARP, is_complete);
-        if (items != 0) __threadfence();  // what this lane has acquired, the others read
+        if (items != 0) __threadfence();  // other lanes read what this lane acquired
         __syncwarp();
         combine(rows, part, items);
     }

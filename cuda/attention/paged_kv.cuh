@@ -1,7 +1,7 @@
-// Block tables, shared memory tiles, the float32 path. Scores are in units of log2.
+// Paged KV cache: block tables, shared-memory tiles, float32 attention. Scores are in log2 units.
 //
-// A build defines HEAD_DIM (a multiple of 16, at most 256), BLOCK_SIZE (a power of two, at least 8), GROUP (query heads
-// of a kv head).
+// Build macros: HEAD_DIM (multiple of 16, at most 256), BLOCK_SIZE (power of two from 8), GROUP (query heads per kv
+// head)
 #pragma once
 
 #include "common/mma.cuh"
@@ -20,7 +20,7 @@ static_assert(BLOCK_SIZE >= 8 && (BLOCK_SIZE & (BLOCK_SIZE - 1)) == 0, "block_si
 constexpr __host__ __device__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr __host__ __device__ int at_most(int a, int b) { return a < b ? a : b; }
 
-// A layer's kv_scales [L, 2, Hkv]: value = stored * scale; 1 for a cache of T.
+// One layer of kv_scales [L, 2, Hkv]: value = stored * scale; 1 for a cache of T.
 struct KvScales {
     const float* of_layer;
     int num_kv_heads;
@@ -57,10 +57,10 @@ struct PagedHead {
         return static_cast<u32>(block_id) < static_cast<u32>(num_blocks);
     }
 
-    // The table's entry for a block; past the end, the last.
+    // Block table entry, clamped to the last.
     __device__ __forceinline__ const int* entry(int block) const { return table + min(block, max_blocks - 1); }
 
-    // Key `offset` of a block inside the pool.
+    // Key `offset` of a block; an id outside the pool gives block 0.
     __device__ __forceinline__ const Kv* key_at(int block_id, int offset) const {
         return keys + static_cast<u64>(holds(block_id) ? block_id : 0) * block_stride + offset * HEAD_DIM;
     }
@@ -72,7 +72,7 @@ struct PagedHead {
 
 __device__ __forceinline__ float minus_infinity() { return -positive_infinity(); }
 
-// The maximum, or 0 while no key was visible: avoids inf - inf.
+// The maximum, or 0 if no key was visible: avoids inf - inf.
 __device__ __forceinline__ float finite_base(float maximum) { return maximum == minus_infinity() ? 0.0f : maximum; }
 
 __device__ __forceinline__ float reciprocal_or_zero(float total) {
@@ -83,8 +83,8 @@ __device__ __forceinline__ float reciprocal_or_zero(float total) {
 
 #if QUIRE_DTYPE != 0
 
-// Rows of 16-byte chunks; eight rows of a column have no bank conflicts: chunks are XORed with the row (SWIZZLED, base
-// aligned to ROW_BYTES), or odd in number.
+// Rows of 16-byte chunks. Eight rows of a column have no bank conflicts: chunks are XORed with the row (SWIZZLED, base
+// aligned to ROW_BYTES), or their number per row is odd.
 template <int NUM_CHUNKS>
 struct TileOf {
     static constexpr int CHUNKS = NUM_CHUNKS;
@@ -99,8 +99,8 @@ struct TileOf {
         return SWIZZLED ? address ^ (32 * pairs) : address + 32 * pairs;
     }
 };
-using SharedTile = TileOf<HEAD_DIM / 8>;  // 16-bit elements
-using KvTile = TileOf<HEAD_DIM * sizeof(Kv) / 16>;  // the cache's
+using SharedTile = TileOf<HEAD_DIM / 8>;  // of 16-bit elements
+using KvTile = TileOf<HEAD_DIM * sizeof(Kv) / 16>;  // of cache elements
 
 __device__ __forceinline__ uint4 load_chunk(u32 from) {
     uint4 chunk;
@@ -119,7 +119,7 @@ __device__ __forceinline__ void store_chunk(u32 to, uint4 chunk) {
 }
 
 #if QUIRE_KV_FP8
-// Apart from store_widened, so that loads can precede stores.
+// Separate from store_widened, so that loads can precede stores.
 __device__ __forceinline__ uint2 load_eight(u32 from) {
     uint2 eight;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(eight.x), "=r"(eight.y) : "r"(from) : "memory");
@@ -132,7 +132,7 @@ __device__ __forceinline__ void store_widened(u32 to, uint2 eight) {
 }
 
 #if QUIRE_DTYPE == 2
-// bfloat16 queries become float16 times a power of two: at least 2^14 for the largest, exact down to 2^-28 of it.
+// Power of two that makes bfloat16 queries float16: the largest becomes at least 2^14, exact down to 2^-28 of it.
 struct QueryScale {
     __nv_bfloat162 up;
     float down;
@@ -154,13 +154,13 @@ constexpr u32 INFINITY_BITS = 0x7f80u;
 
 __device__ __forceinline__ u32 larger_of_pair(u32 pair) { return max(pair & 0xffffu, pair >> 16); }
 
-// Without infinities and NaN, which would reach other rows.
+// Skips infinities and NaN, which would affect other rows.
 __device__ __forceinline__ u32 finite_of_pair(u32 pair) {
     const u32 low = pair & 0xffffu, high = pair >> 16;
     return max(low < INFINITY_BITS ? low : 0, high < INFINITY_BITS ? high : 0);
 }
 
-// Scales a warp's query rows alike, in place; returns QueryScale.down. Rows from `num_held` on are ignored.
+// Scales a warp's query rows in place by one QueryScale; returns its `down`. Ignores rows from `num_held` on.
 template <int NUM_ROWS, typename Address>
 __device__ __forceinline__ float scale_queries(int num_held, const Address& address) {
     constexpr int CHUNKS = HEAD_DIM / 8, BATCH = 8, NUM_CHUNKS = NUM_ROWS * CHUNKS / WARP_SIZE;
@@ -198,7 +198,7 @@ __device__ __forceinline__ float scale_queries(int num_held, const Address& addr
 
 #else
 
-// Running softmax of a warp's query row: lanes own dimensions lane, lane + 32, ...
+// Online softmax of a warp's query row: a lane owns dimensions lane, lane + 32, ...
 struct RowState {
     static constexpr int DIMS = ceil_div(HEAD_DIM, WARP_SIZE);
     float maximum = minus_infinity();
@@ -230,7 +230,7 @@ __device__ __forceinline__ float dot_row(const float* a, const float* b) {
 }
 #endif
 
-// Adds keys begin <= token < end, a key a lane, 32 every `stride` tokens.
+// Adds keys begin <= token < end: one per lane, 32 every `stride` tokens.
 __device__ __forceinline__ void attend_row(RowState& state, const float* q, const PagedHead& head, int begin, int end,
                                            int stride, float scale_log2) {
     const int lane = threadIdx.x % WARP_SIZE;

@@ -1,16 +1,16 @@
-// paged_prefill: chunks of several sequences attend causally to cached keys; flash attention by mma.sync.
+// paged_prefill: causal GQA FlashAttention of several sequences' chunks over the paged KV cache, with mma.sync.
 //
 //   q, out [T, Hq, HEAD_DIM]; kv and kv_scales as in paged_decode; block_tables int32 [S, max_blocks]; context_lens
 //   int32 [S]; query_start int32 [S + 1]; arrays aligned to 16 bytes; max_blocks, scale, window > 0; max_query_len >=
 //   the longest chunk
 //   grid (Hkv, S, ceil(max_query_len * GROUP / ROWS)), block 32 WARPS, shared memory SHARED_BYTES
 //   reference: NumpyOps.paged_prefill_attention
-//   Rows without visible keys and block ids outside the pool are zeros.
-//   roofline: 4 * HEAD_DIM flop a visible (query, key) pair and head; on an H200 300 TFLOP/s in bf16 at 4k
+//   Rows without visible keys are zeros; block ids outside the pool read as zeros.
+//   roofline: 4 * HEAD_DIM flop per visible (query, key) pair and head; on an H200 300 TFLOP/s in bf16 at 4k
 //
-// A CTA computes ROWS query rows of a kv head: row r is query head r % GROUP of the chunk's token r / GROUP; blockIdx.z
-// counts from the chunk's end: longest first. Tiles of KEYS tokens are fetched one ahead, block ids two. A warp has
-// 16 * ROW_TILES rows; two row tiles halve its shared memory reads per product. fp32: CUDA cores, a warp a row.
+// A CTA computes ROWS query rows of a kv head: row r is query head r % GROUP of the chunk's token r / GROUP. blockIdx.z
+// counts from the chunk's end, longest tiles first. Tiles of KEYS tokens are fetched one ahead, block ids two. A warp
+// has 16 * ROW_TILES rows; two row tiles halve its shared-memory reads per product. fp32: CUDA cores, one warp per row.
 #include "attention/paged_kv.cuh"
 #include "common/mma.cuh"
 #include "common/types.cuh"
@@ -37,8 +37,8 @@ constexpr int KEY_STEPS = KEYS / 16;
 // Half h of row tile r is row 16 r + 8 h + lane / 4 of the warp.
 struct WarpState {
     float sum[ROW_TILES][2 * STEPS][4];
-    float maximum[ROW_TILES][2];  // raw scores
-    float total[ROW_TILES][2];  // of this thread's keys
+    float maximum[ROW_TILES][2];  // of raw scores
+    float total[ROW_TILES][2];  // over this thread's keys
 };
 
 __device__ __forceinline__ void score_tile(float (&score)[ROW_TILES][2 * KEY_STEPS][4], u32 warp_queries,
@@ -85,7 +85,7 @@ __device__ __forceinline__ void mask_tile(float (&score)[ROW_TILES][2 * KEY_STEP
     }
 }
 
-// Scores become weights 2^((score - maximum) * scale_log2).
+// Online softmax: scores become weights 2^((score - maximum) * scale_log2).
 __device__ __forceinline__ void weigh_tile(WarpState& state, float (&score)[ROW_TILES][2 * KEY_STEPS][4],
                                            float scale_log2) {
 #pragma unroll
@@ -192,7 +192,7 @@ static_assert(NUM_IDS * 4 <= IDS_BYTES, "a tile's block ids must fit");
 static_assert(WARP_ROWS * SharedTile::CHUNKS % WARP_SIZE == 0, "every lane copies the same number of chunks");
 static_assert(SHARED_BYTES == QUERY_BYTES + 4 * TILE_BYTES + 2 * IDS_BYTES, "the launcher's tile sizes are not these");
 
-// Query rows (later the output), two stages of (keys, values), block ids. e4m3: two stages of bytes replace the second.
+// Query rows (later the output), two stages of (keys, values), block ids. e4m3: two stages of bytes replace stage 1.
 struct Shared {
     unsigned char* base;
 
@@ -233,12 +233,12 @@ __device__ __forceinline__ void copy_ids(int* ids, const PagedHead& head, int ti
     copy_async_4(shared_address(ids + threadIdx.x), head.entry(tile * KEYS / BLOCK_SIZE + threadIdx.x));
 }
 
-// Tokens outside first <= token < end become zeros and are not read.
+// Tokens outside first <= token < end are zero-filled, not read.
 __device__ __forceinline__ void copy_tile(u32 key_tile, const int* ids, const PagedHead& head, int tile, int first,
                                           int end) {
     const u32 low = first - tile * KEYS, num_wanted = max(0, end - first);
     const int in_block = tile * KEYS % BLOCK_SIZE;
-#pragma unroll 4  // more at once makes registers spill
+#pragma unroll 4  // more would spill registers
     for (int block = 0; block < NUM_IDS; ++block) {
         const int id = ids[block];
         const Kv* keys = head.key_at(id, in_block);
@@ -298,7 +298,7 @@ __device__ __forceinline__ float scale_own_queries(u32 queries, const Chunk& chu
 }
 #endif
 
-// Through shared memory, for stores of 16 bytes.
+// Stores through shared memory, 16 bytes at a time.
 __device__ __forceinline__ void store_rows(const WarpState& state, unsigned char* queries, T* out, const Chunk& chunk,
                                            int kv_head, int num_kv_heads, float value_scale) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;

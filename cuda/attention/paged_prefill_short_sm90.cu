@@ -1,13 +1,13 @@
-// paged_prefill_short_sm90: paged_prefill_sm90's task for few query rows, whose tiles do not fill the device.
+// paged_prefill_short_sm90: paged_prefill_sm90 with split-KV, for too few query tiles to fill the device.
 //
-//   arrays: paged_prefill; maps: paged_prefill_sm90; STAGES and the macros of prefill_sm90.cuh
+//   arrays as in paged_prefill, maps as in paged_prefill_sm90; STAGES and the macros of prefill_sm90.cuh
 //   grid (num_clusters * cluster_size), clusters of up to MAX_CLUSTER_SPLITS, block THREADS, shared memory SHARED_BYTES
 //   reference: NumpyOps.paged_prefill_attention
-//   roofline: bytes of visible keys and values, 2 of the 12 us of 64 tokens after 2,048 on an H200
+//   roofline: bytes of visible keys and values: 2 of the 12 us for 64 tokens after 2,048 on an H200
 //
-// The CTAs of a cluster split a query tile's keys and reduce its rows in each other's shared memory. One warp fetches,
+// The CTAs of a cluster split a query tile's keys and reduce its rows in distributed shared memory. One warp fetches,
 // two warpgroups of 64 rows consume, three warps widen e4m3. A tile's scores overlap the previous tile's values. Keys
-// run from first to last. Values outside the split are zeroed: they may be uninitialised.
+// run from first to last. Values outside the split, perhaps uninitialised, are zeroed.
 #include "attention/paged_kv.cuh"
 #include "attention/prefill_sm90.cuh"
 #include "common/mma.cuh"
@@ -16,14 +16,14 @@
 
 constexpr int MIN_SPLIT_KEYS = 128;
 
-// a / b up to a million, five times as fast.
+// a / b up to a million, five times as fast as integer division.
 __device__ __forceinline__ int quotient(int a, int b) { return static_cast<int>(__fdividef(a + 0.5f, b)); }
 
-// A CTA's work in a round: key tiles of a query tile from `begin` on. A cluster splits one query tile; its CTAs are
-// divided among several if there are more tiles than clusters, or compute whole ones.
+// A CTA's work in a round: key tiles of a query tile from `begin` on. A cluster splits one query tile; with more tiles
+// than clusters its CTAs share several, or take whole ones.
 struct Task {
     QueryTile query_tile;
-    int sequence;  // num_sequences: nothing to do
+    int sequence;  // num_sequences: no work
     int index, count;
     int begin;
 
@@ -40,7 +40,7 @@ struct Task {
     }
 };
 
-// 32 sequences, one a lane; `end`: query tiles of a kv head through the lane's.
+// 32 sequences, one per lane. `end`: query tiles per kv head through the lane's.
 struct Chunks {
     int start, num_tokens, context_len, end, total;
 
@@ -62,7 +62,7 @@ struct Chunks {
     }
 };
 
-// Called by a whole warp. All its loads are independent.
+// Called by a whole warp; its loads are independent.
 __device__ __forceinline__ Task find_task(const Batch& batch, int cluster_size, int round) {
     Task task;
     task.sequence = batch.num_sequences;
@@ -109,18 +109,17 @@ constexpr int CONSUMER_WARPS = CONSUMER_THREADS / WARP_SIZE;
 constexpr int THREADS = CONSUMER_THREADS + WARPGROUP_SIZE;
 static_assert(PADDED_ROWS == CONSUMERS * 64, "every row has a warpgroup");
 
-constexpr int MAX_CLUSTER_SPLITS = 8;  // the portable size
+constexpr int MAX_CLUSTER_SPLITS = 8;  // the portable cluster size
 constexpr int CHUNKS = HEAD_DIM / 16;
 constexpr int UNIT_BYTES = WARP_SIZE * 16;
 constexpr int STAT_BYTES = 8 * 16;  // maximum and total of rows r and r + 8 of a warp
 constexpr int MAX_UNITS = CONSUMER_WARPS * CHUNKS + MAX_CLUSTER_SPLITS;
 constexpr int REDUCTION_BYTES = MAX_UNITS * UNIT_BYTES + MAX_CLUSTER_SPLITS * CONSUMER_WARPS * STAT_BYTES;
 
-// Reduction of a tile's splits, weighed by total * 2^(maximum - the largest): each CTA sends the others what they
-// reduce.
+// Cluster reduction of a tile's splits, weighted by total * 2^(maximum - largest). CTAs exchange the units they reduce.
 //
-// A unit is 16 columns of a warp's 16 rows, 16 bytes a lane, normalised to 16 bits: bandwidth between SMs is low. Unit
-// i * num_warps + w is column chunk i of warp w; split u % count reduces unit u. Receivers hold units by split, then
+// A unit is 16 columns of a warp's 16 rows, 16 bytes per lane, normalised to 16 bits: SM-to-SM bandwidth is low. Unit i
+// * num_warps + w is column chunk i of warp w; split u % count reduces unit u. Receivers hold units by split, then
 // stats.
 struct PartialReduction {
     u32 base, barrier;
@@ -138,7 +137,7 @@ struct PartialReduction {
     __device__ __forceinline__ int owner(int unit) const { return unit - slot(unit) * count; }
     __device__ __forceinline__ int num_slots() const { return slot(num_warps * CHUNKS + count - 1 - index); }
 
-    // Called by one thread, first.
+    // Called first, by one thread.
     __device__ __forceinline__ void expect_partials() const {
         arrive_expecting(barrier, count * (num_slots() * UNIT_BYTES + num_warps * STAT_BYTES));
     }
@@ -165,7 +164,7 @@ struct PartialReduction {
         }
     }
 
-    // A unit a warp, after all have arrived.
+    // One unit per warp, after all have arrived.
     __device__ __forceinline__ void reduce(T* out, const QueryTile& query_tile, int warp, int num_kv_heads,
                                            float value_scale) const {
         const int lane = threadIdx.x % WARP_SIZE, slots = num_slots();
@@ -226,7 +225,7 @@ static_assert(SHARED_BYTES ==
                   1024 + QUERY_BYTES + 2 * STAGES * TILE_BYTES + RING_BYTES + BARRIER_BYTES + RING_BARRIER_BYTES,
               "the launcher's memory is not this");
 
-// Query rows and keys (in the end partial results); values; e4m3; barriers.
+// Query rows and keys (later partial results), values, e4m3 ring, barriers.
 struct Shared {
     u32 base;
 
@@ -385,7 +384,7 @@ struct Consumer {
         if (tile + 1 == task.num_tiles()) release_queries(task);
     }
 
-    // Zeros values masked for the whole split; each warpgroup for itself.
+    // Each warpgroup zeros for itself the values masked for the whole split.
     __device__ __forceinline__ void clear_masked_values(const Task& task, int tile, u32 values) const {
         const int begin = task.begin + tile * KEYS;
         const bool is_partly_masked =

@@ -1,16 +1,17 @@
-// paged_prefill_sm90: paged_prefill's task on Hopper in 16 bits for a HEAD_DIM of 64 or 128, by wgmma and TMA.
+// paged_prefill_sm90: paged_prefill on Hopper with wgmma and TMA; 16 bits, HEAD_DIM 64 or 128.
 //
-//   arrays: paged_prefill; query_map: q in boxes of 64 elements x GROUP heads x ROWS / GROUP tokens; cache_map: kv
+//   arrays as in paged_prefill; query_map: q in boxes of 64 elements x GROUP heads x ROWS / GROUP tokens; cache_map: kv
 //   (prefill_sm90.cuh); workspace: partial_sums float32 [num_ctas, 192, HEAD_DIM], partial_stats float32 [num_ctas,
 //   192, 2]
-//   grid (num_ctas), at most one CTA an SM, block THREADS, shared memory SHARED_BYTES
+//   grid (num_ctas), at most one CTA per SM, block THREADS, shared memory SHARED_BYTES
 //   reference: NumpyOps.paged_prefill_attention
-//   roofline: as paged_prefill; on an H200 440 / 585 / 635 TFLOP/s in bf16 at 1k / 4k / 16k
+//   roofline: as paged_prefill; on an H200 454 / 639 / 708 TFLOP/s in bf16 at 1k / 4k / 16k
 //
-// CTAs take query tiles from a counter, which the last resets, after the previous kernel; with several CTAs a tile they
-// split its keys. One warp fetches; three warpgroups of 64 rows consume at their own pace: tensor cores work for one
-// while others compute weights. Two would be bound by L2. Three more warps widen e4m3. Keys run from last to first.
-// Unknown and masked blocks are boxes outside the map; other masked values are zeroed, since they may be uninitialised.
+// Persistent CTAs take query tiles from a counter once the previous kernel has ended; the last resets it. Several CTAs
+// per tile split its keys. One warp fetches; three warpgroups of 64 rows consume at their own pace: tensor cores serve
+// one while others compute softmax weights. Two would be bound by L2. Three more warps widen e4m3. Keys run from last
+// to first. Unknown and masked blocks are boxes outside the map; other masked values, perhaps uninitialised, are
+// zeroed.
 #include "attention/paged_kv.cuh"
 #include "attention/prefill_sm90.cuh"
 #include "common/mma.cuh"
@@ -30,7 +31,7 @@ constexpr int TAIL_BYTES = 256;
 static_assert(SHARED_BYTES == QUERY_BYTES + 2 * STAGES * TILE_BYTES + RING_BYTES + TAIL_BYTES,
               "the launcher's memory is not this");
 
-// Query rows, keys, values, e4m3, barriers, the query tile and its split.
+// Query rows, keys, values, e4m3 ring, barriers, query tile and split.
 struct Shared {
     unsigned char* base;
 
@@ -65,11 +66,11 @@ struct PipelineState {
 
 constexpr int MAX_SPLITS = 1024;
 
-// By query tile. The last atomicInc wraps to 0.
+// Splits stored per query tile; the last atomicInc wraps to 0.
 __device__ u32 splits_stored[MAX_SPLITS];
 
 // Reduction of a tile's splits: each stores sums, maxima (log2) and totals, waits for the others, then reduces its
-// share of the rows. All CTAs must run at once: processes that share SMs through MPS could deadlock.
+// share of the rows. All CTAs must be resident: processes sharing SMs through MPS could deadlock.
 struct PartialReduction {
     float* sums;
     float2* stats;
@@ -134,11 +135,11 @@ struct PartialReduction {
 
 constexpr int THREADS = (NUM_CONSUMERS + 1) * WARPGROUP_SIZE;
 constexpr int CONSUMER_WARPS = NUM_CONSUMERS * WARPGROUP_SIZE / WARP_SIZE;
-constexpr int FIRST_CONSUMER_BARRIER = 1;  // one a consumer, then one for all
+constexpr int FIRST_CONSUMER_BARRIER = 1;  // one per consumer, then one for all
 constexpr int ALL_CONSUMERS_BARRIER = FIRST_CONSUMER_BARRIER + NUM_CONSUMERS;
 static_assert(QUIRE_DTYPE != 0 && (HEAD_DIM == 64 || HEAD_DIM == 128), "fp16 or bf16, rows of 128 or 256 bytes");
 
-__device__ u32 num_taken;  // beyond the first of each CTA
+__device__ u32 num_taken;  // tiles beyond each CTA's first
 constexpr u32 NONE_TAKEN = ~0u;
 
 __device__ __forceinline__ int next_tile_index(u32& taken) {
@@ -170,7 +171,7 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& q
             continue;
         }
 #if QUIRE_KV_FP8
-        // Queries wait until the previous tile's are read; the first keys and values need not.
+        // Queries wait until the previous tile's have been read; the first keys and values need not.
         const int first_tile = query_tile.first_key_tile(), end_tile = first_tile + query_tile.num_key_tiles();
         const int* own_table = block_tables + static_cast<i64>(is_end ? 0 : sequence) * batch.max_blocks;
         const auto fetch_next = [&](int tile) {
@@ -192,7 +193,7 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& q
             wait_for(ring.empty(), ring.parity ^ 1);
             if (lane == 0) *shared.is_end() = 1, arrive(ring.full());
 #endif
-            // Every CTA takes one index past the end: num_indices in all.
+            // Every CTA takes one index past the end, so num_indices are taken in all.
             if (lane == 0 && taken == static_cast<u32>(num_indices) - 1) atomicExch(&num_taken, 0u);
             return;
         }
@@ -252,14 +253,14 @@ __device__ __forceinline__ void start_scores(float (&score)[KEYS / 2], u32 queri
     commit_products();
 }
 
-// Whether the tile has a block with keys masked for the whole query tile.
+// True if a block of the tile has keys masked for the whole query tile.
 __device__ __forceinline__ bool is_cut(const QueryTile& query_tile, int tile) {
     const int begin = tile * KEYS;
     return (query_tile.first_key > begin && query_tile.first_key % BLOCK_KEYS != 0) ||
            (query_tile.end_key < begin + KEYS && query_tile.end_key % BLOCK_KEYS != 0);
 }
 
-// Each warpgroup zeros for itself.
+// Each warpgroup zeros the values for itself.
 __device__ __forceinline__ void clear_masked_values(u32 values, const QueryTile& query_tile, int tile, int consumer) {
     for (int i = threadIdx.x % WARPGROUP_SIZE; i < KEYS * COLUMNS * 8; i += WARPGROUP_SIZE) {
         const int key = tile * KEYS + i / 8 % KEYS;
@@ -336,8 +337,8 @@ __device__ __forceinline__ void consume(const Shared& shared, T* out, const Part
         consumer.scale_log2 = scale_log2 * scales.key(query_tile.kv_head);
         Rows rows;
         consumer.attend(rows, query_tile);
-        const float value_scale = scales.value(query_tile.kv_head);  // not earlier: registers are scarce
-        // A CTA with a split has no other tile: reducing here costs the loop no registers.
+        const float value_scale = scales.value(query_tile.kv_head);  // loaded late to save registers
+        // A CTA with a split has no other tile, so reducing here costs the loop no registers.
         if (shared.split()->count > 1) {
             const KvSplit split = *shared.split();
             reduction.store_partial(rows, query_tile, split, consumer.first_row, consumer.scale_log2);

@@ -1,16 +1,16 @@
-// plan_decode: divides a decode batch into KvSplits of about equal work, once a step; on the device, so that one
+// plan_decode: divides a decode batch into KvSplits of about equal work (split-KV), once per step, on the device: one
 // captured graph serves all lengths.
 //
 //   context_lens int32 [S], block_tables int32 [S, max_blocks] -> splits KvSplit [num_slots], members
 //   PrefixGroupMember [max_groups, MEMBERS]
 //   Splits of common prefixes, then of single sequences, longest first; an empty one for a sequence without visible
 //   tokens; unused slots name sequence S.
-//   A build defines WARPS, MEMBERS, BLOCK_SIZE, MAX_SPLITS; MIN_SPLIT and MIN_COMMON in tokens.
+//   Build macros: WARPS, MEMBERS, BLOCK_SIZE, MAX_SPLITS; MIN_SPLIT and MIN_COMMON in tokens.
 //   grid (1), block (1024)
 //   reference: NumpyOps.plan_decode_attention
-//   needs: num_slots >= S, with target_splits > 0 (0: no splits) S + 2 * target_splits + max_groups, or target_splits if
-//   S is 1; max_groups 0 if S > 1024, target_splits is 0 or the window hides tokens. Tables with a block in common agree
-//   up to it.
+//   needs: num_slots >= S, with target_splits > 0 (0: no splits) S + 2 * target_splits + max_groups, or target_splits
+//   if S is 1; max_groups 0 if S > 1024, target_splits is 0 or the window hides tokens; block tables that share a block
+//   are equal up to it
 //   roofline: none, one launch
 #include "attention/split_sizes.cuh"
 
@@ -18,14 +18,14 @@ constexpr int THREADS = 1024;
 constexpr int CLASSES = WARP_SIZE;
 constexpr int MIN_COMMON_BLOCKS = BLOCK_SIZE < MIN_COMMON ? MIN_COMMON / BLOCK_SIZE : 1;
 
-// The first slot of a sequence's full splits, and the slot of its last.
+// First slot of a sequence's full splits, and slot of its last split.
 struct Slots {
     int full, last;
 };
 
 // A counting sort of splits by size, largest first.
 struct SizeOrder {
-    int* next;  // shared [CLASSES]: next free slot
+    int* next;  // shared [CLASSES]: next free slot per class
     int largest;
 
     __device__ __forceinline__ int* of(int tokens) const {
@@ -36,7 +36,7 @@ struct SizeOrder {
         if (sequence_splits.count > 1) atomicAdd(of(sequence_splits.size), sequence_splits.count - 1);
         atomicAdd(of(sequence_splits.last_size(span)), 1);
     }
-    // Called by one warp: counts become slots.
+    // Called by one warp: turns counts into first slots.
     __device__ __forceinline__ void begin(int lane, int first) const {
         const int mine = next[lane];
         int before = first;
@@ -52,7 +52,7 @@ struct SizeOrder {
     }
 };
 
-// A sequence's shared prefix: groups by comparing one index, the length by binary search.
+// A sequence's common prefix. Comparing one block id finds groups, binary search the length.
 struct CommonPrefix {
     int tokens = 0;  // a multiple of TILE; 0: no group
     int member_index = 0;
@@ -69,7 +69,7 @@ __device__ __forceinline__ CommonPrefix find_common_prefix(int context_len, cons
     __shared__ int keys[THREADS], shortest[THREADS], sizes[THREADS], bases[THREADS];
     const int self = threadIdx.x;
     const int* table = block_tables + static_cast<i64>(self) * max_blocks;
-    const int num_whole = (context_len - 1) / BLOCK_SIZE;  // before the last token's block
+    const int num_whole = (context_len - 1) / BLOCK_SIZE;  // blocks before the last token's
     const int block = self < num_sequences && num_whole >= MIN_COMMON_BLOCKS ? table[MIN_COMMON_BLOCKS - 1] : -1;
     const int key = block >= 0 ? block : -1 - self;
     keys[self] = key;
@@ -130,7 +130,7 @@ __device__ __forceinline__ void write_prefix_splits(KvSplit* splits, const Commo
 
 struct OwnSplits {
     int sequence, size, num_splits;
-    int num_before, first_row;  // of the prefix; of all
+    int num_before, first_row;  // splits of the prefix; first workspace row of all
     Slots at;
 
     __device__ __forceinline__ void write(KvSplit* splits, const VisibleRange& visible, int from, int stride) const {

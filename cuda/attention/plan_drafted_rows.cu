@@ -1,13 +1,12 @@
-// plan_drafted_rows: plan_decode where adjacent rows may be a token and its drafts: up to MEMBERS rows of a sequence
-// form a group, which reads its tokens once, each row up to its own end.
+// plan_drafted_rows: plan_decode for speculative decoding: adjacent rows may be a token and its drafts. Up to MEMBERS
+// rows of a sequence form a group that reads its tokens once, each row up to its own end.
 //
-//   context_lens int32 [S], block_tables int32 [S, max_blocks] -> splits KvSplit [num_slots], members PrefixGroupMember
-//   [S]
-//   Splits of groups in the order of rows, as plan_exact_rows writes them; unused slots name sequence S.
-//   A build defines THREADS, WARPS, MEMBERS, BLOCK_SIZE, MAX_SPLITS, MIN_SPLIT in tokens.
+//   arrays as in plan_decode, but members PrefixGroupMember [S]
+//   Splits of groups in row order, in the format of plan_exact_rows; unused slots name sequence S.
+//   Build macros: THREADS, WARPS, MEMBERS, BLOCK_SIZE, MAX_SPLITS, MIN_SPLIT in tokens.
 //   grid (1), block (THREADS)
 //   reference: NumpyOps.plan_decode_attention
-//   needs: S <= THREADS, num_slots >= S + 2 * target_splits. Tables with a block in common agree up to it.
+//   needs: S <= THREADS, num_slots >= S + 2 * target_splits; block tables as in plan_decode
 //   roofline: none, one launch
 #include "attention/split_sizes.cuh"
 
@@ -15,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     plan_drafted_rows(KvSplit* splits, const int* context_lens, const int* block_tables, int num_sequences,
                       int num_slots, int target_splits, int max_blocks, int window) {
     __shared__ int ends[THREADS], sizes[THREADS], counts[THREADS];
-    __shared__ bool begins[THREADS + 1];  // a row that does not follow the one before in its sequence
+    __shared__ bool begins[THREADS + 1];  // the row does not continue the previous row's sequence
     PrefixGroupMember* members = reinterpret_cast<PrefixGroupMember*>(splits + num_slots);
     const int row = threadIdx.x, max_tokens = max_blocks * BLOCK_SIZE;
     const bool is_row = row < num_sequences;
@@ -51,9 +50,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int first_slot = block_scan(num_splits, &num_used) - num_splits;
     const int first_row = block_scan(count, &num_results) - count;
     if (is_row) members[row] = {row, count, first_row, visible.end};
-    // Of later rows of the step, where a window hides the sequence's first.
+    // First token that may be of this step; a bound where the window hides tokens, since rows do not join there.
     const int first_new = visible.first > 0 ? visible.end - num_sequences : ends[first] - 1;
-    int ended = 0;  // members without tokens in the split
+    int ended = 0;  // members without tokens in this split
     for (int i = 0; i < num_splits; ++i) {
         while (counts[row + ended] <= i) ++ended;
         const int begin = visible.origin + i * own.size, end = min(begin + own.size, last_end);
@@ -62,5 +61,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     for (int slot = num_used + row; slot < num_slots; slot += THREADS)
         splits[slot] = {num_sequences, 0, 0, 0, 0, 0, 0, 0};
-    __threadfence();  // paged_decode_exact reads them before the kernel ahead of it has ended
+    __threadfence();  // paged_decode_exact reads the plan before its previous kernel has ended
 }

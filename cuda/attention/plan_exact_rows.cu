@@ -1,19 +1,18 @@
-// plan_exact_rows: plan_decode for few rows, each split as in a batch of one. Adjacent rows of a sequence, a token and
-// its drafts, form groups of up to MEMBERS, which read splits once: the smallest groups whose splits run at once.
+// plan_exact_rows: plan_decode for few rows, each split as in a batch of one. Adjacent rows of a sequence (a token and
+// its drafts) form groups of up to MEMBERS that read splits once: the smallest groups whose splits run at once.
 //
-//   context_lens int32 [S], block_tables int32 [S, max_blocks] -> splits KvSplit [num_slots], members PrefixGroupMember
-//   [S]
-//   A split names the last row of its sequence and ends with its tokens, so that the splits of two groups are equal but
-//   for their rows: the first member with tokens there and how many follow; tokens from its `count` on may be of this
+//   arrays as in plan_decode, but members PrefixGroupMember [S]
+//   A split names the last row of its sequence and ends with its tokens, so splits of two groups differ only in their
+//   rows: the first member with tokens there and the number of members from it. Tokens from `count` on may be of this
 //   step. num_stripes slots past the last name sequence S.
-//   A build defines WARPS, MEMBERS, BLOCK_SIZE, MAX_SPLITS, MIN_SPLIT in tokens.
+//   Build macros: WARPS, MEMBERS, BLOCK_SIZE, MAX_SPLITS, MIN_SPLIT in tokens.
 //   grid (1), block (32)
 //   reference: NumpyOps.plan_decode_attention
-//   needs: S <= 32, num_slots >= the splits of S batches of one. Tables with a block in common agree up to it.
+//   needs: S <= 32, num_slots >= the splits of S batches of one; block tables as in plan_decode
 //   roofline: none, one launch
 #include "attention/split_sizes.cuh"
 
-// The adjacent rows that may form groups.
+// Adjacent rows that may form groups.
 struct Run {
     int first, end;
 
@@ -89,5 +88,5 @@ extern "C" __global__ void __launch_bounds__(WARP_SIZE)
     const int last_slot = min(num_slots, total + num_stripes);
     for (int slot = total + row; slot < last_slot; slot += WARP_SIZE)
         splits[slot] = {num_sequences, 0, 0, 0, 0, 0, 0, 0};
-    __threadfence();  // paged_decode_exact reads them before the kernel ahead of it has ended
+    __threadfence();  // paged_decode_exact reads the plan before its previous kernel has ended
 }

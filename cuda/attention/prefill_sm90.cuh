@@ -1,11 +1,11 @@
-// Query tiles, key tiles and softmax rows of Hopper's prefill kernels.
+// Query tiles, key tiles and online softmax of the Hopper prefill kernels.
 //
-// A query tile is ROWS query rows of a kv head; row r is query head r % GROUP of the chunk's token r / GROUP. Indices
-// run through kv heads, a chunk's tiles (longest first), sequences; with at most 32 sequences and several CTAs a tile,
-// which then split its keys, through the first splits of all tiles, the second, ...
+// A query tile is ROWS query rows of a kv head; row r is query head r % GROUP of the chunk's token r / GROUP. Tile
+// indices run through kv heads, a chunk's tiles (longest first), sequences. With at most 32 sequences and several CTAs
+// per tile, the CTAs split its keys; indices then run through the first splits of all tiles, the second, ...
 //
-// A build defines KEYS (of a key tile) and PADDED_ROWS. The cache map is kv as rows of HEAD_DIM, in boxes of 64
-// elements x BLOCK_KEYS rows with the 128-byte swizzle; e4m3: boxes of whole rows without.
+// Build macros: KEYS (of a key tile), PADDED_ROWS. The cache map is kv as rows of HEAD_DIM, in boxes of 64 elements x
+// BLOCK_KEYS rows with the 128-byte swizzle; e4m3: boxes of whole rows, unswizzled.
 #pragma once
 
 #include "attention/paged_kv.cuh"
@@ -20,7 +20,7 @@ struct QueryTile {
     int kv_head;
     int start, num_rows;  // first token in q and out; tokens * GROUP
     int first_position;  // of the chunk in its sequence
-    int first_row;  // of the tile; from num_rows on: none is left
+    int first_row;  // of the tile; >= num_rows: no tile is left
     int first_key, end_key;
 
     __device__ __forceinline__ int position(int row) const { return first_position + row / GROUP; }
@@ -52,7 +52,7 @@ struct Batch {
     const int* query_start;
     int num_sequences, num_kv_heads, max_blocks, window;
 
-    // Called by a warp. Returns the sequence; past the last tile num_sequences, and sets `num_indices`.
+    // Called by a warp. Returns the sequence; past the last tile returns num_sequences and sets `num_indices`.
     __device__ __forceinline__ int find(QueryTile& tile, KvSplit& split, int tile_index, int& num_indices) const {
         const int lane = threadIdx.x % WARP_SIZE;
         int wanted = tile_index / num_kv_heads, before = 0;
@@ -120,8 +120,8 @@ struct Batch {
 // Element i is in row 8 h + lane / 4 of the warp's 16, h = i / 2 % 2, column i / 4 * 8 + lane % 4 * 2 + i % 2.
 struct Rows {
     float sum[HEAD_DIM / 2];
-    float maximum[2];  // raw scores
-    float total[2];  // of this thread's keys
+    float maximum[2];  // of raw scores
+    float total[2];  // over this thread's keys
 
     __device__ __forceinline__ Rows() {
 #pragma unroll
@@ -131,7 +131,7 @@ struct Rows {
     }
 };
 
-// `last`: tokens from the tile's first key to a row's last visible.
+// `last`: a row's last visible key, relative to the tile's first.
 __device__ __forceinline__ void mask_tile(float (&score)[KEYS / 2], const int (&last)[2],
                                           const int (&num_visible)[2]) {
 #pragma unroll
@@ -141,7 +141,7 @@ __device__ __forceinline__ void mask_tile(float (&score)[KEYS / 2], const int (&
     }
 }
 
-// Scores become weights 2^((score - maximum) * scale_log2); sums must be multiplied by `correction`.
+// Online softmax: scores become weights 2^((score - maximum) * scale_log2); the caller multiplies sums by `correction`.
 __device__ __forceinline__ void weigh_scores(Rows& rows, float (&correction)[2], float (&score)[KEYS / 2],
                                              float scale_log2) {
 #pragma unroll
@@ -175,7 +175,7 @@ __device__ __forceinline__ void rescale_sums(Rows& rows, const float (&correctio
     for (int i = 0; i < HEAD_DIM / 2; ++i) rows.sum[i] *= correction[i / 2 % 2];
 }
 
-// Both steps, if no product with values is in flight.
+// Both steps; no product with values may be in flight.
 __device__ __forceinline__ void weigh_tile(Rows& rows, float (&score)[KEYS / 2], float scale_log2) {
     float correction[2];
     weigh_scores(rows, correction, score, scale_log2);
@@ -243,7 +243,7 @@ struct Pool {
         layer_row = 2 * layer * value_rows;
     }
 
-    // Row of key `first` in the map; an unknown block lies past its end and reads as zeros.
+    // Row of key `first` in the map; an unknown block is past the end, which reads as zeros.
     __device__ __forceinline__ int row(int block_id, int kv_head, int first) const {
         const bool exists = static_cast<u32>(block_id) < static_cast<u32>(num_blocks);
         return exists ? block_id * block_rows + layer_row + kv_head * BLOCK_SIZE + first % BLOCK_SIZE
@@ -286,7 +286,7 @@ __device__ __forceinline__ void release(u32 barrier) {
 }
 
 #if SCALES_QUERIES
-// Scales a warp's 16 rows. The warps of a product must then meet.
+// Scales a warp's 16 rows. The warps of a wgmma must synchronise afterwards.
 __device__ __forceinline__ float scale_own_queries(u32 queries, const QueryTile& tile, int first_row) {
     const u32 own = queries + first_row * 128;
     const int num_held = min(ROWS, tile.num_rows - tile.first_row) - first_row;
@@ -298,7 +298,7 @@ __device__ __forceinline__ float scale_own_queries(u32 queries, const QueryTile&
 }
 #endif
 
-// Arrivals of the copy engine, or of the widening warps.
+// Arrivals of TMA, or of the widening warps.
 #if QUIRE_KV_FP8
 #define TILE_ARRIVALS NUM_WIDENERS
 #else
@@ -310,7 +310,7 @@ __device__ __forceinline__ float scale_own_queries(u32 queries, const QueryTile&
 constexpr int NUM_WIDENERS = 3;
 constexpr int FETCHED_BYTES = KEYS * HEAD_DIM;
 
-// Fetched tiles of e4m3, keys and values in turns.
+// Ring of fetched e4m3 tiles, keys and values alternating.
 struct FetchedRing {
     u32 base, barriers;
     int stage = 0;
@@ -330,9 +330,9 @@ struct FetchedRing {
     }
 };
 
-// The next fetched tile to float16 in the operands' swizzle, by the widening warps. A unit is four steps of eight
-// numbers a lane, 8 rows apart: one address plus constants saves registers. Each store is followed by a load for the
-// next unit.
+// Widens the next fetched tile to float16 in the operand swizzle; called by the widening warps. A unit is four steps of
+// eight numbers per lane, 8 rows apart: one address plus constants saves registers. Each store is followed by a load
+// for the next unit.
 __device__ __forceinline__ void widen_tile(FetchedRing& ring, u32 to, u32 to_empty, u32 parity, u32 to_full, u32 warp) {
     constexpr int CHUNKS = HEAD_DIM / 8, ROWS_A_STEP = WARP_SIZE / CHUNKS, SETS = 8 / ROWS_A_STEP, STEPS = 4;
     constexpr int UNITS = KEYS / 8 / STEPS * SETS;

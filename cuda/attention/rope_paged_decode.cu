@@ -1,28 +1,28 @@
-// rope_paged_decode: rope_kv_write and paged_decode for few rows, each the last token of its own sequence.
+// rope_paged_decode: rope_kv_write and paged_decode fused for few rows, each the last token of its own sequence.
 //
 //   qkv [S, (Hq + 2 Hkv) * D], cos .. k_norm as in rope_kv_write; kv .. splits as in paged_decode, no QUIRE_DTYPE 0
 //   out [S, Hq, HEAD_DIM]; sent_sums float [num_rows, Hq, HEAD_DIM], sent_stats float2 [num_rows, Hq]: zeros before and
-//   after; with MEMBERS 1, partial_sums, partial_stats as those
+//   after; with MEMBERS 1, partial_sums, partial_stats of the same shapes
 //   grid (Hkv * SLICES, num_slots), block THREADS, shared memory SHARED_BYTES
-//   reference: NumpyOps.rope_decode_attention, with the bits of one kernel after the other
+//   reference: NumpyOps.rope_decode_attention, with the bits of the two kernels in sequence
 //   needs: as paged_decode; S * gridDim.x CTAs run at once, with MEMBERS 1 more than Hq; a position in the table and a
-//   slot in the cache for each row with tokens; what the kernels before the previous one wrote is visible (plan, tables,
+//   slot in the cache for each row with tokens; writes of kernels before the previous one are visible (plan, tables,
 //   older tokens)
 //   Rows with context_len <= 0 write no key and are zeros.
-//   roofline: as paged_decode; 1 x 1100: latency
+//   roofline: as paged_decode; 1 x 1100 tokens: latency
 //
-// Until the previous kernel ends, keys and values of older tokens are copied. The CTA of a row's last split rotates and
-// writes the new token's, and combines the splits; with MEMBERS 1 the CTAs of all splits share the rows. A word that CTAs
-// send each other is not zero, so it says itself that it has arrived: no fence, no counter.
+// Keys and values of older tokens are copied while the previous kernel runs. The CTA of a row's last split rotates and
+// writes the new key and value, and combines the splits; with MEMBERS 1 the CTAs of all splits share the rows. Words
+// that CTAs send each other are nonzero, so each signals its own arrival: no fence, no counter.
 #include "attention/decode_rows.cuh"
 #include "layer/rotate_head.cuh"
 
 static_assert(QUIRE_DTYPE != 0, "CTAs have tiles in shared memory");
 
 constexpr int QUERY_STRIDE = HEAD_DIM + SIZE;  // avoids bank conflicts
-constexpr int MAX_POLLS = 1 << 22;  // seconds
-constexpr int AHEAD = 8;  // splits whose sums are under way
-constexpr int MOST_SENT = 64;  // splits of a sequence alone; more are combined by the last CTA to arrive
+constexpr int MAX_POLLS = 1 << 22;  // takes seconds
+constexpr int AHEAD = 8;  // splits whose sums are in flight
+constexpr int MOST_SENT = 64;  // with MEMBERS 1; more splits are combined by the last CTA to arrive
 
 __device__ __forceinline__ float as_sent(float x) { return x == 0.0f ? -0.0f : x; }
 
@@ -60,7 +60,7 @@ __device__ __forceinline__ bool is_there(float4 x) {
     return is_there(x.x) && is_there(x.y) && is_there(x.z) && is_there(x.w);
 }
 
-// Waits for `x`, already loaded once, and leaves zeros.
+// Polls for `x`, already loaded once, then zeros it in memory.
 template <typename Value>
 __device__ __forceinline__ Value receive(Value x, Value* from) {
     for (int poll = 0; !is_there(x); ++poll) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ Value receive(Value x, Value* from) {
     return x;
 }
 
-// Rows in the workspace; as WorkspaceRows, but for a combining CTA that waits.
+// WorkspaceRows for a combining CTA that polls.
 struct SentRows {
     float* sums;
     float2* stats;
@@ -85,7 +85,7 @@ struct SentRows {
     }
 };
 
-// combine_splits of splits that arrive meanwhile, with its bits. `weights` is shared float[ROWS][count].
+// combine_splits, bit for bit, of splits that are still arriving. `weights`: shared float[2][ROWS][count].
 __device__ __forceinline__ void combine_sent(float* sums, float2* stats, int num_rows, int count, int stride,
                                              float* weights, float value_scale, T* out) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
@@ -139,13 +139,13 @@ __device__ __forceinline__ void combine_sent(float* sums, float2* stats, int num
     }
 }
 
-// V elements of a row from `d` on: combine_sent with its bits, waiting for many splits at once. Called by a whole warp.
+// combine_sent, bit for bit, of V elements of a row from `d` on; polls for many splits at once. Called by a whole warp.
 template <int V>
 __device__ __forceinline__ void combine_elements(float* sums, const float2* stats, int count, int stride, int d,
                                                  float value_scale, T* out) {
     using Sent = typename SentElements<V>::Type;
     constexpr int AT_ONCE = 16 / V;
-    constexpr int NUM_STATS = MOST_SENT / WARP_SIZE;  // of a lane
+    constexpr int NUM_STATS = MOST_SENT / WARP_SIZE;  // per lane
     const int lane = threadIdx.x % WARP_SIZE;
     const bool has_elements = d < HEAD_DIM;
     float2 own[NUM_STATS] = {};
@@ -211,7 +211,7 @@ __device__ __forceinline__ void combine_elements(float* sums, const float2* stat
     }
 }
 
-// The rows of the CTA of split `index` of `count`, which share a sequence's rows: all warps take a row, or a warp each.
+// Combines this CTA's share of a sequence's rows, dealt to its `count` splits: one row by all warps, or one per warp.
 __device__ __forceinline__ void combine_shared(float* sums, float2* stats, int index, int num_rows, int count,
                                                int stride, float value_scale, T* out) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
@@ -232,7 +232,7 @@ __device__ __forceinline__ void combine_shared(float* sums, float2* stats, int i
     }
 }
 
-// A sequence's rotated rows in shared memory.
+// A sequence's rotated query rows in shared memory.
 struct RotatedRows {
     const T* queries;
     int num_rows;
@@ -246,7 +246,7 @@ struct RotatedRows {
     }
 };
 
-// ROWS a member. `sent` points to row 0.
+// ROWS query rows per member. `sent` points to row 0.
 struct GroupRows {
     const T* queries;
     SentRows sent;
@@ -267,7 +267,7 @@ struct GroupRows {
     }
 };
 
-// The row's last token, whose key and value are in shared memory, one after the other.
+// The row's last token; its key and value are adjacent in shared memory.
 struct NewToken {
     u32 key;
     int tile, row;  // -1: none in this split
@@ -282,7 +282,7 @@ struct NewToken {
     }
 };
 
-// What a kernel of this step does not write, but for qkv.
+// Inputs that no kernel of this step writes, except qkv.
 struct RotationInputs {
     const T* qkv;
     const float* cos;
@@ -296,11 +296,11 @@ struct RotationInputs {
 
 enum class HeadKind { QUERY, KEY, VALUE };
 
-// A lane's part of a head: what no kernel of this step writes is loaded first.
+// A lane's part of a head. Inputs that no kernel of this step writes are loaded first.
 struct HeadTask {
     i64 first;  // element of qkv
     const T* weight;  // null: no norm
-    int position;  // -1: not turned
+    int position;  // -1: not rotated
     bool is_working;
     Angles angles;
     Pair norm;
@@ -322,7 +322,7 @@ struct HeadTask {
         angles.load(inputs.cos + row, inputs.sin + row, threadIdx.x % TEAM * SIZE);
     }
 
-    // Called by all lanes of a warp; keys and queries outside the table become zeros.
+    // Called by all lanes of a warp; keys and queries at positions outside the table become zeros.
     __device__ __forceinline__ Pair rotated(const RotationInputs& inputs, HeadKind kind) const {
         Pair pair = {};
         if (is_working) pair.load(inputs.qkv + first, 0);

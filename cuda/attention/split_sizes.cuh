@@ -1,4 +1,4 @@
-// Sizes of the splits of plan_decode and plan_exact_rows.
+// Split sizes of the decode attention plans.
 #pragma once
 
 #include "attention/kv_split.cuh"
@@ -6,7 +6,7 @@
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 struct VisibleRange {
-    int first, origin, end;  // `origin`, a multiple of TILE, begins its own splits
+    int first, origin, end;  // own splits begin at `origin`, a multiple of TILE
 
     // `prefix`: common tokens, a multiple of TILE.
     __device__ __forceinline__ VisibleRange(int context_len, int max_tokens, int window, int prefix) {
@@ -19,13 +19,13 @@ struct VisibleRange {
 
 struct SplitSize {
     bool is_even;
-    int tokens;  // target of a split
-    int threshold;  // most tokens that are not split
+    int tokens;  // target per split
+    int threshold;  // longest unsplit span
 
     __device__ __forceinline__ SplitSize(int total, int longest, int num_sequences, int target_splits) {
         const int fair = target_splits > 0 ? ceil_div(total, target_splits) : total;
         is_even = static_cast<i64>(longest) * num_sequences <= total + total / 8;
-        tokens = max(MIN_SPLIT, is_even ? fair : ceil_div(fair, 2));  // small ones fill the gaps
+        tokens = max(MIN_SPLIT, is_even ? fair : ceil_div(fair, 2));  // small splits fill the gaps
         threshold = target_splits == 0 ? 0x7fffffff : is_even ? max(tokens, fair + fair / 8) : tokens;
     }
 
@@ -37,7 +37,7 @@ struct SplitSize {
 };
 
 struct SequenceSplits {
-    int size, count;  // tokens of each split but the last
+    int size, count;  // tokens per split except the last; splits
 
     __device__ __forceinline__ SequenceSplits(const SplitSize& split_size, int span) {
         size = split_size.tokens_for(span);

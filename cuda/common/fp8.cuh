@@ -40,7 +40,7 @@ __device__ __forceinline__ float e4m3_to_float(u8 x) {
 
 #endif
 
-// Bytes 2 HALF and 2 HALF + 1; NaN stays NaN.
+// Widens bytes 2 HALF and 2 HALF + 1; NaN stays NaN.
 template <int HALF>
 __device__ __forceinline__ u32 e4m3_to_f16(u32 four) {
 #if __CUDA_ARCH__ >= 890
@@ -48,8 +48,7 @@ __device__ __forceinline__ u32 e4m3_to_f16(u32 four) {
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<u16>(four >> (16 * HALF))));
     return pair;
 #else
-    // Exponents' biases differ by 8. Adding 1 carries into the sign's place for NaN alone: the exponent becomes all
-    // ones.
+    // Exponent biases differ by 8. Adding 1 carries into the sign bit only for NaN: the exponent becomes all ones.
     const u32 unsigned_bytes = four & 0x7f7f7f7fu;
     const u32 marked = unsigned_bytes | ((unsigned_bytes + 0x01010101u) & 0x80808080u);
     const u32 high = __byte_perm(marked, 0, HALF ? 0x3424 : 0x1404), sign = __byte_perm(four, 0, HALF ? 0x3424 : 0x1404);
@@ -68,7 +67,7 @@ __device__ __forceinline__ float scale_of(u32 largest) {
     return scale < MIN_SCALE ? MIN_SCALE : scale;
 }
 
-// Vectors of a row that a thread holds; longer rows are computed twice.
+// Vectors of a row per thread; longer rows are computed twice.
 constexpr int HELD_VECS = 4;
 
 __device__ __forceinline__ bool fits_in_registers(int width) {
@@ -85,7 +84,7 @@ __device__ __forceinline__ void for_each_vec(Vec<T> (&row)[HELD_VECS], int width
     }
 }
 
-// Writes the block's part of a row; row_max(own) is the maximum over the whole row.
+// Quantises the block's part of a row; row_max(own) is the maximum over the whole row.
 template <typename RowMax>
 __device__ __forceinline__ void quantise_held(Vec<T> (&row)[HELD_VECS], int width, u8* out, float* scale,
                                               RowMax row_max) {

@@ -1,5 +1,5 @@
-// Types and functions of cuda_fp16.h and cuda_bf16.h that kernels use, by the same instructions, from sm_90 on. Those
-// headers take two thirds of NVRTC's front end, which runs for one module at a time.
+// The part of cuda_fp16.h and cuda_bf16.h that kernels use, with the same instructions, from sm_90 on. Those headers
+// take two thirds of NVRTC's front end, which runs for one module at a time.
 #pragma once
 
 struct alignas(2) __half {

@@ -1,11 +1,11 @@
-// 4-bit weights, N a multiple of 16, K of 128, in tiles of 16 rows x 64 columns, as the tensor cores take them; a span
-// of 128 columns is adjacent for all rows.
+// 4-bit weights (N a multiple of 16, K of 128) in tiles of 16 rows x 64 columns, in mma fragment order; a span of 128
+// columns is adjacent for all rows.
 //
 //   tiles  u32 [K / 128, N / 16, 2 halves, 32 lanes, 4]: word s of lane 4g + t holds columns 16s + 2t, + 1, + 8, + 9 of
 //          its half of rows g and g + 8, the A fragment of mma.cuh; register i is bits 4i (low element) and 4i + 16
 //   scale  16-bit [K / G, N / 16, 16], zero u8 alike: rows g and g + 8 are elements 2g and 2g + 1
 //
-// A build defines GROUPS in a span: 1 (G >= 128), 2, 4; ZEROS: 0 if all zero points are 8; SCALE_BF16: 0 for float16.
+// Build macros: GROUPS per span: 1 (G >= 128), 2, 4; ZEROS: 0 if all zero points are 8; SCALE_BF16: 0 for float16.
 #pragma once
 
 #include "common/mma.cuh"
@@ -19,12 +19,12 @@ constexpr int TILE_BYTES = 512;
 constexpr int SPAN_BYTES = 2 * TILE_BYTES;
 constexpr int SCALE_BYTES = BLOCK_ROWS * 2;
 constexpr int ZERO_BYTES = ZEROS ? BLOCK_ROWS : 0;
-constexpr int STEPS = SPAN / 16;  // of a span
+constexpr int STEPS = SPAN / 16;  // per span
 constexpr int GROUP_STEPS = STEPS / GROUPS;
 constexpr int DEFAULT_ZERO = 8;
 static_assert(GROUPS == 1 || GROUPS == 2 || GROUPS == 4, "groups of 32, 64, or 128 and more inputs");
 
-// q in OFFSET's mantissa at RAISED_BIT is OFFSET + q.
+// OFFSET with q in its mantissa at RAISED_BIT is OFFSET + q.
 #if QUIRE_DTYPE == 1
 constexpr u32 RAISED = 0x54005400u;  // 64 twice
 constexpr int RAISED_BIT = 4;
@@ -74,7 +74,7 @@ struct Zeros {
 };
 
 #if QUIRE_DTYPE != 0
-// The fragment less zero points, exact.
+// The fragment minus zero points, exact.
 __device__ __forceinline__ void unpack(u32 (&a)[4], u32 word, const Zeros& zeros) {
     a[0] = subtract_pair(raised<0>(word), zeros.near);
     a[1] = subtract_pair(raised<1>(word), zeros.far);

@@ -1,4 +1,4 @@
-// Rows of logits: one block a row, four tokens an access.
+// Rows of logits: one block per row, four tokens per access.
 #pragma once
 
 #include "common/types.cuh"
@@ -10,7 +10,6 @@ struct LogitsRow {
     int vocab;
     bool aligned;
 
-    // Row `row` of logits [R, vocab].
     __device__ __forceinline__ LogitsRow(const float* logits, int vocab, u32 row = blockIdx.x)
         : at(logits + static_cast<i64>(row) * vocab),
           vocab(vocab),
@@ -38,7 +37,7 @@ struct LogitsRow {
         }
     }
 
-    // visit(g, tokens) once per group, over the threads of NUM_SHARES blocks, this one `share`; UNROLL loads in flight.
+    // Calls visit(g, tokens) once per group, across NUM_SHARES blocks of which this is `share`; UNROLL loads in flight.
     template <int UNROLL, int NUM_SHARES = 1, typename Visit>
     __device__ __forceinline__ void for_each_group(Visit visit, int share = 0) const {
         constexpr int STRIDE = NUM_SHARES * LOGITS_THREADS;
@@ -55,7 +54,7 @@ struct LogitsRow {
     }
 };
 
-// Orders as the float; zeros are equal, NaN the greatest.
+// Sorts like the float; zeros are equal, NaN is greatest.
 __device__ __forceinline__ u32 ordered(float x) {
     const u32 bits = __float_as_uint(x + 0.0f);
     if (x != x) return 0xffffffffu;

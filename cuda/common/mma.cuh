@@ -1,6 +1,6 @@
-// Tensor-core and asynchronous-copy instructions from sm_80 on, in PTX: mma.h does not compile under NVRTC.
+// mma.sync, ldmatrix and cp.async from sm_80 on, in PTX: mma.h does not compile under NVRTC.
 //
-// Fragments, g = lane / 4, t = lane % 4 (two 16-bit elements a register, low half first):
+// Fragments, g = lane / 4, t = lane % 4 (two 16-bit elements per register, low half first):
 //   A, 16 x 16   a[0] = A[g][2t, 2t+1]   a[1] = A[g+8][2t, 2t+1]   a[2] = A[g][2t+8, 2t+9]   a[3] = A[g+8][2t+8, 2t+9]
 //   B, 16 x 8    b0 = B[2t, 2t+1][g]     b1 = B[2t+8, 2t+9][g]
 //   C, 16 x 8    c[0], c[1] = C[g][2t, 2t+1]     c[2], c[3] = C[g+8][2t, 2t+1]
@@ -8,7 +8,7 @@
 
 #include "common/types.cuh"
 
-// Operands are T; with an e4m3 cache float16, exact and the cheapest to widen to.
+// Operands are T; float16 with an e4m3 cache: exact and cheapest to widen to.
 #ifndef QUIRE_KV_FP8
 #define QUIRE_KV_FP8 0
 #endif
@@ -29,8 +29,8 @@ __device__ __forceinline__ void mma_16x8x16(float (&sum)[4], const u32 (&a)[4], 
 #endif
 }
 
-// sum += a b over 32 elements of K, 8 adjacent ones a lane, of rows g (`near`) and g + 8 (`far`) of a and column g of
-// b: an mma takes K in any order that a and b share.
+// sum += a b over 32 elements of K. A lane holds 8 adjacent ones of rows g (`near`) and g + 8 (`far`) of a and of
+// column g of b: an mma takes K in any order that a and b share.
 __device__ __forceinline__ void mma_16x8x32(float (&sum)[4], uint4 near, uint4 far, uint4 b) {
     const u32 first[4] = {near.x, far.x, near.y, far.y};
     const u32 second[4] = {near.z, far.z, near.w, far.w};
@@ -38,8 +38,7 @@ __device__ __forceinline__ void mma_16x8x32(float (&sum)[4], uint4 near, uint4 f
     mma_16x8x16(sum, second, b.z, b.w);
 }
 
-// Byte offset of a vector in rows of VECS. Odd rows swap halves of each 128 bytes: four vectors of two rows touch all
-// banks.
+// Byte offset of a vector in rows of VECS. Odd rows swap halves of 128 bytes: four vectors of two rows hit all banks.
 template <int VECS>
 __device__ __forceinline__ int row_pair_offset(int row, int vec) {
     return (row * VECS + (vec ^ (row % 2 * 4))) * 16;
@@ -111,7 +110,7 @@ __device__ __forceinline__ u32 shared_address(const void* in_shared) {
     return static_cast<u32>(__cvta_generic_to_shared(in_shared));
 }
 
-// Past the L1; if not `wanted`, writes zeros and reads nothing.
+// Bypasses L1; if not `wanted`, writes zeros and reads nothing.
 __device__ __forceinline__ void copy_async_16(u32 to_shared, const void* from_global, bool wanted) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                  :
@@ -119,7 +118,7 @@ __device__ __forceinline__ void copy_async_16(u32 to_shared, const void* from_gl
                  : "memory");
 }
 
-// What is read once leaves the L2 first.
+// L2 evict-first, for data read once.
 __device__ __forceinline__ u64 policy_of_read_once() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -146,7 +145,7 @@ __device__ __forceinline__ void copy_async_4(u32 to_shared, const void* from_glo
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
 
-// Waits for all but this thread's last `PENDING` groups; other threads need a barrier.
+// Waits for all but this thread's last `PENDING` groups; other threads' copies need a barrier.
 template <int PENDING>
 __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" : : "n"(PENDING) : "memory");

@@ -1,4 +1,4 @@
-// Philox4x32-10 (Salmon et al., SC 2011), as model/ops/cpu/philox.py.
+// Philox4x32-10 (Salmon et al., SC 2011), as in model/ops/cpu/philox.py.
 #pragma once
 
 #include "common/types.cuh"
@@ -25,12 +25,12 @@ __device__ __forceinline__ PhiloxWords philox_words(u32 c0, u32 c1, u32 c2, u64 
 // Uniform in (0, 1), exact in float.
 __device__ __forceinline__ float uniform(u32 word) { return (static_cast<float>(word >> 9) + 0.5f) * 0x1p-23f; }
 
-// Standard Gumbel noise, to the reference's last bit.
+// Standard Gumbel noise, bit-identical to the reference.
 __device__ __noinline__ float gumbel_exact(u32 word) {
     return static_cast<float>(-log(-log(static_cast<double>(uniform(word)))));
 }
 
-// Within 2e-6, without double precision.
+// Gumbel noise within 2e-6, without double precision.
 __device__ __forceinline__ float gumbel_fast(u32 word) { return -__logf(-logf(uniform(word))); }
 
 constexpr float GUMBEL_LOWEST = -2.82f;  // -log(-log(2^-24)) = -2.812

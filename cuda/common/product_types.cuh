@@ -1,4 +1,4 @@
-// Types of products on the tensor cores: operands of 16 bits; with OUT_FLOAT results are float32.
+// Types of tensor-core products: 16-bit operands; float32 results with OUT_FLOAT.
 #pragma once
 
 #include "common/types.cuh"

@@ -106,7 +106,7 @@ __device__ __forceinline__ Value block_max(Value value, Value lowest) {
     return warp_max(lane < blockDim.x / WARP_SIZE ? partial[lane] : lowest);
 }
 
-// Inclusive sums over the threads, and the total, in order: sums of positive numbers never decrease.
+// Inclusive prefix sums over the threads, and the total, in order: sums of positive numbers never decrease.
 template <typename Value>
 __device__ __forceinline__ Value block_scan(Value value, Value* total) {
     __shared__ Value of_warps[WARP_SIZE];
@@ -128,7 +128,7 @@ __device__ __forceinline__ Value block_scan(Value value, Value* total) {
     return before + value;
 }
 
-// Brings `num_bytes` of constants to the L2 for a grid of few blocks, by its first.
+// Prefetches `num_bytes` of constants to L2, in the first block of a small grid.
 __device__ __forceinline__ void prefetch_for_few_rows(const void* from, int num_bytes) {
     if (gridDim.x <= 16 && blockIdx.x == 0 && threadIdx.x * 128 < num_bytes)
         asm volatile("prefetch.global.L2 [%0];" : : "l"(static_cast<const char*>(from) + threadIdx.x * 128));

@@ -1,5 +1,5 @@
-// Hopper's instructions (sm_90a): mbarriers, TMA, messages within a cluster, and wgmma, the products of a warpgroup,
-// whose warp w holds rows 16 w .. 16 w + 15 in the fragments of mma.cuh.
+// Hopper instructions (sm_90a): mbarrier, TMA, cluster messages, wgmma. Warp w of a warpgroup holds rows 16 w .. 16 w +
+// 15 in the fragments of mma.cuh.
 #pragma once
 
 #include "common/mma.cuh"
@@ -18,7 +18,7 @@ struct alignas(64) TensorMap {
     unsigned char opaque[128];
 };
 
-// A phase ends when all arrivals and announced bytes are in; its parity starts with 0.
+// A phase ends when all arrivals and expected bytes are in; the first has parity 0.
 __device__ __forceinline__ void make_barrier(u32 barrier, int num_arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(barrier), "r"(num_arrivals) : "memory");
 }
@@ -49,7 +49,7 @@ __device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
         : "memory");
 }
 
-// True in one lane. Unlike with lane == 0, the compiler makes no loop around copies.
+// True in one lane. Unlike with lane == 0, the compiler emits no loop around copies.
 __device__ __forceinline__ bool is_elected() {
     u32 is_it;
     asm volatile(
@@ -123,14 +123,14 @@ __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" : : "l"(&map) : "memory");
 }
 
-// An own shared address, in the cluster's block `rank`.
+// Maps an own shared address to the cluster's block `rank`.
 __device__ __forceinline__ u32 address_in(int rank, u32 address) {
     u32 there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
 
-// To another block of the cluster, whose barrier counts the bytes; addresses from `address_in`.
+// Sends to another block of the cluster, whose mbarrier counts the bytes; addresses from `address_in`.
 __device__ __forceinline__ void send(u32 to, const float (&four)[4], u32 barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
                  :
@@ -138,7 +138,7 @@ __device__ __forceinline__ void send(u32 to, const float (&four)[4], u32 barrier
                  : "memory");
 }
 
-// After waiting for the barrier.
+// Called after waiting for the barrier.
 __device__ __forceinline__ void receive(float (&four)[4], u32 from) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(four[0]), "=f"(four[1]), "=f"(four[2]), "=f"(four[3])
@@ -146,7 +146,7 @@ __device__ __forceinline__ void receive(float (&four)[4], u32 from) {
                  : "memory");
 }
 
-// `wait_for` data of other blocks of the cluster.
+// `wait_for` for data from other blocks of the cluster.
 __device__ __forceinline__ void wait_for_sent(u32 barrier, u32 parity) {
     asm volatile(
         "{\n"
@@ -172,7 +172,7 @@ __device__ __forceinline__ void wait_for_cluster() {
 // Orders this thread's shared stores before reads by the tensor cores.
 __device__ __forceinline__ void publish_stores() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
 
-// A barrier among warps of a block; number 0 is __syncthreads'.
+// Named barrier among warps of a block; 0 is __syncthreads.
 __device__ __forceinline__ void sync_named_barrier(int number, int num_threads) {
     asm volatile("bar.sync %0, %1;" : : "r"(number), "r"(num_threads) : "memory");
 }
@@ -187,8 +187,8 @@ __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(REGISTERS));
 }
 
-// Descriptor of rows of 128 bytes in the 128-byte swizzle (16-byte chunks XORed with the row). `repeat_bytes`: between
-// columns of 64 if rows are the summed dimension.
+// wgmma descriptor of 128-byte rows in the 128-byte swizzle (16-byte chunks XORed with the row). `repeat_bytes`: stride
+// between columns of 64 if rows are the summed dimension.
 __device__ __forceinline__ u64 operand(u32 address, u32 repeat_bytes) {
     return (1ull << 62) | (static_cast<u64>(1024 >> 4) << 32) | (static_cast<u64>(repeat_bytes >> 4) << 16) |
            ((address & 0x3ffff) >> 4);
@@ -199,7 +199,7 @@ __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.syn
 
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory"); }
 
-// Keeps uses of registers on their side of waits and fences.
+// Keeps uses of registers from moving across waits and fences.
 template <int SIZE>
 __device__ __forceinline__ void pin(float (&d)[SIZE]) {
 #pragma unroll
@@ -213,7 +213,7 @@ __device__ __forceinline__ void wait_for_products(float (&d)[SIZE]) {
     pin(d);
 }
 
-// Accumulators of N columns as asm operands: registers d[0] .. d[N / 2 - 1], and their places.
+// Accumulators of N columns as asm operands: registers d[0] .. d[N / 2 - 1], and their placeholders.
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D_16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
 #define D16 D4(0), D4(4)
@@ -235,14 +235,14 @@ __device__ __forceinline__ void wait_for_products(float (&d)[SIZE]) {
     SUMS192 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
             ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// d += a b, 64 x n x k; with `accumulate` 0 d = a b. `operands`: places of a and b, then the instruction's flags.
+// d += a b, 64 x n x k; with `accumulate` 0 d = a b. `operands`: placeholders of a and b, then flags.
 #define WGMMA(n, k, types, accumulate, operands, ...)                                                      \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " accumulate ", 0;\n"                                   \
                  "wgmma.mma_async.sync.aligned.m64n" #n k ".f32." types " {" SUMS##n "}, " operands ";\n}" \
                  : D##n                                                                                    \
                  : __VA_ARGS__)
 
-// 16-bit a and b in shared memory, the summed dimension along their rows.
+// 16-bit a and b in shared memory, both K-major.
 template <int ACCUMULATE>
 __device__ __forceinline__ void multiply(float (&d)[64], u64 a, u64 b) {
     WGMMA(128, "k16", WGMMA_TYPES, "%66", "%64, %65, p, 1, 1, 0, 0", "l"(a), "l"(b), "n"(ACCUMULATE));
@@ -257,8 +257,7 @@ WGMMA_SHARED(64, "%32, %33")
 WGMMA_SHARED(96, "%48, %49")
 WGMMA_SHARED(128, "%64, %65")
 
-// 16-bit a in registers, b in shared memory: its rows are the summed dimension if transposed ("1"), else along it
-// ("0").
+// 16-bit a in registers, b in shared memory: MN-major if transposed ("1"), else K-major ("0").
 #define WGMMA_REGISTERS(name, n, places, transposed)                                                        \
     __device__ __forceinline__ void name(float (&d)[n / 2], const u32 (&a)[4], u64 b) {                     \
         WGMMA(n, "k16", WGMMA_TYPES, "1", places ", p, 1, 1, " transposed, "r"(a[0]), "r"(a[1]), "r"(a[2]), \
@@ -267,7 +266,7 @@ WGMMA_SHARED(128, "%64, %65")
 WGMMA_REGISTERS(multiply_add_transposed, 64, "{%32, %33, %34, %35}, %36", "1")
 WGMMA_REGISTERS(multiply_add_transposed, 128, "{%64, %65, %66, %67}, %68", "1")
 
-// e4m3 in shared memory, the summed dimension along rows; accumulates about 14 bits.
+// e4m3 a and b in shared memory, both K-major; accumulates about 14 bits.
 #define WGMMA_E4M3(n, places)                                                            \
     __device__ __forceinline__ void multiply_add_e4m3(float (&d)[n / 2], u64 a, u64 b) { \
         WGMMA(n, "k32", "e4m3.e4m3", "1", places ", p, 1, 1", "l"(a), "l"(b));           \

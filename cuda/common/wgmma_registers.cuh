@@ -1,4 +1,4 @@
-// Products of a warpgroup whose first operand is in registers, which are read until the products are waited for.
+// wgmma with the first operand in registers, which are read until the products have been waited for.
 #pragma once
 
 #include "common/wgmma.cuh"
@@ -12,7 +12,7 @@ WGMMA_REGISTERS(multiply_add, 256, "{%128, %129, %130, %131}, %132", "0")
 
 using Fragments = u32[4][4];  // of a warp's 16 rows and 64 columns
 
-// Keeps registers from being used for anything else up to here.
+// Keeps registers from being reused before this point.
 __device__ __forceinline__ void hold(const u32 (&a)[4]) {
     asm volatile("" : : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));
 }

@@ -1,4 +1,4 @@
-// 8-bit weights to 16 bits, exactly: e4m3 without NaN, or int8 (WEIGHT_INT8).
+// Exact widening of 8-bit weights to 16 bits: e4m3 without NaN, or int8 (WEIGHT_INT8).
 #pragma once
 
 #include "common/types.cuh"
@@ -8,7 +8,7 @@ using u16 = unsigned short;
 
 // Two e4m3 in bytes 1 and 3.
 __device__ __forceinline__ u32 e4m3_as_float16(u32 bytes) {
-    // The exponents' biases differ by 8.
+    // Exponent biases differ by 8.
     const u32 moved = (bytes & 0x80008000u) | ((bytes >> 1) & 0x3f803f80u);
     const __half2 pair = __hmul2(*reinterpret_cast<const __half2*>(&moved), __float2half2_rn(256.0f));
     return *reinterpret_cast<const u32*>(&pair);

@@ -1,4 +1,4 @@
-// plan_drafts: counts each sequence's accepted drafts and places the next.
+// plan_drafts: counts each sequence's accepted drafts and places the next (speculative decoding).
 //
 //   sampled int32 [P]; token_ids, positions int32 [T]; tables int32 [S, W]
 //   runs int32 [S, 4]: first row, first index in `sampled`, rows (0: padding), tokens that the blocks hold

@@ -1,4 +1,4 @@
-// combine_experts: out[t] = sum over j of weights[t, j] * x[places[t, j]], in float32 from j = 0 on.
+// combine_experts: MoE output out[t] = sum over j of weights[t, j] * x[places[t, j]], in float32 from j = 0 on.
 //
 //   x [P, H] of sorted pairs, places int32 [T, k] (-1: none), weights float32 [T, k], out [T, H]
 //   grid (T), block (256); arrays of any alignment
@@ -6,7 +6,7 @@
 //   roofline: T (k + 1) H elements; 0.8 of copy bandwidth from 16 MB
 #include "common/types.cuh"
 
-constexpr int AT_ONCE = 8;  // loads of a thread in flight
+constexpr int AT_ONCE = 8;  // loads in flight per thread
 
 extern "C" __global__ void __launch_bounds__(256)
     combine_experts(const T* x, const int* places, const float* weights, T* out, int num_used, int width) {

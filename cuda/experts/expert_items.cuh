@@ -1,9 +1,9 @@
-// Work of the grouped products: out[p] = x[row of p] @ weight[expert of p].T for sorted pairs p of a row and an expert.
-// An item is up to CHUNK_ROWS pairs of an expert times a tile of its weight rows.
+// Work items of the MoE grouped GEMMs: out[p] = x[row of p] @ weight[expert of p].T for sorted (row, expert) pairs p.
+// An item is up to CHUNK_ROWS pairs of an expert x a tile of its weight rows.
 //
 //   x [T, K] with rows int32 [P], or sorted [P, K] (rows null or absent); weight [E, N, K], offsets int32 [E + 1],
 //   E <= 1024, out [P, N]; arrays aligned to 16 bytes
-//   An expert of n rows is read ceil(n / CHUNK_ROWS) times. A row's bits depend on K and the build alone.
+//   An expert with n rows is read ceil(n / CHUNK_ROWS) times. A row's bits depend only on K and the build.
 #pragma once
 
 #include "common/types.cuh"
@@ -15,11 +15,11 @@ struct ExpertItem {
     int tile_row;  // N past the last item
 };
 
-// A chunk's tiles, then the expert's next chunk. Reads `offsets`.
+// Items in order: a chunk's tiles, then the expert's next chunk. Reads `offsets`.
 template <int CHUNK_ROWS, int ITEM_TILE_ROWS>
 struct ExpertItems {
     const int* offsets;
-    int* ends;  // shared [E]: chunks through each expert
+    int* ends;  // shared [E]: chunks up to and including each expert
     int num_experts, n_size, num_tiles, num_items;
 
     // Called by the whole block.
@@ -43,7 +43,7 @@ struct ExpertItems {
         ExpertItem item = {index, 0, 0, 1, n_size};
         if (index >= num_items) return item;
         const int chunk = index / num_tiles;
-        int low = 0, high = num_experts - 1;  // the first expert whose end is past the chunk
+        int low = 0, high = num_experts - 1;  // first expert whose end is past the chunk
         while (low < high) {
             const int middle = (low + high) / 2;
             if (ends[middle] > chunk)

@@ -1,5 +1,4 @@
-// experts_gemv: grouped products (expert_items.cuh) in 16 bits; weights are read once while an expert has up to 8
-// COL_TILES rows.
+// experts_gemv: MoE grouped GEMV (expert_items.cuh) in 16 bits; an expert with up to 8 COL_TILES rows is read once.
 //
 //   grid (up to P ceil(N / (16 ROW_TILES))), block (32 WARPS), shared memory: as gemv, and 4 E bytes; K a multiple of 8
 //   reference: NumpyOps.experts_linear

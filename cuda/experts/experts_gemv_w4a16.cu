@@ -1,14 +1,14 @@
 // experts_gemv_w4a16: experts_gemv with 4-bit weights.
 //
 //   tiles, scale, zero (or null): int4.cuh, expert after expert; group_spans: as gemv_w4a16
-//   A build defines WARPS, ROW_TILES (sixteens of weight rows), COL_TILES (eights of pairs), STAGES (spans in a warp's
-//   ring) and the macros of int4.cuh.
+//   Build macros: WARPS, ROW_TILES (of 16 weight rows), COL_TILES (of 8 pairs), STAGES (spans in a warp's ring), those
+//   of int4.cuh
 //   grid (up to P ceil(N / (16 ROW_TILES))), block (32 WARPS), shared memory: rings, two sets of sums, 4 E bytes
 //   reference: NumpyOps.experts_linear
 //   roofline: U N K / 2 bytes and the scales: Qwen3-30B-A3B, gate and up of 8 / 128 experts: 3 / 49 us on an H200; 0.7
 //   of copy bandwidth expected
 //
-// Weights less zero points are exact in 16 bits; groups' sums are scaled in float, warps' sums added in their order.
+// Weights minus zero points are exact in 16 bits; group sums are scaled in float, warps' sums added in warp order.
 #include "common/int4.cuh"
 #include "common/product_types.cuh"
 #include "experts/expert_items.cuh"
@@ -21,13 +21,13 @@ constexpr int WEIGHT_BYTES = ROW_TILES * SPAN_BYTES;
 constexpr int SCALES_BYTES = GROUPS * ROW_TILES * SCALE_BYTES;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + SCALES_BYTES + GROUPS * ROW_TILES * ZERO_BYTES;
 constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
-constexpr int SCALE_PIECES = GROUPS * ROW_TILES * 2;  // of 16 bytes in a stage
+constexpr int SCALE_PIECES = GROUPS * ROW_TILES * 2;  // of 16 bytes, per stage
 constexpr int ZERO_PIECES = ZEROS ? GROUPS * ROW_TILES : 0;
 static_assert(SCALE_PIECES <= WARP_SIZE && STAGE_BYTES % 16 == 0, "a lane copies a piece");
 
 using Items = ExpertItems<MAX_PAIRS, TILE_ROWS>;
 using Sums = float[ROW_TILES][COL_TILES][4];
-using Columns = u32[COL_TILES][STEPS][2];  // of a span of x: the B fragments
+using Columns = u32[COL_TILES][STEPS][2];  // B fragments of a span of x
 
 struct Position {
     ExpertItem item;
@@ -45,7 +45,7 @@ struct Weights {
     const u8* tiles;
     const u8* scale;
     const u8* zero;
-    int num_blocks, num_spans, group_spans;  // sixteens of rows, then along K
+    int num_blocks, num_spans, group_spans;  // 16-row blocks; spans along K
 
     __device__ __forceinline__ int num_groups() const {
         return GROUPS > 1 ? num_spans * GROUPS : num_spans / group_spans;
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const u32 ring_address = shared_address(ring);
 
     start_next_kernel();
-    wait_for_previous_kernel();  // which may have made `offsets`
+    wait_for_previous_kernel();  // which may write `offsets`
     const Items items(offsets, reinterpret_cast<int*>(partials + 2 * PARTIAL_FLOATS), num_experts, n_size);
     Position ahead = {items.at(blockIdx.x), warp};
     Position at = ahead;
@@ -173,14 +173,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     while (at.item.tile_row < n_size) {
         if (at.item.index != begun) {
             begun = at.item.index;
-            // Columns past the last pair repeat it; not written.
+            // Columns past the last pair repeat it and are not written.
 #pragma unroll
             for (int j = 0; j < COL_TILES; j++) {
                 const int pair = at.item.first_pair + min(j * MMA_COLS + g, at.item.num_pairs - 1);
                 x_rows[j] = x + static_cast<i64>(rows == nullptr ? pair : rows[pair]) * k_size + 2 * t;
             }
         }
-        const bool has_span = at.span < num_spans;  // other warps take part too
+        const bool has_span = at.span < num_spans;  // warps without a span take part too
         Columns columns;
         if (has_span) {
 #pragma unroll
@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
             }
         }
         wait_for_copies<STAGES - 2>();
-        __syncwarp();  // the stage has landed, and all lanes have read the previous one
+        __syncwarp();  // the stage has landed, the previous one is free
         weights.start_copies(ring_address + next * STAGE_BYTES, ahead);
         ahead.advance(items, warp, num_spans);
         if (has_span) add_span(sum, ring + stage * STAGE_BYTES, columns);

@@ -1,7 +1,7 @@
-// experts_gemv_w8: experts_gemv with 8-bit weights, times their scales.
+// experts_gemv_w8: experts_gemv with scaled 8-bit weights.
 //
-//   x and x_scale [rows of x] as in gemv_w8; weight_scale float32 [E, N], with BLOCK_SCALES [E, ceil(N / 128), ceil(K /
-//   128)]
+//   x and x_scale [rows of x] as in gemv_w8
+//   weight_scale float32 [E, N], with BLOCK_SCALES [E, ceil(N / 128), ceil(K / 128)]
 //   grid, block, shared memory: as experts_gemv; K a multiple of 16
 //   reference: NumpyOps.experts_linear
 //   roofline: U N K bytes: Qwen3-30B-A3B, gate and up of 8 / 128 experts: 6 / 95 us on an H200; 0.8 of copy bandwidth
@@ -10,7 +10,7 @@
 #include "linear/w8_product.cuh"
 
 struct ExpertProduct : Product {
-    const float* of_all;  // experts
+    const float* of_all;  // scales of all experts
 
     __device__ __forceinline__ void begin_item(int expert, int n_size) {
         const int scales =

@@ -1,14 +1,14 @@
-// experts_lora: out[p, n] += b[i, n] . (a[i, part of n] x[row of p]) for sorted pairs p of a row and an expert;
-// adapter i = slots[row] E + expert.
+// experts_lora: out[p, n] += b[i, n] . (a[i, part of n] x[row of p]) for sorted (row, expert) pairs p (LoRA of MoE
+// experts); adapter i = slots[row] E + expert.
 //
 //   out [P, N], float32 if OUT_FLOAT; x [T, K], or [P, K] if x_is_sorted
 //   a [S E, parts, R, K]; b [S E, N, R], scaled, zeros beyond the rank; ranks int32 [S E], 0: no change
-//   rows int32 [P], offsets int32 [E + 1] of group_by_expert, or null: pairs are rows, of one expert
+//   rows int32 [P], offsets int32 [E + 1] of group_by_expert, or null: pairs are rows of one expert
 //   slots int32 [T], -1: none; K and R multiples of 8; parts have N / parts columns; all aligned to 16 bytes
 //   grid (ceil(P / PAIRS), parts, ceil(N / parts / block_columns)), block 256, shared 4 PAIRS R bytes: a block takes
-//   runs of pairs that share an adapter; a warp makes two of the rank's dot products at a time, a thread a column
-//   reference: NumpyOps.lora_add. Sums in float32, in an order that other pairs do not change; rounded once
-//   roofline: an adapter's rank (parts K + N) elements read once for each run
+//   runs of pairs that share an adapter; a warp computes two of the rank's dot products at a time, a thread one column
+//   reference: NumpyOps.lora_add. Sums in float32, in an order independent of other pairs; rounded once
+//   roofline: an adapter's rank (parts K + N) elements read once per run
 #include "common/types.cuh"
 
 constexpr int WARPS = 8;
@@ -23,7 +23,7 @@ using Out = float;
 using Out = T;
 #endif
 
-// shrunk[m, o] = a[o] . x[x_rows[m]] for the run's pairs m; zeros from the rank to a whole vector.
+// shrunk[m, o] = a[o] . x[x_rows[m]] for the run's pairs m; zero-padded from the rank to a whole vector.
 __device__ __forceinline__ void shrink(float* shrunk, const T* x, const T* a, const int* x_rows, int count, int rank,
                                        int num_inputs, int max_rank) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;

@@ -1,21 +1,20 @@
-// experts_row: add_rms_norm of one row, router, experts and their weighted sum in one launch.
+// experts_row: MoE layer of one row in one launch: add_rms_norm, router, experts and their weighted sum.
 //
-//   x, residual, norm [HIDDEN], router [NUM_EXPERTS, HIDDEN], gate_up [NUM_EXPERTS, 2 INNER, HIDDEN], down [NUM_EXPERTS,
-//   HIDDEN, INNER], out [HIDDEN]; slots int64 [1] or null: outside 0..num_slots - 1 is padding, out 0; aligned to 16
-//   bytes
-//   a build defines these, NUM_USED up to 32, BLOCKS and STAGES (of a warp's ring); HIDDEN a multiple of 16 up to 4096,
-//   INNER of 8, NUM_EXPERTS up to 1024. So less code is read, and none divides.
+//   x, residual, norm [HIDDEN], router [NUM_EXPERTS, HIDDEN], gate_up [NUM_EXPERTS, 2 INNER, HIDDEN]
+//   down [NUM_EXPERTS, HIDDEN, INNER], out [HIDDEN]; slots int64 [1] or null: outside 0..num_slots - 1 is padding, out
+//   0; aligned to 16 bytes
+//   Build macros: these sizes, NUM_USED up to 32, BLOCKS, STAGES (of a warp's ring); HIDDEN a multiple of 16 up to
+//   4096, INNER of 8, NUM_EXPERTS up to 1024. Constants avoid divisions and shorten the code that is fetched.
 //   words u64 [max(NUM_EXPERTS, BLOCKS) + 1 + NUM_USED INNER / 2], launches u32 [BLOCKS]: 0 before the first launch
-//   grid (BLOCKS, at most the SMs: all blocks must run at once), block (512), shared memory: rings, row, gated rows,
-//   sums
+//   grid (BLOCKS, at most the SMs: all must run at once), block (512), shared memory: rings, row, gated rows, sums
 //   reference: NumpyOps.add_norm_experts
 //   roofline: 3 k H I elements: 75 MB for Qwen3-30B-A3B, 18 us on an H200
 //
-// Every block norms the row and finds the experts from all blocks' logits. Its warps then read their weights through
-// rings, `down`'s right after `gate_up`'s. Blocks exchange logits and gated products in words (row_words.cuh). They
-// publish the products of all but the last rounds of `down` early, and each warp waits for its own elements alone: when
-// the last products arrive, `down`'s weights are under way. A block asks for all but one stage of them after the end of
-// its `gate_up`, which others still read.
+// Every block norms the row and picks the experts from all blocks' logits. Its warps then stream weights through rings,
+// `down` right after `gate_up`. Blocks exchange logits and gated products in words (row_words.cuh). Products for all
+// but the last round of `down` are published early, and each warp waits only for its own elements, so `down`'s weights
+// are in flight when the last products arrive. A block requests all but one stage of `down` only after its `gate_up`,
+// which others still read.
 #include "common/mma.cuh"
 #include "common/product_types.cuh"
 #include "experts/rank_of.cuh"
@@ -25,29 +24,29 @@
 constexpr int WARPS = 16;
 constexpr int THREADS = WARP_SIZE * WARPS;
 constexpr int SIZE = Vec<T>::SIZE;
-constexpr int SPAN = 128;      // columns that a warp takes in turn
-constexpr int STEP = 64;       // columns of a stage
+constexpr int SPAN = 128;      // columns per turn of a warp
+constexpr int STEP = 64;       // columns per stage
 constexpr int PARTS = SPAN / STEP;
-constexpr int TILE_ROWS = 16;  // weight rows of a stage
-constexpr int GATED_ROWS = 8;  // gates of a tile of gate_up, then their ups
+constexpr int TILE_ROWS = 16;  // weight rows per stage
+constexpr int GATED_ROWS = 8;  // gate rows of a gate_up tile, then their up rows
 constexpr int VECS = STEP / SIZE;
 constexpr int STAGE_BYTES = TILE_ROWS * STEP * sizeof(T);
 
 constexpr int rounds(int count, int of) { return (count + of - 1) / of; }
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 
-constexpr int NUM_TILES = INNER / GATED_ROWS;                  // of gate_up, of an expert
-constexpr int NUM_ITEMS = NUM_TILES * NUM_USED;                // tiles of gate_up, of all the row's experts
-constexpr int GATE_UNITS = rounds(NUM_ITEMS, BLOCKS);            // of a block
+constexpr int NUM_TILES = INNER / GATED_ROWS;                  // of gate_up, per expert
+constexpr int NUM_ITEMS = NUM_TILES * NUM_USED;                // gate_up tiles of the row's experts
+constexpr int GATE_UNITS = rounds(NUM_ITEMS, BLOCKS);            // per block
 constexpr int DOWN_UNITS = rounds(HIDDEN / TILE_ROWS, BLOCKS);
-constexpr int GATE_PARTS = PARTS * rounds(HIDDEN, WARPS * SPAN);  // stages of a warp in a unit
+constexpr int GATE_PARTS = PARTS * rounds(HIDDEN, WARPS * SPAN);  // stages per warp and unit
 constexpr int DOWN_SPANS = rounds(INNER, SPAN);
 constexpr int DOWN_ROUNDS = rounds(DOWN_SPANS * NUM_USED, WARPS);
 constexpr int DOWN_PARTS = PARTS * DOWN_ROUNDS;
-constexpr int EARLY_SPANS = (DOWN_ROUNDS - 1) * WARPS;  // of gated products, which all but the last round multiplies
+constexpr int EARLY_SPANS = (DOWN_ROUNDS - 1) * WARPS;  // of gated products in all but the last round
 constexpr int EARLY_ITEMS = EARLY_SPANS / DOWN_SPANS * NUM_TILES + EARLY_SPANS % DOWN_SPANS * (SPAN / GATED_ROWS);
 constexpr int EARLY_UNITS = rounds(EARLY_ITEMS, BLOCKS);
-constexpr int NUM_LOGITS = larger(NUM_EXPERTS, BLOCKS);  // one of each block at least
+constexpr int NUM_LOGITS = larger(NUM_EXPERTS, BLOCKS);  // at least one per block
 constexpr int LOGIT_WORDS = rounds(NUM_LOGITS, 2) * 2;   // keeps the next words aligned
 
 constexpr int PADDED_INNER = DOWN_SPANS * SPAN;
@@ -63,10 +62,10 @@ struct Operands {
     const T* down;
     T* out;
     u64* words;
-    u32 launch;  // its number
+    u32 launch;  // launch number
 };
 
-// The first column of a warp's stage `part` of a unit.
+// First column of a warp's stage `part` of a unit.
 __device__ __forceinline__ int column_of(int part, int warp) {
     return (part / PARTS * WARPS + warp) * SPAN + part % PARTS * STEP;
 }
@@ -98,8 +97,8 @@ __device__ __forceinline__ void add_products(float (&sum)[4], const char* stage,
     }
 }
 
-// Starts to copy 16 rows of `width` elements from `from` on, the last 8 of them `jump` rows further, STEP columns from
-// `column`. Not inlined: the kernel runs once, and reads less code.
+// Starts copying STEP columns from `column` of 16 rows of `width` elements at `from`, the last 8 of them `jump` rows
+// further. Not inlined: the kernel runs once, so less code is fetched.
 __device__ __noinline__ void copy_stage(u32 stage, const T* from, int width, int jump, int column) {
     const int lane = threadIdx.x % WARP_SIZE, vec = lane % VECS;
     column += vec * SIZE;
@@ -112,9 +111,9 @@ __device__ __noinline__ void copy_stage(u32 stage, const T* from, int width, int
     }
 }
 
-// Experts of the best logits, best first, ties by lower id. Called by the whole block.
+// Picks the experts with the best logits, best first, ties by lower id. Called by the whole block.
 __device__ __forceinline__ void pick(const u32* ranks, int* experts) {
-    constexpr int HELPERS = 4;  // threads that count for one expert
+    constexpr int HELPERS = 4;  // threads per expert
     const int helper = threadIdx.x % HELPERS;
 #pragma unroll 1
     for (int first = 0; first < NUM_EXPERTS; first += THREADS / HELPERS) {
@@ -131,7 +130,7 @@ __device__ __forceinline__ void pick(const u32* ranks, int* experts) {
     __syncthreads();
 }
 
-// Weights of the picked experts; written by the first warp. Called by the whole block.
+// Weights of the picked experts, written by the first warp. Called by the whole block.
 __device__ __forceinline__ void weigh(const float* logits, const int* experts, float* weights, bool renormalise) {
     const float best = logits[experts[0]];
     float own = 0.0f;
@@ -169,19 +168,19 @@ __device__ __forceinline__ Vec<T> normed_by(const Vec<T>& held, const Vec<T>& by
     return made;
 }
 
-// A block's work on the row. Each thread holds 8 columns of the residual stream, if there are that many.
+// A block's work on the row. A thread holds 8 columns of the residual stream, if any.
 struct RowBlock {
     const Operands& in;
     const int* experts;  // of the row, in shared memory
     char* ring;          // of the warp
-    T* normed;           // [HIDDEN], in whole rounds of spans
-    T* gated_rows;       // [NUM_USED][PADDED_INNER]; before that the logits
+    T* normed;           // [HIDDEN], padded to whole rounds of spans
+    T* gated_rows;       // [NUM_USED][PADDED_INNER]; earlier the logits
     float* sums;         // [GATE_UNITS + DOWN_ROUNDS][WARPS][TILE_ROWS]
     u64 *logit_words, *gated_words;
     int column, warp, stage;
     bool has_column;
     Position ahead;
-    int held = 0;  // stages of the ring that wait for the end of gate_up
+    int held = 0;  // ring stages held back until gate_up ends
 
     __device__ __forceinline__ RowBlock(const Operands& in, char* shared, const int* experts)
         : in(in), experts(experts), ahead{false, 0, 0} {
@@ -197,7 +196,7 @@ struct RowBlock {
         gated_words = logit_words + LOGIT_WORDS;
     }
 
-    // Copies the stage that is next, if it has rows, and commits; `holds`: but for its first, `down` waits.
+    // Copies the next stage, if it has rows, and commits. `holds`: stages of `down` after its first are held back.
     __device__ __forceinline__ void start_copies(int to_stage, bool holds) {
         if (holds && ahead.is_down && ahead.part > 0) {
             held++;
@@ -222,7 +221,7 @@ struct RowBlock {
         ahead.advance();
     }
 
-    // Multiplies the ring's oldest stage, then fills it again.
+    // Multiplies the ring's oldest stage, then refills it.
     __device__ __forceinline__ void add_stage(float (&sum)[4], const T* by, bool holds) {
         wait_for_copies<STAGES - 1>();
         __syncwarp();
@@ -245,7 +244,7 @@ struct RowBlock {
         return total;
     }
 
-    // Gets the logits of all experts, `own` being the block's first row of the router.
+    // Exchanges the logits of all experts. `own`: the block's first router row.
     __device__ __forceinline__ void exchange_logits(const Vec<T>& made, Vec<T> own, float* logits, u32* ranks) const {
 #pragma unroll 1
         for (int e = blockIdx.x; e < NUM_LOGITS; e += BLOCKS) {
@@ -255,7 +254,7 @@ struct RowBlock {
 #pragma unroll
             for (int i = 0; i < SIZE; i++) product = fmaf(to_float(made.at[i]), to_float(own.at[i]), product);
             product = block_sum(product);
-            // also without an expert: says that the block has read the residual stream
+            // even without an expert: signals that the block has read the residual stream
             if (threadIdx.x == 0) publish(logit_words + e, __float_as_uint(product), in.launch);
         }
 #pragma unroll 1
@@ -268,7 +267,7 @@ struct RowBlock {
         __syncthreads();
     }
 
-    // Publishes the gated products of units from `begin` to `end`, whose sums all warps have kept.
+    // Publishes the gated products of units `begin` to `end`, whose sums all warps have stored.
     __device__ __forceinline__ void publish_units(int begin, int end) const {
 #pragma unroll 1
         for (int first = begin * GATED_ROWS; first < end * GATED_ROWS; first += THREADS) {
@@ -285,7 +284,6 @@ struct RowBlock {
         }
     }
 
-    // Multiplies units from `begin` to `end` and publishes their gated products.
     __device__ __forceinline__ void multiply_gate_up(int begin, int end) {
 #pragma unroll 1
         for (int unit = begin; unit < end; unit++) {
@@ -302,7 +300,7 @@ struct RowBlock {
         publish_units(begin, end);
     }
 
-    // Gets the gated products of a span, which this warp alone multiplies.
+    // Receives the gated products of a span that only this warp multiplies.
     __device__ __forceinline__ void receive_span(int span) const {
         const int four = threadIdx.x % WARP_SIZE * 4, k = span % DOWN_SPANS * SPAN + four;
         uint2 received = {};
@@ -377,7 +375,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float* logits = reinterpret_cast<float*>(block.gated_rows);
     block.exchange_logits(made, own_router, logits, ranks);
 
-    if (blockIdx.x == 0 && block.has_column) store_vec(residual + column, held);  // all have read it
+    if (blockIdx.x == 0 && block.has_column) store_vec(residual + column, held);  // all blocks have read it
     if (threadIdx.x == 0) launches[blockIdx.x] = in.launch;
     if (is_padding) {
 #pragma unroll 1

@@ -1,10 +1,10 @@
-// experts_sm90: grouped products (expert_items.cuh) on Hopper, 16 bits or e4m3, for experts with many rows.
+// experts_sm90: MoE grouped GEMM (expert_items.cuh) on Hopper, 16 bits or e4m3, for experts with many rows.
 //
 //   X_FP8: e4m3 with x_scale float32 [P], weight_scale float32 [E, N], else both null; maps as in small_m.cuh, of
 //   weight [E N, K]; SPLIT 1; K a multiple of 8 (X_FP8: 16)
-//   grid: up to one block an SM; block THREADS
+//   grid: up to one block per SM; block THREADS
 //   reference: NumpyOps.experts_linear
-//   roofline: 2 P N K operations; N K elements a chunk, mostly from L2: Qwen3-30B-A3B, bf16, gate and up of 8192
+//   roofline: 2 P N K operations; N K elements per chunk, mostly from L2: Qwen3-30B-A3B, bf16, gate and up of 8192
 //   tokens: 206 GFLOP, 0.26 ms at 790 TFLOP/s; 0.6 of it expected
 #if X_FP8
 #define WEIGHT_ELEMENTS 128
@@ -40,7 +40,7 @@ __device__ __forceinline__ void fetch_items(const Shared& shared, const Items& i
 
 __device__ __forceinline__ void keep_scales(const Shared& shared, const float* x_scale, const ExpertItem& item) {
     if (SCALE_BYTES == 0) return;
-    sync_named_barrier(1, CONSUMERS);  // the previous item is stored
+    sync_named_barrier(1, CONSUMERS);  // the previous item has been stored
     for (int m = threadIdx.x; m < COLS; m += CONSUMERS) {
         const float scale = m < item.num_pairs ? x_scale[item.first_pair + m] : 0.0f;
         asm volatile("st.shared.f32 [%0], %1;" : : "r"(shared.x_scales() + 4 * m), "f"(scale) : "memory");
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         make_ring_barriers(shared, CONSUMERS / WARP_SIZE);
         publish_barriers();
     }
-    wait_for_previous_kernel();  // which may have made `offsets`
+    wait_for_previous_kernel();  // which may write `offsets`
     const Items items(offsets, ends, num_experts, n_size);
     if (threadIdx.x >= CONSUMERS) {
         if (is_producer) fetch_items(shared, items, weight_map, x_map, work.num_spans);

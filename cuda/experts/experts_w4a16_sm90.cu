@@ -1,9 +1,9 @@
-// experts_w4a16_sm90: grouped products (expert_items.cuh) with 4-bit weights on Hopper, for experts with many rows.
+// experts_w4a16_sm90: MoE grouped GEMM (expert_items.cuh) with 4-bit weights on Hopper, for experts with many rows.
 //
 //   x as in small_m_w4a16_sm90, weights as in experts_gemv_w4a16; SPLIT 1, OUT_FLOAT 0
-//   grid: up to one block an SM; block THREADS
+//   grid: up to one block per SM; block THREADS
 //   reference: NumpyOps.experts_linear
-//   roofline: as experts_sm90, with N K / 2 bytes and the scales a chunk; 0.5 of it expected
+//   roofline: as experts_sm90, with N K / 2 bytes and the scales per chunk; 0.5 of it expected
 #include "linear/small_m_w4a16.cuh"
 #include "experts/expert_items.cuh"
 
@@ -16,7 +16,7 @@ struct ExpertWeights {
     const u8* tiles;
     const u16* scale;
     const u8* zero;
-    int num_blocks, num_spans, group_spans;  // sixteens of rows, then along K
+    int num_blocks, num_spans, group_spans;  // 16-row blocks; spans along K
 
     __device__ __forceinline__ void fetch(const Shared& shared, const TensorMap& x_map, const ExpertItem& item, int span,
                                           u32 iteration) const {
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         make_ring_barriers(shared, CONSUMERS / WARP_SIZE);
         publish_barriers();
     }
-    wait_for_previous_kernel();  // which may have made `offsets`
+    wait_for_previous_kernel();  // which may write `offsets`
     const Items items(offsets, ends, num_experts, n_size);
     if (threadIdx.x >= CONSUMERS) {
         give_up_registers<PRODUCER_REGISTERS>();

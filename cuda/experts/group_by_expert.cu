@@ -1,10 +1,8 @@
-// group_by_expert: sorts pairs of a row and an expert by expert, then row.
+// group_by_expert: MoE counting sort of (row, expert) pairs by expert, then row.
 //
-//   ids int32 [T, k] -> rows int32 [P], of sorted pairs; places int32 [T, k], of each pair; offsets int32 [E + 1]; P =
-//   T k,
+//   ids int32 [T, k] -> rows int32 [P] of sorted pairs, places int32 [T, k] of pairs, offsets int32 [E + 1]; P = T k,
 //   E <= 1024. A pair with an id outside 0..E-1 has place -1; rows from offsets[E] on are not written.
-//   grid (1), block (512), shared memory: 64 E bytes; each warp counts and places consecutive pairs, to keep their
-//   order
+//   grid (1), block (512), shared memory: 64 E bytes; warps count and place consecutive pairs, to keep their order
 //   reference: NumpyOps.group_by_expert
 //   roofline: 16 P bytes; bound by P / 512 rounds of a warp: about 3 us for P = 512, 25 us for 65,536
 #include "common/types.cuh"
@@ -14,7 +12,7 @@ constexpr int WARPS = 16;
 // Lanes with this lane's expert.
 struct Alike {
     u32 lanes;
-    int before;  // with lower numbers
+    int before;  // lower lanes among them
 
     __device__ __forceinline__ explicit Alike(int expert) : lanes(__match_any_sync(FULL_WARP, expert)) {
         before = __popc(lanes & ((1u << (threadIdx.x % WARP_SIZE)) - 1));

@@ -1,4 +1,4 @@
-// The loop of linear/gemv.cuh over the items of all experts; weights are read ahead across items.
+// MoE grouped GEMV: the loop of linear/gemv.cuh over all experts' items; weights are prefetched across items.
 #pragma once
 
 #include "experts/expert_items.cuh"
@@ -14,7 +14,7 @@ struct ExpertGemv {
     using One = Gemv<W, X>;
     using Items = ExpertItems<MAX_ROWS, TILE_ROWS>;
 
-    // A warp's spans of K in an item, then in the block's next.
+    // A warp's spans of K in an item, then in the block's next item.
     struct Position {
         ExpertItem item;
         int k;
@@ -46,7 +46,7 @@ struct ExpertGemv {
 #endif
     }
 
-    // As Gemv::run; a product also has begin_item, and finish gets the row of x.
+    // Like Gemv::run, but a product has begin_item, and its finish gets the row of x.
     template <typename Product>
     static __device__ __forceinline__ void run(const X* x, const int* rows, const W* weight, const int* offsets, Out* out,
                                                int num_experts, int n_size, int k_size, Product product) {
@@ -58,8 +58,8 @@ struct ExpertGemv {
         const u32 ring_address = shared_address(ring);
 
         if (!GATED) start_next_kernel();
-        if (!KNOWN) wait_for_previous_kernel();  // which may have made `offsets`
-        if (GATED) start_next_kernel();  // it may read `offsets` before its wait
+        if (!KNOWN) wait_for_previous_kernel();  // which may write `offsets`
+        if (GATED) start_next_kernel();  // which may read `offsets` before its wait
         const Items items(offsets, reinterpret_cast<int*>(partials + 2 * PARTIAL_FLOATS), num_experts, n_size);
         Position ahead = {items.at(blockIdx.x), warp * SPAN};
         Position at = ahead;
@@ -77,7 +77,7 @@ struct ExpertGemv {
             if (at.item.index != begun) {
                 begun = at.item.index;
                 product.begin_item(at.item.expert, n_size);
-                // Columns past the last pair repeat it; not written.
+                // Columns past the last pair repeat it and are not written.
 #pragma unroll
                 for (int j = 0; j < COL_TILES; j++) {
                     const int pair = at.item.first_pair + min(j * MMA_COLS + g, at.item.num_pairs - 1);
@@ -98,7 +98,7 @@ struct ExpertGemv {
             }
             product.begin_span(at.item.tile_row, at.k);
             wait_for_copies<STAGES - 2>();
-            __syncwarp();  // the stage has landed, and all lanes have read the previous one
+            __syncwarp();  // the stage has landed, the previous one is free
             start_copies(ring_address + (stage + STAGES - 1) % STAGES * One::STAGE_BYTES, weight, ahead, n_size, k_size);
             ahead.advance(items, warp, k_size);
             const char* held = ring + stage * One::STAGE_BYTES;

@@ -1,8 +1,8 @@
-// route_experts: each row's k most probable experts, best first, ties by lower id, and their softmax over all.
+// route_experts: each row's top-k experts (MoE), best first, ties by lower id, and their softmax over all.
 //
 //   logits float32 [T, E], ids int32 [T, k], weights float32 [T, k], over their sum if `renormalise`; k <= E
 //   slots int64 [T] or null: outside 0..num_slots - 1 is padding: ids -1, weights 0; PER_LANE: ceil(E / 32), at most 32
-//   grid (ceil(T / 8)), block (256): a warp a row
+//   grid (ceil(T / 8)), block (256): one warp per row
 //   reference: NumpyOps.route_experts
 //   roofline: T (4 E + 8 k) bytes; bound by k rounds of 5 shuffles, about 3 us
 #include "experts/route_row.cuh"

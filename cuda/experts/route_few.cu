@@ -1,8 +1,8 @@
 // route_few: route_experts and group_by_expert in one launch, for T <= 8 rows and k <= 32.
 //
-//   grid (1), block (256): a warp a row, then a thread a pair
+//   grid (1), block (256): one warp per row, then one thread per pair
 //   reference: NumpyOps.route_to_groups
-//   roofline: none: one launch of about 4 us for two
+//   roofline: none; one launch of about 4 us instead of two
 #include "experts/route_row.cuh"
 
 constexpr int MAX_ROWS = 8;

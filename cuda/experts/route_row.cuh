@@ -1,4 +1,4 @@
-// Routes a row of logits by one warp.
+// MoE routing of one row of logits by one warp.
 #pragma once
 
 #include "experts/rank_of.cuh"

@@ -1,5 +1,5 @@
-// Rows that blocks of one launch exchange in memory, in words of 32 bits of data and the number of the launch: a word
-// is its own flag. That is one way through the L2 and back, a barrier of all blocks is three.
+// Rows that blocks of one launch exchange in global memory. A word holds 32 bits of data and the launch number, so it
+// is its own flag: one round trip through L2, where a barrier of all blocks takes three.
 #pragma once
 
 #include "common/types.cuh"
@@ -11,8 +11,7 @@ __device__ __forceinline__ void publish(u64* to, u32 data, u32 launch) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" : : "l"(to), "l"(word) : "memory");
 }
 
-// Publishes elements of two neighbouring lanes, the first of which passes `to`. Called by a whole warp; `exists` is equal
-// for both.
+// Publishes elements of two neighbouring lanes: the first passes `to`, both the same `exists`. Called by a whole warp.
 __device__ __forceinline__ void publish_pair(u64* to, T own, bool exists, u32 launch) {
     const u32 bits = *reinterpret_cast<const unsigned short*>(&own);
     const u32 next = __shfl_down_sync(FULL_WARP, bits, 1);

@@ -1,4 +1,4 @@
-// best_of_ranks: each row's candidate of the highest score, then tie, then lowest rank (lowest ids).
+// best_of_ranks: each row's candidate with the highest score, then highest tie, then lowest rank (lowest ids).
 //
 //   token_ids int32, scores, ties float32: [NUM_RANKS] of [R] -> best int32 [R], is_nan bool [R]
 //   grid (1), block (multiple of 32, at least NUM_RANKS)

@@ -1,4 +1,4 @@
-// gather_ranks: out [T, width] = parts [T, n] of ranks 0, copies, 2 copies, ... side by side.
+// gather_ranks: all-gather, out [T, width] = parts [T, n] of ranks 0, copies, 2 copies, ... side by side.
 //
 //   width <= n * NUM_RANKS / copies
 //   grid (at most MAX_BLOCKS), block (multiple of 32, at least NUM_RANKS)

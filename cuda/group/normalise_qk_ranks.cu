@@ -1,7 +1,7 @@
 // normalise_qk_ranks: normalise_qk over the heads of all ranks.
 //
 //   qkv [T, columns], q_norm [NUM_RANKS * q_size], k_norm [NUM_RANKS / copies * k_size]
-//   squares [NUM_RANKS] of float32 [T, 2]: each rank's sums
+//   squares [NUM_RANKS] of float32 [T, 2]: each rank's sums of squares
 //   grid (at most T and MAX_BLOCKS), block (multiple of 32, at least NUM_RANKS)
 //   reference: NumpyOps.normalise_qk, with sums in another order
 //   roofline: 3 T (q_size + k_size) elements; not measured

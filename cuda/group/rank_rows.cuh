@@ -1,4 +1,4 @@
-// Rows of a sum over ranks, pushed by peers (PUSH) or read: the same bits.
+// Rows of an all-reduce, pushed by peers (PUSH) or read from them, with the same bits.
 #pragma once
 
 #include "group/signals.cuh"
@@ -21,11 +21,11 @@ __device__ __forceinline__ Vec<T> sum_of(const Vec<T> (&parts)[NUM_RANKS]) {
 
 #if PUSH
 
-// A block pushes row blockIdx.x to every peer, each 4-byte word with the push's number. Two slots suffice: a peer that
+// A block pushes row blockIdx.x to every peer, each 4-byte word with the push number. Two slots suffice: a peer that
 // sends a row has read the previous one. Rows have at most PUSH_ROW_BYTES, aligned to 16.
 struct RankRows {
     static constexpr bool MANY_ROWS = false;
-    static constexpr int WORDS = 2;  // 16-byte words of a slot for a vector
+    static constexpr int WORDS = 2;  // 16-byte slot words per vector
     const Group& group;
     const PerRank<const T>& parts;
     u32 number;

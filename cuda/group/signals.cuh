@@ -1,4 +1,4 @@
-// Memory that ranks share, and waits for each other, which all end.
+// Memory shared by ranks, and waits for peers, all with a timeout.
 //
 // Each rank's memory, zero at start, as in model/ops/gpu/group/shared.py: u32 error [32], barriers [MAX_BLOCKS], pushes
 // [MAX_BLOCKS], signals [NUM_RANKS][MAX_BLOCKS]; slots [2][NUM_RANKS][MAX_PUSH_ROWS][2 * PUSH_ROW_BYTES] bytes. Numbers
@@ -62,7 +62,7 @@ __device__ __forceinline__ u64 now_ns() {
     return now;
 }
 
-// Past this rank's caches.
+// Bypasses this rank's caches.
 __device__ __forceinline__ uint4 load_from_rank(const void* from) {
     uint4 value;
     asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -94,7 +94,7 @@ __device__ __forceinline__ Element load_rank_element(const Element* from) {
     }
 }
 
-// Polls until true; false after LIMIT_NS, which reports `peer` to all ranks, or once the group has an error.
+// Polls until true; returns false after LIMIT_NS, reporting `peer` to all ranks, or once the group has an error.
 template <typename Poll>
 __device__ __forceinline__ bool wait_for_rank(const Group& group, int peer, Poll poll) {
     const u64 start = now_ns();
@@ -113,12 +113,12 @@ __device__ __forceinline__ bool wait_for_rank(const Group& group, int peer, Poll
 
 struct Barrier {
     const Group& group;
-    u32 number;  // of the last one
+    u32 number;  // of the last barrier
 
     __device__ __forceinline__ explicit Barrier(const Group& group)
         : group(group), number(*group.own(BARRIERS + blockIdx.x)) {}
 
-    // A peer that sees the signal sees the block's earlier reads and writes done.
+    // A peer that sees the signal sees this block's earlier reads and writes completed.
     __device__ __forceinline__ void arrive() {
         number++;
         __syncthreads();

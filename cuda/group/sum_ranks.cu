@@ -1,4 +1,4 @@
-// sum_ranks: out[i] = sum over ranks of parts[r][i], in rank order in float.
+// sum_ranks: all-reduce, out[i] = sum over ranks of parts[r][i], in rank order in float.
 //
 //   parts, outs [NUM_RANKS] of [size]
 //   STEPS 1: each rank reads all parts; 2: each sums its share, then reads its peers'; 0: parts are own memory (NCCL)

@@ -1,7 +1,7 @@
 // dequantise_rows: out[t] = x[t] * scale[t].
 //
-//   x [T, K] e4m3, with WEIGHT_INT8 int8; scale float32 [T], with BLOCK_SCALES [ceil(T / 128), ceil(K / 128)]; out [T,
-//   K]
+//   x [T, K] e4m3, with WEIGHT_INT8 int8; scale float32 [T], with BLOCK_SCALES [ceil(T / 128), ceil(K / 128)]
+//   out [T, K]
 //   grid (T, ceil(K / 4096)), block (256)
 //   reference: NumpyOps.dequantise_rows, bit for bit
 //   roofline: T K bytes read, T K elements written; 0.85 of copy bandwidth from 32 MB

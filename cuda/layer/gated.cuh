@@ -1,4 +1,4 @@
-// SiLU(gate) * up.
+// SwiGLU: SiLU(gate) * up.
 #pragma once
 
 #include "common/types.cuh"

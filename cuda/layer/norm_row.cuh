@@ -1,14 +1,14 @@
-// RMSNorm of a row by a block, which holds it in registers.
+// RMSNorm of a row held in registers by one block.
 #pragma once
 
 #include "common/types.cuh"
 
-// Vectors of a thread; rows of more than HELD * blockDim.x are read twice.
+// Vectors per thread; rows of more than HELD * blockDim.x are read twice.
 constexpr int HELD = 4;
 
 // out[i] = row[i] / sqrt(mean(row^2) + eps) * weight[i], for i < width.
 //   make_vec(i), make_one(i)  elements i.., each called once, before `out` is written
-//   made                      where the row can be read afterwards
+//   made                      where the row is readable afterwards
 //   aligned                   rows, weight and out allow 16-byte accesses
 template <typename MakeVec, typename MakeOne>
 __device__ __forceinline__ void norm_row(MakeVec make_vec, MakeOne make_one, const T* made, const T* weight, T* out,

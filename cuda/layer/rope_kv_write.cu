@@ -1,12 +1,11 @@
-// rope_kv_write: norms q and k per head if weights are given, rotates them, writes k and v to the paged cache, returns
-// q.
+// rope_kv_write: RMSNorm of q and k per head (if weights are given), RoPE; writes k, v to the paged cache, q to q_out.
 //
 //   qkv [T, (Hq + 2 Hkv) * D]; cos, sin float32 [max_len, D / 2]; positions int32 [T]; slots int64 [T]
 //   kv [num_blocks, L, 2, Hkv, B, D], with QUIRE_KV_FP8 e4m3 of value / kv_scales float32 [L, 2, Hkv]
 //   q_norm, k_norm [D] or null; q_out [T, Hq, D]; arrays aligned to 16 bytes; T * (Hq + 2 Hkv) * TEAM below 2^31
-//   grid (ceil(T * (Hq + 2 Hkv) / (256 / TEAM))), block (256): TEAM lanes a head, each 16 bytes of both halves
+//   grid (ceil(T * (Hq + 2 Hkv) / (256 / TEAM))), block (256): TEAM lanes per head, each 16 bytes of both halves
 //   reference: NumpyOps.rope_kv_write
-//   needs: positions, slots, tables and norms that are written before the previous kernel begins
+//   needs: positions, slots, tables and norms written before the previous kernel begins
 //   A slot outside the cache or a position outside the table writes no kv; such a position gives q of zeros.
 //   roofline: 2 T (Hq + 2 Hkv) D elements; 0.85 of copy bandwidth from T = 2048
 #include "layer/rotate_head.cuh"

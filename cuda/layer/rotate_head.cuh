@@ -1,4 +1,4 @@
-// Norm and rotation of one head by TEAM lanes, and its rounding for the cache.
+// RMSNorm and RoPE of one head by TEAM lanes, and its rounding for the cache.
 #pragma once
 
 #include "common/fp8.cuh"
@@ -25,12 +25,12 @@ constexpr int power_of_two(int at_least) {
 }
 constexpr int TEAM = power_of_two(LANES);
 
-// A lane's angles of a position, from element i on.
+// A lane's RoPE angles of a position, from element i on.
 struct Angles {
     float cos[SIZE];
     float sin[SIZE];
 
-    // Points to the position's row.
+    // Arguments point to the position's row.
     __device__ __forceinline__ void load(const float* cosines, const float* sines, int i) {
 #pragma unroll
         for (int j = 0; j < SIZE; j += Vec<float>::SIZE) {
@@ -98,7 +98,7 @@ struct Pair {
         }
     }
 
-    // Of the head; called by all lanes of a warp.
+    // Sum over the head. Called by all lanes of a warp.
     __device__ __forceinline__ float square_sum() const {
         float sum = 0.0f;
 #pragma unroll

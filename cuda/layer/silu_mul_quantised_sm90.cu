@@ -1,9 +1,9 @@
-// silu_mul_quantised_sm90: silu_mul_quantised of few wide rows on Hopper, eight blocks a row: exponentials bound one.
+// silu_mul_quantised_sm90: silu_mul_quantised of few wide rows on Hopper, a cluster per row: exp would bound a block.
 //
-//   gate_up and out aligned to 16 bytes, I / 8 whole vectors, at most HELD_VECS a thread
+//   gate_up and out aligned to 16 bytes, I / 8 whole vectors, at most HELD_VECS per thread
 //   grid (8 T), clusters of 8, which exchange maxima; block (multiple of 32)
-//   reference: NumpyOps.silu_mul_quantised; the bits of silu_mul_quantised
-//   roofline: latency: 2.4 us within a step at T = 1, I = 14336
+//   reference: NumpyOps.silu_mul_quantised, with the bits of silu_mul_quantised
+//   roofline: latency, 2.4 us within a step at T = 1, I = 14336
 #include "common/fp8.cuh"
 #include "common/wgmma.cuh"
 #include "layer/gated.cuh"

@@ -1,10 +1,9 @@
-// add_norm_gemv: residual += x, rounded to T; out = rms_norm(residual) @ weight.T + bias, of one row.
+// add_norm_gemv: residual += x, rounded to T; out = rms_norm(residual) @ weight.T + bias, for one row.
 //
 //   x, residual, norm [K], weight [N, K], bias [N] or null, out [N]; aligned to 16 bytes, K a multiple of 8 up to
 //   8 blockDim.x
-//   grid (up to ceil(N / (16 ROW_TILES)), at most as many as run at once), block (32 WARPS), shared memory: that of gemv
-//   and the row
-//   reference: NumpyOps.add_rms_norm, NumpyOps.linear; the bits of add_rms_norm and gemv
+//   grid (up to ceil(N / (16 ROW_TILES)), all resident at once), block (32 WARPS), shared memory: as gemv, and the row
+//   reference: NumpyOps.add_rms_norm, NumpyOps.linear, with the bits of add_rms_norm and gemv
 //   roofline: N K elements
 #include "linear/dense_product.cuh"
 #include "linear/normed_row.cuh"

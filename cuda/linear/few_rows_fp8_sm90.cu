@@ -1,15 +1,14 @@
-// few_rows_fp8_sm90: small_m_fp8_sm90 for a few rows, with its bits. They stay in shared memory, so that weights alone
-// pass the ring, which goes on filling while the previous kernel runs.
+// few_rows_fp8_sm90: small_m_fp8_sm90 for a few rows, with its bits. x stays in shared memory, so the ring holds only
+// weights and keeps filling while the previous kernel runs.
 //
-//   x e4m3 [M, K], x_scale float32 [M], weight e4m3 [N, K], weight_scale float32 [N], bias [N] or null, out [M, N]
-//   COLS 16; X_ROWS (1, 2, 4, 8) >= M; X_BYTES: of X_ROWS rows of a block's split of K, in whole spans; WINDOW: most
-//   stages under way; K a multiple of 16
-//   GATED: N = 2 I, I a multiple of 8, SPLIT 1, ROWS a multiple of 16, as many rows of gate as of up; weight_map has
-//   dimensions K, eights, gate and up, I / 8; out is silu_mul's T [M, I], maxima u32 [M, gridDim.x] its largest
-//   magnitudes (common/fp8.cuh) in each block
-//   ROUNDS_X: x is out of GATED, x_scale its maxima, num_parts of each row; a block's split of K is at most HELD chunks
-//   a thread
-//   grid: SPLIT blocks a tile at most; block THREADS
+//   arrays as in small_m_fp8_sm90; COLS 16; X_ROWS (1, 2, 4, 8) >= M; X_BYTES: X_ROWS rows of a block's split of K, in
+//   whole spans; WINDOW: most stages in flight
+//   GATED: N = 2 I, I a multiple of 8, SPLIT 1, ROWS a multiple of 16, half gate and half up; weight_map has dimensions
+//   K, 8, gate and up, I / 8; out is silu_mul's T [M, I], maxima u32 [M, gridDim.x] its largest magnitudes
+//   (common/fp8.cuh) per block
+//   ROUNDS_X: x is `out` of GATED, x_scale its maxima, num_parts per row; a block's split of K is at most HELD chunks
+//   per thread
+//   grid: at most SPLIT blocks per tile; block THREADS
 //   reference: NumpyOps.gated_mlp, with GATED for gate_up and ROUNDS_X for down; NumpyOps.linear
 //   roofline: N K bytes; 0.9 of copy bandwidth from 100 MB
 #define WEIGHT_ELEMENTS 128
@@ -36,7 +35,7 @@ constexpr int CHUNK = 16;  // bytes
 constexpr int HELD = 4;    // chunks of x that a thread loads at once
 static_assert(COLS == 16 && X_ROWS <= 8, "rows of x of a core matrix");
 
-// Chunk c of row r is chunk X_ROWS c + r; the 128 bytes past the last are read for rows that are not there.
+// Chunk c of row r is chunk X_ROWS c + r; missing rows read the 128 bytes past the last.
 __device__ __forceinline__ u32 x_address(const Shared& shared) { return shared.x_scales() + COLS * 4 + 8; }
 
 __device__ __forceinline__ void store_chunk(const Shared& shared, int row, int chunk, uint4 value) {
@@ -53,7 +52,7 @@ __device__ __forceinline__ void store_scale(const Shared& shared, int row, float
 
 #if ROUNDS_X
 
-// Largest over the consumers.
+// Maximum over the consumers.
 __device__ __forceinline__ u32 consumers_max(u32 value) {
     __shared__ u32 of_warps[CONSUMERS / WARP_SIZE];
     value = warp_max(value);
@@ -65,7 +64,7 @@ __device__ __forceinline__ u32 consumers_max(u32 value) {
     return value;
 }
 
-// Rounds this block's part of rows whose largest magnitudes are among `num_parts` of other blocks.
+// Quantises this block's part of the rows, each by the largest of its `num_parts` maxima.
 __device__ __forceinline__ void keep_x(const Shared& shared, const BlockWork& work, const T* x, const void* maxima,
                                        int num_rows, int k_size, int num_parts) {
     constexpr int SPAN_CHUNKS = SPAN / CHUNK, SIZE = Vec<T>::SIZE, VECS = CHUNK / SIZE;
@@ -129,7 +128,7 @@ __device__ __forceinline__ void keep_x(const Shared& shared, const BlockWork& wo
 
 #endif
 
-// Descriptor of core matrices, 8 rows of 16 bytes, without a swizzle: the next along K begins X_ROWS rows later.
+// wgmma descriptor of unswizzled core matrices (8 rows of 16 bytes): the next along K begins X_ROWS rows later.
 __device__ __forceinline__ u64 x_operand(u32 address) {
     return (static_cast<u64>(X_ROWS) << 32) | (static_cast<u64>(X_ROWS) << 16) | ((address & 0x3ffff) >> 4);
 }
@@ -155,7 +154,7 @@ __device__ __forceinline__ void sum_tile(Sums& sum, const Shared& shared, const 
 
 #if GATED
 
-// Gate and up of the same columns are rows g and g + 8 of a warp's sixteen.
+// Gate and up of a column are rows g and g + 8 of a warp's 16.
 struct GatedTile {
     T* out;
     u32 x_scales;
@@ -176,7 +175,7 @@ struct GatedTile {
         }
     }
 
-    // Stores rows of x 0 .. 7; `largest`: this thread's magnitudes of rows 2t and 2t + 1.
+    // Stores rows 0 .. 7 of x. `largest`: this thread's largest magnitudes in rows 2t and 2t + 1.
     __device__ __forceinline__ void store(const Sums& sum, u32 (&largest)[2]) const {
         const int t = threadIdx.x % 4;
         float by[2];
@@ -193,7 +192,6 @@ struct GatedTile {
     }
 };
 
-// Writes the block's largest magnitude of each row.
 __device__ __forceinline__ void store_maxima(const u32 (&largest)[2], u32* maxima, int num_rows) {
     __shared__ u32 of_warps[CONSUMERS / WARP_SIZE][8];
     const int lane = threadIdx.x % WARP_SIZE;
@@ -215,7 +213,7 @@ __device__ __forceinline__ void store_maxima(const u32 (&largest)[2], u32* maxim
 
 #endif
 
-// Loads of other kernels wait behind the stages under way.
+// Loads of other kernels wait behind stages in flight: at most WINDOW.
 __device__ __forceinline__ void fetch(const Producer& producer, u32 first, u32 end) {
     const Shared& shared = producer.shared;
 #pragma unroll 1

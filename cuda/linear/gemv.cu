@@ -1,7 +1,7 @@
 // gemv: out = x @ weight.T + bias for up to 8 COL_TILES rows.
 //
 //   x [M, K], weight [N, K], bias [N] or null, out [M, N]; x and weight aligned to 16 bytes, K a multiple of 8
-//   grid (up to ceil(N / (16 ROW_TILES))), block (32 WARPS), shared memory: rings, two sets of sums, with SHARES_ROWS x
+//   grid (up to ceil(N / (16 ROW_TILES))), block (32 WARPS), shared memory: rings, two sets of sums, x if SHARES_ROWS
 //   reference: NumpyOps.linear
 //   roofline: N K elements; 0.9 of copy bandwidth from 64 MB
 #if GATED_ROWS

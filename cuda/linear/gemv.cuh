@@ -1,10 +1,9 @@
-// The loop of the GEMV kernels: persistent blocks, whose warps split K and read weights through rings in shared memory.
+// GEMV main loop: persistent blocks whose warps split K and stream weights through shared-memory rings.
 //
-// A build defines WARPS, ROW_TILES (sixteens of weight rows), COL_TILES (eights of rows of x), SPAN (elements of K a
-// warp takes in turn), STEP (elements of a stage, default SPAN), STAGES (of a warp's ring), X_AHEAD (reads x a step
-// ahead, default 0), STREAMED (weights leave the L2 first, default 0), GATED_ROWS (N = 2 I, a multiple of the tiles; a
-// tile has rows of gate, then of up, and out is silu_mul's T [M, I], default 0). Sums of warps are added in their order:
-// a row's bits depend on K, WARPS and SPAN alone.
+// Build macros: WARPS, ROW_TILES (of 16 weight rows), COL_TILES (of 8 rows of x), SPAN (of K per warp turn), STEP (of K
+// per stage, default SPAN), STAGES (of a warp's ring), X_AHEAD (read x a step ahead, default 0), STREAMED (evict
+// weights from L2 first, default 0), GATED_ROWS (N = 2 I, a multiple of the tiles; a tile has gate rows, then up rows;
+// out is silu_mul's T [M, I]; default 0). Sums are added in warp order: a row's bits depend only on K, WARPS and SPAN.
 #pragma once
 
 #include "common/mma.cuh"
@@ -34,7 +33,7 @@ constexpr int TILE_ROWS = 16 * ROW_TILES;
 #endif
 constexpr int PARTIAL_FLOATS = WARPS * KEPT_ROWS * TILE_ROWS;
 
-// Rows in memory.
+// x in global memory.
 template <typename X>
 struct GivenRows {
     const X* x;
@@ -48,10 +47,10 @@ struct GivenRows {
     __device__ __forceinline__ void finish_early(int) const {}
 };
 
-// Elements from a row in shared memory to the next: lanes that read two rows use different banks.
+// Row stride in shared memory; lanes that read two rows use different banks.
 __device__ __forceinline__ int shared_stride(int width) { return (width + 63) / 64 * 64 + 32; }
 
-// Up to KEPT_ROWS rows, copied to shared memory, from which each tile reads them.
+// Up to KEPT_ROWS rows, copied to shared memory once for all tiles.
 template <typename X>
 struct SharedRows {
     const X* x;
@@ -83,10 +82,10 @@ using GemvSums = float[ROW_TILES][COL_TILES][4];
 template <typename W, typename X>
 struct Gemv {
     static constexpr int SIZE = 16 / sizeof(W);
-    static constexpr int VECS = STEP / SIZE;  // of a weight row in a stage
-    static constexpr int CHUNK = 4 * SIZE;  // a vector for each of the four lanes of a row
+    static constexpr int VECS = STEP / SIZE;  // per weight row of a stage
+    static constexpr int CHUNK = 4 * SIZE;  // one vector for each of a row's four lanes
     static constexpr int CHUNKS = STEP / CHUNK;
-    static constexpr int X_VECS = SIZE * sizeof(X) / 16;  // of x for one of weights
+    static constexpr int X_VECS = SIZE * sizeof(X) / 16;  // of x per vector of weights
     static constexpr int STAGE_BYTES = TILE_ROWS * STEP * sizeof(W);
     static constexpr int COPIES = TILE_ROWS * VECS / WARP_SIZE;
     static constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
@@ -107,7 +106,7 @@ struct Gemv {
         }
     };
 
-    using XVecs = uint4[CHUNKS][COL_TILES][X_VECS];  // of a lane for a step
+    using XVecs = uint4[CHUNKS][COL_TILES][X_VECS];  // of a lane, per step
 
     static __device__ __forceinline__ int shared_offset(int row, int vec) { return row_pair_offset<VECS>(row, vec); }
 
@@ -132,8 +131,8 @@ struct Gemv {
         commit_copies();
     }
 
-    // `rows` waits for the previous kernel and gives x; it may use shared memory after the sums. Without FILL it does
-    // the rest of its work at the barrier of the first tile. `product` multiplies and finishes sums.
+    // `rows` waits for the previous kernel, returns x and may use shared memory after the sums; without FILL it
+    // finishes at the first tile's barrier. `product` multiplies and finishes sums.
     template <typename Rows, typename Product>
     static __device__ __forceinline__ void run(Rows& rows, const W* weight, Out* out, int num_rows, int n_size,
                                                int k_size, Product product) {
@@ -154,7 +153,7 @@ struct Gemv {
         }
         const X* x = rows.get(partials + 2 * PARTIAL_FLOATS, k_size);
 
-        // Columns past the last row repeat it; not written.
+        // Columns past the last row repeat it and are not written.
         const X* x_rows[COL_TILES];
 #pragma unroll
         for (int j = 0; j < COL_TILES; j++)
@@ -187,7 +186,7 @@ struct Gemv {
 #endif
             if (STEP == SPAN || at.k % SPAN == 0) product.begin_span(at.tile, at.k);
             wait_for_copies<STAGES - 2 + FILL>();
-            __syncwarp();  // the stage has landed, and all lanes have read the previous one
+            __syncwarp();  // the stage has landed, the previous one is free
             if (!FILL) {
                 start_copies(ring_address + (stage + STAGES - 1) % STAGES * STAGE_BYTES, weight, ahead, n_size, k_size);
                 ahead.advance(warp, k_size);

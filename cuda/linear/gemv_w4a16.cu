@@ -1,19 +1,18 @@
 // gemv_w4a16: gemv with 4-bit weights, for up to X_ROWS rows.
 //
-//   tiles, scale, zero (or null): int4.cuh; group_spans: spans in a group (1 with GROUPS > 1); arrays aligned to 16
-//   bytes
-//   A build defines WARPS, ROW_TILES (sixteens of weight rows), X_ROWS (1, 4, 8, 16), STAGES (spans in a warp's ring),
-//   BLOCKS_PER_SM (of registers) and the macros of int4.cuh.
+//   tiles, scale, zero (or null): int4.cuh; group_spans: spans per group (1 with GROUPS > 1); arrays 16-byte aligned
+//   Build macros: WARPS, ROW_TILES (of 16 weight rows), X_ROWS (1, 4, 8, 16), STAGES (spans in a warp's ring),
+//   BLOCKS_PER_SM (limits registers), those of int4.cuh
 //   GATED: N = 2 I, I a multiple of 16, ROW_TILES even; out is silu_mul's T [M, I]
-//   NORMED: X_ROWS 1, K up to 8 blockDim.x; residual [K] += x, rounded to T; x is its rms_norm by norm [K]. Others
-//   have no residual and norm
-//   FILL: a stage is fetched again once it is read, not when the next is
+//   NORMED: X_ROWS 1, K up to 8 blockDim.x; residual [K] += x, rounded to T; its rms_norm by norm [K] replaces x. Else
+//   residual and norm are unused
+//   FILL: a stage is refilled once read, not when the next is
 //   grid (up to ceil(N / (16 ROW_TILES))), block (32 WARPS), shared memory: rings, two sets of sums, x
-//   reference: NumpyOps.linear, NumpyOps.add_norm_linear; the bits of the kernels one by one
+//   reference: NumpyOps.linear, NumpyOps.add_norm_linear, with the bits of the separate kernels
 //   roofline: N K / 2 bytes and the scales; 0.85 of copy bandwidth at one row
 //
-// No weight is rounded: x times OFFSET + q is summed in float for each group, less OFFSET + zero point times the sum of
-// x, which a product with ones gives; the rest is scaled. Sums of warps, which split K, are added in their order.
+// Weights are not rounded: for each group, x times (OFFSET + q) is summed in float, minus (OFFSET + zero point) times
+// the sum of x (an mma with ones), then scaled. Warps split K; their sums are added in warp order.
 #include "common/int4.cuh"
 #include "common/product_types.cuh"
 #include "layer/gated.cuh"
@@ -34,7 +33,7 @@
 constexpr int COL_TILES = (X_ROWS + 7) / 8;
 constexpr int TILE_ROWS = BLOCK_ROWS * ROW_TILES;
 constexpr int PARTIAL_FLOATS = WARPS * X_ROWS * TILE_ROWS;
-constexpr int PARTS = 1 + GATED;  // a tile has rows of gate, then the same of up
+constexpr int PARTS = 1 + GATED;  // a tile has gate rows, then as many up rows
 constexpr int PART_TILES = ROW_TILES / PARTS;
 static_assert(ROW_TILES % PARTS == 0, "as many rows of up as of gate");
 static_assert(!NORMED || X_ROWS == 1, "a block norms one row");
@@ -43,24 +42,23 @@ constexpr u32 ONES = QUIRE_DTYPE == 1 ? 0x3c003c00u : 0x3f803f80u;
 constexpr int WEIGHT_BYTES = ROW_TILES * SPAN_BYTES;
 constexpr int SCALES_BYTES = GROUPS * ROW_TILES * SCALE_BYTES;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + SCALES_BYTES + GROUPS * ROW_TILES * ZERO_BYTES;
-constexpr int AHEAD = STAGES - 1 + FILL;  // stages under way
+constexpr int AHEAD = STAGES - 1 + FILL;  // stages in flight
 constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
-constexpr int PIECES = GROUPS * ROW_TILES * 2;  // of 16 bytes of a stage's scales: a lane copies one
+constexpr int PIECES = GROUPS * ROW_TILES * 2;  // 16-byte pieces of a stage's scales, one per lane
 static_assert(PIECES <= WARP_SIZE, "a lane copies a piece");
 
-// Copies a warp's spans of one tile, then of the next, into its ring. Integer units are as busy as the memory:
-// addresses are computed once a tile. Loads to registers would share a scoreboard, so that a wait for one waits for
-// all.
+// Copies a warp's spans, tile after tile, into its ring. Integer units are as busy as memory: addresses are computed
+// once per tile. Register loads would share a scoreboard: a wait for one waits for all.
 struct Loader {
     const u8* tiles;
     const u8* scale;
     const u8* zero;
-    int num_blocks, num_spans, group_spans;  // sixteens of rows, then along K
-    const u8* weights_from;                  // this lane's, of the next span
+    int num_blocks, num_spans, group_spans;  // 16-row blocks; spans along K
+    const u8* weights_from;                  // this lane's in the next span
     const u8* scales_from;
     const u8* zeros_from;
     int tile, span;
-    u64 policy;  // of one row's weights, which leave the L2 first
+    u64 policy;  // L2 evict-first, used for one row
 
     __device__ __forceinline__ void copy_weights(u32 to, const u8* from) const {
         if (X_ROWS == 1)
@@ -69,7 +67,7 @@ struct Loader {
             copy_async_16(to, from, true);
     }
 
-    // A last tile that is not whole begins earlier.
+    // A partial last tile begins earlier.
     __device__ __forceinline__ int first_block(int at) const {
         return min(at * PART_TILES, num_blocks / PARTS - PART_TILES);
     }
@@ -124,7 +122,7 @@ struct Loader {
     }
 };
 
-// Rows of x; 16-byte chunks are XORed with the row, so that ldmatrix has no bank conflicts.
+// Rows of x; 16-byte chunks are XORed with the row: no bank conflicts in ldmatrix.
 struct SharedX {
     char* base;
     int row_bytes;
@@ -146,7 +144,7 @@ struct SharedX {
         }
     }
 
-    // This lane's row of rows 8 j .. 8 j + 7.
+    // This lane's row among 8 j .. 8 j + 7.
     __device__ __forceinline__ u32 row_address(int j) const {
         return shared_address(base) + min(8 * j + static_cast<int>(threadIdx.x) % 8, X_ROWS - 1) * row_bytes;
     }
@@ -172,7 +170,7 @@ __device__ __forceinline__ void clear(Sums& sum) {
 
 __device__ __forceinline__ void add_span(Sums& sum, const char* stage, const u32 (&x_at)[COL_TILES], int span) {
     const int lane = threadIdx.x % WARP_SIZE;
-    constexpr int HALF_GROUPS = GROUPS == 4 ? 2 : 1;  // in half a span
+    constexpr int HALF_GROUPS = GROUPS == 4 ? 2 : 1;  // per half span
     const u32 ones[4] = {ONES, ONES, ONES, ONES};
     Sums of_group;
     float x_sum[COL_TILES][HALF_GROUPS][4];
@@ -279,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     start_next_kernel();
     loader.tile = blockIdx.x;
     loader.begin_tile();
-    loader.load(ring_address);  // more before the previous kernel ends slow that down
+    loader.load(ring_address);  // more copies would slow the previous kernel
 #if NORMED
     NormedRow row{x, residual, norm, eps};
     row.get(reinterpret_cast<float*>(shared_x.base), k_size);
@@ -299,9 +297,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     int stage = 0, next = STAGES - 1, parity = 0;
     for (int tile = blockIdx.x; tile * (TILE_ROWS / PARTS) < n_size / PARTS; tile += gridDim.x) {
         int span = warp;
-        do {  // also without a span
+        do {  // once even without a span
             wait_for_copies<AHEAD - 1>();
-            __syncwarp();  // the stage has landed, and all lanes have read the previous one
+            __syncwarp();  // the stage has landed, the previous one is free
             if (!FILL) loader.load(ring_address + next * STAGE_BYTES);
             if (span < num_spans) add_span(sum, ring + stage * STAGE_BYTES, x_at, span);
             if (FILL) {

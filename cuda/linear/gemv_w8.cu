@@ -1,4 +1,4 @@
-// gemv_w8: gemv with 8-bit weights, times their scales.
+// gemv_w8: gemv with scaled 8-bit weights.
 //
 //   x of T with x_scale null, or e4m3 with x_scale float32 [M] (X_FP8, e4m3 weights)
 //   weight_scale float32 [N], with BLOCK_SCALES [ceil(N / 128), ceil(K / 128)]; K a multiple of 16

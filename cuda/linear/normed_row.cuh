@@ -1,5 +1,5 @@
-// One row, normed by every block of a product while its first weights arrive. The last to have read the residual stream
-// writes it: after its first tile, or at its end.
+// RMSNorm fused into a one-row product: every block norms the row while its first weights arrive. The last to read the
+// residual stream writes it, after its first tile or at its end.
 #pragma once
 
 #include "common/types.cuh"
@@ -12,7 +12,7 @@ struct NormedRow {
     const T* norm;
     float eps;
     Vec<T> sum = {};       // the thread's elements of the residual stream
-    bool is_last = false;  // in the first thread
+    bool is_last = false;  // valid in thread 0
 
     __device__ __forceinline__ Vec<T> sum_at(int i) const {
         Vec<T> sum = load_vec(residual + i);
@@ -49,12 +49,12 @@ struct NormedRow {
         return flag;
     }
 
-    // Before the barrier of the block's first tile.
+    // Called before the barrier of the block's first tile.
     __device__ __forceinline__ void announce() const {
         if (threadIdx.x == 0) shared_flag() = is_last;
     }
 
-    // After that barrier.
+    // Called after that barrier.
     __device__ __forceinline__ void finish_early(int width) const {
         const int i = threadIdx.x * Vec<T>::SIZE;
         if (shared_flag() && i < width) store_vec(residual + i, sum);

@@ -1,4 +1,4 @@
-// pack_int4: arranges 4-bit weights as in int4.cuh, once at load.
+// pack_int4: packs 4-bit weights into the tiles of int4.cuh, once at load.
 //
 //   data u8 [N, K / 2] (even k: low half), scale 16-bit [N, K / G], zero u8 [N, K / G] or null -> tiles, packed_scale,
 //   packed_zero; N a multiple of 16, K of 128
@@ -9,7 +9,7 @@
 using u8 = unsigned char;
 using u16 = unsigned short;
 
-constexpr int WORDS = 256;  // of 16 rows of a span of 128 columns
+constexpr int WORDS = 256;  // per 16 rows and span of 128 columns
 
 __device__ __forceinline__ u32 word_of(const u8* data, int block, int span, int word, int k_size) {
     const int half = word / 128, lane = word % 128 / 4, step = word % 4, g = lane / 4, t = lane % 4;

@@ -1,9 +1,9 @@
-// Output tiles of small_m kernels whose weights have scales.
+// Epilogue of small_m kernels whose weights have scales.
 #pragma once
 
 #include "linear/small_m.cuh"
 
-// A warp's rows of the output tile; scales (1 without `weight_scale`) and bias of this thread's two.
+// A warp's output rows; scales (1 without `weight_scale`) and bias of this thread's two.
 struct OutputTile {
     Out* out;
     u32 x_scales;    // in shared memory
@@ -56,7 +56,7 @@ struct OutputTile {
     __device__ __forceinline__ void store_pairs(int row_of_x, u32 near, u32 far) const {
         const int lane = threadIdx.x % WARP_SIZE, g = lane / 4, t = lane % 4, m = row_of_x + g;
         Out* row = out + static_cast<i64>(m) * n_size + first;
-        if (first + 16 <= end && n_size % 4 == 0) {  // lane t gets 4t to 4t + 3: the four write 32 bytes
+        if (first + 16 <= end && n_size % 4 == 0) {  // lane t gets 4t .. 4t + 3: four lanes write 32 bytes
             const int from = lane / 4 * 4 + t % 2 * 2;
             const u32 even[2] = {__shfl_sync(FULL_WARP, near, from), __shfl_sync(FULL_WARP, near, from + 1)};
             const u32 odd[2] = {__shfl_sync(FULL_WARP, far, from), __shfl_sync(FULL_WARP, far, from + 1)};

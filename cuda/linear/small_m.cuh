@@ -1,11 +1,11 @@
-// Hopper products of up to 256 rows: a tile of out, transposed, is ROWS weight rows x COLS rows of x by wgmma, 64
-// weight rows a warpgroup. Another warp fetches, 128 bytes of a weight row a stage.
+// Hopper GEMM (TMA, wgmma) for up to 256 rows: a transposed output tile is ROWS weight rows x COLS rows of x, 64 weight
+// rows per warpgroup. One more warp fetches 128 bytes of each weight row per stage.
 //
-// A build defines ROWS (up to 128), COLS, STAGES, AHEAD (stages of weights fetched before the previous kernel ends),
-// SPLIT (2: two blocks split K of a tile and exchange half their sums, in a fixed order), SHARED_BYTES, OUT_FLOAT. A
-// kernel sets WEIGHT_ELEMENTS (of K in 128 bytes), X_BOXES (of 128 bytes of x in a stage), SCALE_BYTES (of x's scales).
+// Build macros: ROWS (up to 128), COLS, STAGES, AHEAD (weight stages fetched before the previous kernel ends), SPLIT
+// (2: two blocks of a cluster split a tile's K and exchange half their sums, in fixed order), SHARED_BYTES, OUT_FLOAT.
+// Kernels set WEIGHT_ELEMENTS (of K in 128 bytes), X_BOXES (128-byte boxes of x per stage), SCALE_BYTES (x's scales).
 // `weight_map`, `x_map`: 2-D tensor maps, boxes of 64 16-bit elements (8-bit ones count half) x ROWS or COLS rows,
-// 128-byte swizzle. Arrays are aligned to 16 bytes, M <= COLS. The order of sums depends on K and SPLIT alone.
+// 128-byte swizzle. Arrays are aligned to 16 bytes, M <= COLS. The order of sums depends only on K and SPLIT.
 #pragma once
 
 #include "linear/warpgroup_tile.cuh"
@@ -19,7 +19,7 @@ constexpr int BOX_BYTES = COLS * 128;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + X_BOXES * BOX_BYTES;
 constexpr int SENT_BYTES = SPLIT == 2 ? CONSUMERS * CHUNKS / 2 * 16 : 0;
 constexpr int BARRIER_BYTES = 16 * STAGES + 8;
-// The last warpgroup reads 64 rows even of a shorter tile: past it lies x, or this padding.
+// The last warpgroup always reads 64 rows: past a shorter tile lies x, or this padding.
 constexpr int ROWS_PAST = 64 * WARPGROUPS - ROWS - X_BOXES * COLS;
 constexpr int PAST_BYTES = ROWS_PAST > 0 ? ROWS_PAST * 128 : 0;
 static_assert(AHEAD <= STAGES, "AHEAD stages fit in the ring");
@@ -27,7 +27,7 @@ static_assert(ROWS % 8 == 0 && ROWS <= 128 && COLS % 16 == 0 && COLS <= 256, "wh
 static_assert(SHARED_BYTES == 1024 + STAGES * STAGE_BYTES + SENT_BYTES + BARRIER_BYTES + SCALE_BYTES + PAST_BYTES,
               "the launcher's memory is not this");
 
-// Weights and x; sums from the other block; barriers: full, empty, one for the sums; scales of x.
+// Weights and x; the other block's sums; barriers (full, empty, one for the sums); scales of x.
 struct Shared {
     u32 base;
 
@@ -42,7 +42,7 @@ struct Shared {
     __device__ __forceinline__ u32 parity(u32 iteration) const { return iteration / STAGES % 2; }
 };
 
-// A block's split of K, tile after tile. An iteration fills a stage.
+// A block's split of K, tile after tile. Each iteration fills a stage.
 struct BlockWork {
     int split, first_tile, num_tiles, first_span, num_spans;
 
@@ -96,7 +96,7 @@ struct Producer {
     }
 };
 
-// Sums of a tile over this block's split of K. Stage::multiply starts a stage's products.
+// Sums a tile over this block's split of K. Stage::multiply issues a stage's wgmmas.
 template <typename Stage>
 __device__ __forceinline__ void sum_tile(Sums& sum, const Shared& shared, const BlockWork& work, u32 iteration) {
     const bool arrives = threadIdx.x % WARP_SIZE == 0;

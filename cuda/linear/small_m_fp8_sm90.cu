@@ -1,9 +1,9 @@
-// small_m_fp8_sm90: out = (x @ weight.T) * x_scale * weight_scale + bias in e4m3 on Hopper; reads weights at their
-// speed up to 128 rows.
+// small_m_fp8_sm90: out = (x @ weight.T) * x_scale * weight_scale + bias in e4m3 on Hopper, bound by weight reads up to
+// 128 rows.
 //
 //   x e4m3 [M, K], x_scale float32 [M], weight e4m3 [N, K], weight_scale float32 [N], bias [N] or null, out [M, N]
 //   COLS 16, 32, 64, 96, 128, 192, 256; K a multiple of 16
-//   grid: SPLIT blocks a tile at most; block THREADS
+//   grid: at most SPLIT blocks per tile; block THREADS
 //   reference: NumpyOps.linear
 //   roofline: N K bytes; 0.9 of copy bandwidth from 100 MB, up to M = 64
 #define WEIGHT_ELEMENTS 128
@@ -12,7 +12,7 @@
 #include "linear/small_m.cuh"
 #include "linear/scaled_output.cuh"
 
-// Scales in shared memory: a store would wait for its own from global memory.
+// Copies scales to shared memory: stores would wait for them from global memory.
 __device__ __forceinline__ void keep_scales(const Shared& shared, const float* x_scale, int num_rows) {
     for (int m = threadIdx.x; m < COLS; m += CONSUMERS) {
         const float scale = m < num_rows ? x_scale[m] : 0.0f;

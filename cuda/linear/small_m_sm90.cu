@@ -1,7 +1,7 @@
-// small_m_sm90: out = x @ weight.T + bias on Hopper, for more rows than gemv takes.
+// small_m_sm90: out = x @ weight.T + bias on Hopper, for more rows than gemv.
 //
 //   x [M, K], weight [N, K], bias [N] or null, out [M, N]; COLS 32, 64, 96, 128; K a multiple of 8
-//   grid: SPLIT blocks a tile at most; block THREADS
+//   grid: at most SPLIT blocks per tile; block THREADS
 //   reference: NumpyOps.linear
 //   roofline: N K elements; 0.9 of copy bandwidth from 100 MB
 #define WEIGHT_ELEMENTS 64
@@ -9,7 +9,7 @@
 #define SCALE_BYTES 0
 #include "linear/small_m.cuh"
 
-// A warp's rows of the output tile; bias of this thread's two.
+// A warp's output rows; bias of this thread's two.
 struct OutputTile {
     Out* out;
     int first, end;  // weight rows of this warp

@@ -1,9 +1,9 @@
-// Hopper products with 4-bit weights: a tile of out, transposed, is 16 BLOCKS weight rows x COLS rows of x by wgmma, 64
-// weight rows a warpgroup. Threads unpack their weights into the registers that wgmma reads, scaled and rounded to T.
-// Another warp fetches, 128 elements of K a stage.
+// Hopper GEMM with 4-bit weights (wgmma): a transposed output tile is 16 BLOCKS weight rows x COLS rows of x, 64 weight
+// rows per warpgroup. Threads unpack weights into wgmma's register operand, scaled and rounded to T. One more warp
+// fetches 128 elements of K per stage.
 //
-// A build defines BLOCKS (up to 16), COLS (32, 64, 96, 128, 192, 256), STAGES, AHEAD (as in small_m.cuh), SPLIT (1, 2,
-// 4 blocks of a cluster split K), SHARED_BYTES, OUT_FLOAT, and the macros of int4.cuh.
+// Build macros: BLOCKS (up to 16), COLS (32, 64, 96, 128, 192, 256), STAGES, AHEAD (as in small_m.cuh), SPLIT (1, 2, 4
+// blocks of a cluster split K), SHARED_BYTES, OUT_FLOAT, those of int4.cuh.
 #pragma once
 
 #include "common/int4.cuh"
@@ -12,14 +12,14 @@
 
 constexpr int WARPGROUPS = (BLOCKS + 3) / 4;
 constexpr int CONSUMERS = WARPGROUP_SIZE * WARPGROUPS;
-constexpr int THREADS = CONSUMERS + WARPGROUP_SIZE;  // one warp of the last fetches; it gives up its registers
+constexpr int THREADS = CONSUMERS + WARPGROUP_SIZE;  // the last gives up registers; one of its warps fetches
 constexpr int PRODUCER_REGISTERS = 40;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS <= 2 ? 232 : WARPGROUPS == 3 ? 152 : 104;
-constexpr int BOX_BYTES = COLS * 128;  // 64 elements of K of x
+constexpr int BOX_BYTES = COLS * 128;  // 64 elements of K
 constexpr int X_BYTES = 2 * BOX_BYTES;
 constexpr int STAGE_BYTES = X_BYTES + BLOCKS * SPAN_BYTES;
-constexpr int SCALES_BYTES = GROUPS * BLOCKS * SCALE_BYTES;                   // of a stage
-constexpr int PARAMETER_BYTES = SCALES_BYTES + GROUPS * BLOCKS * ZERO_BYTES;  // of a stage
+constexpr int SCALES_BYTES = GROUPS * BLOCKS * SCALE_BYTES;                   // per stage
+constexpr int PARAMETER_BYTES = SCALES_BYTES + GROUPS * BLOCKS * ZERO_BYTES;  // per stage
 constexpr int OWN_CHUNKS = CHUNKS / SPLIT;
 constexpr int SENT_BYTES = (SPLIT - 1) * CONSUMERS * OWN_CHUNKS * 16;
 static_assert(AHEAD <= STAGES, "AHEAD stages fit in the ring");
@@ -27,7 +27,7 @@ static_assert(BLOCKS <= 16 && CHUNKS % SPLIT == 0, "as registers allow; a block 
 static_assert(SENT_BYTES <= STAGES * STAGE_BYTES, "what is sent fits in the ring");
 static_assert(SHARED_BYTES == 1024 + STAGES * (STAGE_BYTES + PARAMETER_BYTES + 16) + 16, "the launcher's memory is not this");
 
-// x and weights (in the end the other blocks' sums); scales and zero points; barriers: full, empty, one for the sums.
+// x and weights (later the other blocks' sums); scales and zero points; barriers (full, empty, one for the sums).
 struct Shared {
     u32 base;
 
@@ -62,7 +62,7 @@ struct BlockWork {
     }
 };
 
-// A tile's first weight rows, in sixteens, and row of x.
+// A tile's first 16-row weight block and first row of x.
 struct TilePlace {
     int first_block, first_col;
 
@@ -92,7 +92,7 @@ __device__ __forceinline__ void load_words(u32 (&words)[4], u32 address) {
                  : "memory");
 }
 
-// Scales of rows g and g + 8 in T, each twice.
+// Scales of rows g and g + 8 in T, each duplicated.
 __device__ __forceinline__ void pair_scales(u32& near, u32& far, u32 both) {
     if (SCALE_BF16 != (QUIRE_DTYPE == 2)) {
         const float2 scales = widen_scales(both);
@@ -121,8 +121,8 @@ struct GroupParameters {
     }
 };
 
-// A warp unpacks 16 columns while the tensor cores multiply the previous ones: issued together, products of all
-// warpgroups would wait for each other, then all unpack.
+// Unpacks 16 columns while tensor cores multiply the previous ones: issued together, products of all warpgroups would
+// wait for each other, then all unpack.
 __device__ __forceinline__ void sum_tile(Sums& sum, const Shared& shared, const BlockWork& work, u32 iteration) {
     const bool arrives = threadIdx.x % WARP_SIZE == 0;
     const int block = min(static_cast<int>(threadIdx.x) / WARP_SIZE, BLOCKS - 1);
@@ -157,10 +157,10 @@ __device__ __forceinline__ void sum_tile(Sums& sum, const Shared& shared, const 
     if (work.num_spans > 0 && arrives) arrive(shared.empty(iteration - 1));
 }
 
-// A warp's rows of the output tile; bias of this thread's two.
+// A warp's output rows; bias of this thread's two.
 struct OutputTile {
     Out* out;
-    int first;  // weight row: of this warp's sixteen
+    int first;  // of this warp's 16 weight rows
     int num_rows, n_size;
     bool is_inside;
     float bias[2];

@@ -1,17 +1,17 @@
-// small_m_w4a16_sm90: out = x @ weight.T + bias with 4-bit weights on Hopper, up to 2,048 rows. Unpacking bounds it up
-// to 64 rows, products from 256 on.
+// small_m_w4a16_sm90: out = x @ weight.T + bias with 4-bit weights on Hopper, up to 2,048 rows; bound by unpacking up
+// to 64 rows, by wgmma from 256.
 //
 //   x [M, K] as a 2-D tensor map, boxes of 64 elements x COLS rows, 128-byte swizzle; tiles, scale, zero (or null):
 //   int4.cuh; bias [N] or null, out [M, N]; group_spans: as gemv_w4a16; arrays aligned to 16 bytes
-//   grid: SPLIT blocks a tile at most; block THREADS
+//   grid: at most SPLIT blocks per tile; block THREADS
 //   reference: NumpyOps.linear
 //   roofline: N K / 2 bytes and the scales, or 2 M N K operations; 0.8 of the larger time from 30 MB
 //
-// Blocks of a cluster split K; each sums its own chunks of 8 rows of x, in their order. The order of sums depends on K
-// and SPLIT alone: a row gives the same bits in any batch.
+// Blocks of a cluster split K; each reduces its chunks of 8 rows of x in rank order. The order of sums depends only on
+// K and SPLIT: a row has the same bits in any batch.
 #include "linear/small_m_w4a16.cuh"
 
-// A stage and its span.
+// A ring stage and its span of K.
 struct PipelineState {
     const BlockWork& work;
     TilePlace place;
@@ -33,7 +33,7 @@ struct PipelineState {
     }
 };
 
-// One elected thread, so that no loops surround its copies: its instructions bound narrow tiles.
+// One elected thread, so that no loops surround its copies: its instructions limit narrow tiles.
 struct Producer {
     const Shared& shared;
     const BlockWork& work;
@@ -88,14 +88,14 @@ struct Producer {
     }
 };
 
-// No release (1 us): what was read from shared memory is in use by now.
+// No release (it takes 1 us): values read from shared memory are in use by now.
 __device__ __forceinline__ void sync_cluster() {
     arrive_at_cluster();
     wait_for_cluster();
 }
 
-// Sends other blocks their chunks and stores this one's, chunk SPLIT i + rank. Sums arrive in the rings, which all have
-// read, in the order of ranks.
+// Sends other blocks their chunks and stores its own, SPLIT i + rank. Sums arrive in the rings, which all blocks have
+// read, and are added in rank order.
 __device__ __forceinline__ void store_own(const Sums& sum, const OutputTile& output, const Shared& shared, int rank) {
     const u32 base = shared.base + threadIdx.x * 16;
     constexpr int PLACE_BYTES = CONSUMERS * OWN_CHUNKS * 16;

@@ -1,13 +1,13 @@
-// small_m_w8a16_sm90: out = x @ (weight * its scales).T + bias with 8-bit weights on Hopper; nearly at the speed of
-// reading them up to 64 rows.
+// small_m_w8a16_sm90: out = x @ (weight * scale).T + bias with 8-bit weights on Hopper; close to the speed of reading
+// them up to 64 rows.
 //
 //   x [M, K], weight [N, K], bias [N] or null, out [M, N]; COLS 32, 64, 96, 128, 192; K a multiple of 16
 //   weight_scale float32 [N], with BLOCK_SCALES [ceil(N / 128), ceil(K / 128)]
-//   grid: SPLIT blocks a tile at most; block THREADS
+//   grid: at most SPLIT blocks per tile; block THREADS
 //   reference: NumpyOps.linear
 //   roofline: N K bytes; 0.8 of copy bandwidth from 100 MB, up to M = 64
 //
-// Threads widen weights into the registers that wgmma reads. Block scales multiply them there, rounded to T; row scales
+// Threads widen weights into wgmma's register operand. Block scales multiply them there, rounded to T; row scales
 // multiply the sums.
 #include "common/widen.cuh"
 
@@ -30,7 +30,7 @@ __device__ __forceinline__ Pair as_pair(u32 bits) { return *reinterpret_cast<con
 
 // Block scales of rows g and g + 8 in a span.
 struct BlockScales {
-    u32 high[2], low[2];  // rounded to T, and what that leaves; each twice
+    u32 high[2], low[2];  // rounded to T, and the remainder; each duplicated
 
     __device__ __forceinline__ void split(const float (&scale)[2]) {
 #pragma unroll

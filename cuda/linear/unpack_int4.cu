@@ -1,7 +1,7 @@
 // unpack_int4: 4-bit weights to T: (weight - zero point) * scale, rounded once.
 //
 //   tiles, scale, zero (or null): int4.cuh -> out [N, K], aligned to 16 bytes; group_size: G
-//   grid (ceil(N K / 1024 / WARPS)), block (32 WARPS): a warp writes a tile
+//   grid (ceil(N K / 1024 / WARPS)), block (32 WARPS): one tile per warp
 //   reference: dequantise_int4 of model/ops/int4.py
 //   roofline: 2.6 N K bytes (16-bit T); 0.85 of copy bandwidth
 #include "common/int4.cuh"
@@ -9,7 +9,7 @@
 constexpr int WARPS = 8;
 constexpr int COLUMNS = 64;
 constexpr int SIZE = Vec<T>::SIZE;
-constexpr int VECS = COLUMNS / SIZE;       // of a row
+constexpr int VECS = COLUMNS / SIZE;       // per row
 constexpr int STRIDE = COLUMNS + SIZE;  // rows begin in different banks
 
 template <int I>

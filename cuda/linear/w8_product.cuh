@@ -1,5 +1,5 @@
-// The product of gemv_w8 and experts_gemv_w8: weights widen to 16 bits in registers; e4m3 x multiplies as float16,
-// exactly.
+// The product of gemv_w8 and experts_gemv_w8: weights widen to 16 bits in registers; e4m3 x multiplies exactly as
+// float16.
 #pragma once
 
 #include "common/widen.cuh"

@@ -1,10 +1,10 @@
-// The sums of a warpgroup in the Hopper products: 64 weight rows times COLS rows of x.
+// wgmma accumulators of a warpgroup: 64 weight rows x COLS rows of x.
 #pragma once
 
 #include "common/product_types.cuh"
 #include "common/wgmma.cuh"
 
-constexpr int CHUNKS = COLS / 8;  // of a warpgroup's sums: 8 rows of x, four sums a thread
+constexpr int CHUNKS = COLS / 8;  // of 8 rows of x: four sums per thread
 
 using Sums = float[COLS / 2];
 
@@ -22,7 +22,7 @@ __device__ __forceinline__ void store_all(const Sums& sum, const OutputTile& out
     }
 }
 
-// Makes the barriers of a ring of STAGES: full for the copy engine, empty for the consumers' warps.
+// Makes a ring's mbarriers: full (arrival of TMA), empty (arrivals of consumer warps).
 template <typename Shared>
 __device__ __forceinline__ void make_ring_barriers(const Shared& shared, int consumer_warps) {
     for (int stage = 0; stage < STAGES; ++stage) {

@@ -1,10 +1,9 @@
-// copy_words: copies rows, also from and to pinned host memory: copy engines would queue kilobytes after swapped
-// blocks.
+// copy_words: copies rows, also from and to pinned host memory: copy engines would queue them behind swapped blocks.
 //
 //   from: num_rows * row_bytes; to: rows of to_stride 4-byte words, row i at places[i] (int32; null: i)
 //   both aligned to 4 bytes; row_bytes a multiple of 4 unless num_rows is 1
 //   grid (1..256), block (256)
-//   reference: NumpyOps.upload_all; roofline: none: a launch and the bus latency
+//   reference: NumpyOps.upload_all; roofline: none, a launch and the bus latency
 #include "common/types.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)

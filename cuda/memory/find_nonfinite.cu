@@ -1,7 +1,7 @@
 // find_nonfinite: found[0] = 1 if an element of x is NaN or infinite.
 //
 //   x [count] of T, with E4M3 the bits of e4m3, which has no infinity; found int32 [1]
-//   grid (a few blocks an SM), block (256)
+//   grid (a few blocks per SM), block (256)
 //   reference: NumpyOps.find_nonfinite; roofline: x read once
 #include "common/types.cuh"
 
@@ -12,7 +12,7 @@
 #if E4M3
 using Element = unsigned char;
 using Word = u32;
-// A byte of 0x7f, its sign aside, is NaN: only then does adding 1 set the sign.
+// NaN is 0x7f without the sign: only then does adding 1 set the sign bit.
 __device__ __forceinline__ bool is_finite(u32 bits) { return (((bits & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u) == 0; }
 #else
 using Element = T;

@@ -1,4 +1,4 @@
-// apply_penalties: adds biases to a copy of the logits, then takes off repetition, frequency and presence penalties.
+// apply_penalties: adds biases to a copy of the logits, then applies repetition, frequency and presence penalties.
 //
 //   logits, adjusted float32 [R, V] of tokens 0.., with IS_PART first_token..; adjusted aligned to 16 bytes
 //   bias_indptr int32 [R + 1] or null, bias_ids int32 [N], bias_values float32 [N]
@@ -6,7 +6,7 @@
 //   repetition, presence, frequency float32 [R]
 //   grid (R), block (1024)
 //   reference: add_bias, penalise of numpy_sampling
-//   Ignores ids outside 0..V-1. Several biases of a token sum in no fixed order.
+//   Ignores ids outside 0..V-1. Biases of one token are added in no fixed order.
 //   roofline: 2 R V floats; copy bandwidth from R = 132
 #include "common/logits.cuh"
 

@@ -1,8 +1,8 @@
 // apply_token_mask: sets logits of tokens that a grammar forbids to -inf.
 //
-//   logits, adjusted float32 [R, V], perhaps one array, aligned to 16 bytes
-//   mask_rows int32 [R]: row of words, outside 0..M-1 none; words uint32 [M, W]: bit i % 32 of word i / 32 allows token
-//   i; none from 32 W on
+//   logits, adjusted float32 [R, V], may be one array, aligned to 16 bytes
+//   mask_rows int32 [R]: row of `words`, no mask outside 0..M-1; words uint32 [M, W]: bit i % 32 of word i / 32 allows
+//   token i; tokens from 32 W on are forbidden
 //   grid (R, ceil(V / 4096)), block (256)
 //   reference: forbid of numpy_sampling; roofline: 2 R V floats; copy bandwidth
 #include "common/logits.cuh"

@@ -1,7 +1,7 @@
-// sample_part: the best token of a part of the vocabulary, by temperature and Gumbel noise.
+// sample_part: the best token of a vocabulary shard, by temperature and Gumbel noise.
 //
-//   logits float32 [R, V] of tokens first_token..; temperature float32 [R]; seed uint64 [R]; position, branch uint32
-//   [R] -> token_ids int32 [R], scores, ties float32 [R]
+//   logits float32 [R, V] of tokens first_token..; temperature float32 [R]; seed uint64 [R]; position, branch
+//   uint32 [R] -> token_ids int32 [R], scores, ties float32 [R]
 //   grid (R), block (1024)
 //   reference: sample_part of numpy_sampling; roofline: two reads of the part; not measured
 #include "common/philox.cuh"

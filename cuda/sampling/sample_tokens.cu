@@ -1,9 +1,8 @@
-// sample_tokens: a token per row by temperature, top-k, top-p, min-p and Gumbel noise.
+// sample_tokens: samples a token per row: temperature, top-k, top-p, min-p, Gumbel noise.
 //
-//   logits float32 [R, V], V <= 2^19; temperature, top_p, min_p float32 [R]; top_k int32 [R]; seed uint64 [R];
-//   position,
-//   branch uint32 [R] -> token_ids int32 [R], is_nan bool [R]
-//   grid (R), block (1024); SHARES, on Hopper: grid (SHARES, R), a cluster finds the best token of a row
+//   logits float32 [R, V], V <= 2^19; temperature, top_p, min_p float32 [R]; top_k int32 [R]; seed uint64 [R]
+//   position, branch uint32 [R] -> token_ids int32 [R], is_nan bool [R]
+//   grid (R), block (1024); SHARES, on Hopper: grid (SHARES, R), a cluster finds a row's best token
 //   reference: sample of numpy_sampling, philox.py
 //   roofline: reads of the row: one if greedy, two without filters, two or three more for top-k and top-p each; copy
 //   bandwidth from R = 132
@@ -16,7 +15,7 @@
 #if SHARES > 1
 #include "common/wgmma.cuh"
 
-// The best of the cluster, in its first block; the others end.
+// The cluster's best token, in its first block; the others end.
 __device__ __forceinline__ u64 best_of_cluster(u64 best) {
     __shared__ u64 received[SHARES];
     wait_for_cluster();  // the first block has begun
@@ -44,7 +43,6 @@ __device__ __forceinline__ float min_p_distance(float min_p) {
     return fminf(__uint_as_float(bits), LAST_DISTANCE);
 }
 
-// The greatest distance that the row's filters keep.
 __device__ __forceinline__ float kept_distance(Histogram& histogram, const Distances& distances, int top_k, float top_p,
                                                float min_p) {
     float limit = LAST_DISTANCE;
@@ -56,7 +54,7 @@ __device__ __forceinline__ float kept_distance(Histogram& histogram, const Dista
 // The kept token with the greatest logit / temperature + noise.
 __device__ __forceinline__ int noisy_argmax(const Distances& distances, float limit, u64 seed, u32 position,
                                             u32 branch) {
-    // A token farther below the best loses with any noise. Exact noise is computed near this thread's best score only;
+    // A token farther below the best loses with any noise. Exact noise is computed only near this thread's best score;
     // the slack covers rounding, which grows with the logits.
     const float slack = 1e-5f * fmaxf(1.0f, fabsf(distances.best));
     limit = fminf(limit, GUMBEL_HIGHEST - GUMBEL_LOWEST + slack);

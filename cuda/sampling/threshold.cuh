@@ -1,8 +1,8 @@
 // Top-k and top-p without a sort: the greatest distance below the best logit that is kept.
 //
-// Distances e = best - logit / temperature >= 0 order as their bits. A histogram of 2048 bins over the window, then of
-// 2048 parts of the bin that reaches the target, until one token or value is left. Sums are of integers: no order
-// matters.
+// Radix select: distances e = best - logit / temperature >= 0 sort like their bits. A histogram of 2048 bins over the
+// window, then of 2048 parts of the bin that reaches the target, until one token or value is left. Integer sums: order
+// does not matter.
 #pragma once
 
 #include "common/logits.cuh"
@@ -17,8 +17,7 @@ constexpr float LOSS_UNIT = 0x1p-19f;
 // A token's measure: 1 (top-k) or exp(-e) (top-p).
 enum class Measure { COUNT, MASS };
 
-// Weights in a bin are 1 - 1/64 to 1 times that at its near edge; losses count LOSS_UNIT, which 2^19 tokens do not
-// overflow.
+// A bin's weights are 1 - 1/64 to 1 times that at its near edge; losses in LOSS_UNIT do not overflow for 2^19 tokens.
 struct Histogram {
     u32 count[NUM_BINS];
     u32 loss[NUM_BINS];
@@ -79,7 +78,7 @@ __device__ __forceinline__ double measure_of(const Histogram& histogram, int bin
     return kept * exp(-near_edge / static_cast<double>(BINS_PER_UNIT));
 }
 
-// The first bin at which the summed measure reaches `wanted`: over the whole window a share on entry, a mass on return.
+// First bin at which the cumulative measure reaches `wanted`; over the whole window a share on entry, a mass on return.
 template <Measure MEASURE>
 __device__ __forceinline__ Boundary find(const Histogram& histogram, double& wanted, int shift, int near_edge) {
     __shared__ Boundary found;
@@ -112,8 +111,7 @@ __device__ __forceinline__ Boundary find(const Histogram& histogram, double& wan
     return found;
 }
 
-// The least distance up to `limit` that keeps `wanted` (a count or a share of mass); ties stay. Called by the whole
-// block.
+// Least distance up to `limit` that keeps `wanted` (a count or a share of mass) and ties. Called by the whole block.
 template <Measure MEASURE>
 __device__ __forceinline__ float select(Histogram& histogram, const Distances& distances, float limit, double wanted) {
     u32 low = 0, high = __float_as_uint(limit);

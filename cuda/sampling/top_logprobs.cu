@@ -1,8 +1,8 @@
 // top_logprobs: log-probabilities of a given token and of the K best, in each row of logits.
 //
 //   logits float32 [R, V], token_ids int32 [R] -> chosen float32 [R], top_ids int32 [R, K], top float32 [R, K]
-//   Best first, ties by lower id; 0 <= K <= V; NaN for a row with NaN or no finite logit. normalized:
-//   log-probabilities.
+//   Best first, ties by lower id; 0 <= K <= V; NaN for a row with NaN or no finite logit
+//   normalized: logits are log-probabilities
 //   grid (R), block (1024)
 //   reference: NumpyOps.top_logprobs; roofline: R V floats read once, then K load latencies
 #include "common/logits.cuh"
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(LOGITS_THREADS)
             top_ids[static_cast<i64>(blockIdx.x) * num_best + k] = id_of(best);
             top[static_cast<i64>(blockIdx.x) * num_best + k] = value_of(best) - maximum - log_sum;
         }
-        // The owner's warp searches the owner's groups for the next.
+        // The owner's warp searches the owner's groups for its next best.
         const int owner = id_of(best) / 4 % LOGITS_THREADS;
         if (threadIdx.x / WARP_SIZE == owner / WARP_SIZE) {
             const int lane = threadIdx.x % WARP_SIZE;
