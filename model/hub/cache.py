@@ -1,4 +1,4 @@
-"""The Hugging Face cache on disk, read without a network: models--ORG--NAME/{refs,snapshots,blobs}."""
+"""Offline reader of the Hugging Face cache: models--ORG--NAME/{refs,snapshots,blobs}."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from model.json_files import read_json_object
 
 DEFAULT_REVISION = "main"
 UNVERIFIED = ".quire-unverified"
-"""Marker of a commit whose download is not complete and checked."""
+"""Marker of a commit whose download is incomplete or unchecked."""
 
 INDEX_BYTES = 64 << 20
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
@@ -29,7 +29,7 @@ def is_repository(name: str) -> bool:
 
 
 def check_revision(revision: str) -> None:
-    """Raises ModelError unless `revision` can be a branch, a tag or a commit."""
+    """Raise ModelError unless `revision` can be a branch, tag or commit."""
     if not _REVISION.fullmatch(revision) or ".." in revision:
         raise ModelError(f"{revision!r} is not a revision (a branch, a tag or a commit)")
 
@@ -39,7 +39,7 @@ def is_offline(environ: Mapping[str, str]) -> bool:
 
 
 def cache_dir(environ: Mapping[str, str]) -> Path:
-    """Choose the folder as huggingface_hub does."""
+    """Return huggingface_hub's cache folder."""
     base = environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = environ.get("HF_HOME") or os.path.join(base, "huggingface")
     folder = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
@@ -58,9 +58,9 @@ class CachedRepository:
         return self.folder / f"{UNVERIFIED}-{commit}"
 
     def snapshot(self, revision: str) -> Path | None:
-        """Return the folder of a branch's, tag's or commit's files, complete or not; None: not in the cache.
+        """Return the snapshot folder of a branch, tag or commit, complete or not; None if not cached.
 
-        A commit may be shortened to 7 digits.
+        A commit may be abbreviated to 7 digits.
         """
         commit = revision
         if not _COMMIT.fullmatch(revision):
@@ -78,7 +78,7 @@ class CachedRepository:
         return sorted(path.name for path in self.folder.glob("snapshots/*") if _COMMIT.fullmatch(path.name))
 
     def complete_snapshot(self, revision: str, files: ServedFiles = MODEL_FILES) -> Path:
-        """Return the folder if all served files are there. Raises ModelError with what is missing."""
+        """Return the snapshot folder if it has all served files. Raises ModelError naming what is missing."""
         snapshot = self.snapshot(revision)
         if snapshot is None:
             commits = self._commits()

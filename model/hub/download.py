@@ -1,4 +1,4 @@
-"""Download of a model's served files by huggingface_hub into its cache, with every file's hash checked."""
+"""Downloads a model's served files into huggingface_hub's cache and checks every hash."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def download_model(name: str, revision: str, cache: Path, files: ServedFiles = MODEL_FILES) -> Path:
-    """Download what is served of `name` and return its snapshot folder. Raises ModelError with one line.
+    """Download the served files of `name` and return its snapshot folder. Raises a one-line ModelError.
 
-    The config is read before the weights are fetched. Until all hashes are checked, a marker keeps the commit from
-    being served.
+    The config is read before the weights are fetched. A marker keeps the commit from being served until all hashes
+    are checked.
     """
     if not sys.stderr.isatty():
         disable_progress_bars()
-    # The client writes whole chunks: a cut or kill loses up to one.
+    # The client writes whole chunks: a disconnect or kill loses at most one.
     constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, CHUNK_BYTES)
     for library in ("huggingface_hub", "httpx", "httpx2"):
         logging.getLogger(library).setLevel(logging.ERROR)
@@ -66,7 +66,7 @@ def _check_token() -> None:
 
 
 def _download(name: str, revision: str, cache: Path, files: ServedFiles) -> Path:
-    # Without a timeout a firewall that drops packets would hold the start for ever.
+    # Without a timeout, a firewall that drops packets would block the start for ever.
     timeout_s = constants.HF_HUB_ETAG_TIMEOUT
     info = _client().model_info(name, revision=revision, files_metadata=True, timeout=timeout_s)
     sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
@@ -78,7 +78,7 @@ def _download(name: str, revision: str, cache: Path, files: ServedFiles) -> Path
     unverified.touch()
     small = files.small(sizes)
     snapshot = _fetch(name, revision, cache, [*small, INDEX_FILE])
-    if files is MODEL_FILES and CONFIG in small:  # a head has no model's config
+    if files is MODEL_FILES and CONFIG in small:  # a draft head has no model config
         ModelConfig.read(snapshot)
     weights = files.weights(sizes, lambda: read_json_object(snapshot / INDEX_FILE, INDEX_BYTES))
     missing = sum(sizes[each] for each in weights if not (snapshot / each).exists())
@@ -105,7 +105,7 @@ def _client() -> HfApi:
 
 
 def _verify(pointers: Iterable[Path]) -> None:
-    """Check files against the hashes that their blobs are named by. Drops a wrong file and raises ModelError."""
+    """Check files against the hashes in their blobs' names. Deletes mismatches and raises ModelError."""
     paths = list(pointers)
     with ThreadPoolExecutor(HASH_THREADS) as pool:
         wrong = [path for path, is_right in zip(paths, pool.map(_matches, paths), strict=True) if not is_right]
@@ -117,14 +117,14 @@ def _verify(pointers: Iterable[Path]) -> None:
 
 
 def _matches(pointer: Path) -> bool:
-    """A large file's blob is named by sha256, a small one's by git's sha1."""
+    """Compare content with the blob's name: sha256 for a large file, git's sha1 for a small one."""
     blob = pointer.resolve()
     if _SHA256.fullmatch(blob.name):
         return _digest(blob, hashlib.sha256()) == blob.name
     if _GIT_SHA1.fullmatch(blob.name):
         header = b"blob %d\0" % blob.stat().st_size
         return _digest(blob, hashlib.sha1(header, usedforsecurity=False)) == blob.name
-    return True  # a cache without links, or a mirror with tags of its own
+    return True  # a cache without links, or a mirror with its own ETags
 
 
 def _digest(path: Path, state: hashlib._Hash) -> str:
@@ -135,7 +135,7 @@ def _digest(path: Path, state: hashlib._Hash) -> str:
 
 
 def _reason(error: BaseException, name: str, revision: str, cache: Path) -> str:
-    """Return one line for the client's error."""
+    """Describe the client's error in one line."""
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)

@@ -1,4 +1,4 @@
-"""Choice of the files that are served: weights that hold no code, configs, tokenizer, chat template; adapters."""
+"""Selects served files: weights without code, configs, tokenizer, chat template; adapters."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ ReadIndex = Callable[[], dict[str, Any]]
 
 @dataclass(frozen=True)
 class ServedFiles:
-    """Choice of a kind of repository's files. Both raise ModelError with what is missing."""
+    """File selectors for one kind of repository. Both raise ModelError naming what is missing."""
 
     small: Callable[[Collection[str]], list[str]]
     weights: Callable[[Collection[str], ReadIndex], list[str]]
 
 
 def small_files(available: Collection[str]) -> list[str]:
-    """Return the served files besides weights. Raises ModelError without a config or tokenizer."""
+    """Return the served files except weights. Raises ModelError without a tokenizer, or a config or GGUF."""
     if TOKENIZER not in available:
         raise ModelError(f"has no {TOKENIZER}")
     if CONFIG not in available and not any(name.endswith(".gguf") for name in available):
@@ -63,14 +63,14 @@ def weight_files(available: Collection[str], read_index: ReadIndex) -> list[str]
 
 
 def adapter_files(available: Collection[str]) -> list[str]:
-    """Return the config of a LoRA adapter. Raises ModelError without one."""
+    """Return a LoRA adapter's config file. Raises ModelError without one."""
     if ADAPTER_CONFIG not in available:
         raise ModelError(f"has no {ADAPTER_CONFIG}")
     return [ADAPTER_CONFIG]
 
 
 def adapter_weights(available: Collection[str], _: ReadIndex) -> list[str]:
-    """Return the tensors of a LoRA adapter. Raises ModelError without them."""
+    """Return a LoRA adapter's weight file. Raises ModelError without one."""
     if ADAPTER_FILE not in available:
         pickled = any(name.endswith(PICKLES) for name in available)
         raise ModelError(f"has no {ADAPTER_FILE}" + (" (pickled weights are never loaded)" if pickled else ""))

@@ -1,4 +1,4 @@
-"""A model's folder from what the user typed: a folder, an entry of the Hugging Face cache, or a download."""
+"""Locates the model that the user typed: a folder, a Hugging Face cache entry or a download."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from model.hub.files import MODEL_FILES, ServedFiles
 @dataclass(frozen=True)
 class LocatedModel:
     folder: Path
-    name: str | None  # org/name as typed; None: a folder was typed
+    name: str | None  # org/name as typed; None for a folder
 
 
 def locate_model(
@@ -32,9 +32,9 @@ def locate_model(
     download_dir: Path | None = None,
     files: ServedFiles = MODEL_FILES,
 ) -> LocatedModel:
-    """Return the folder of `typed`, whose repository has these `files`, downloading only what no folder or cache has.
+    """Return the folder of `typed`; downloads `files` only if no folder or cache has them.
 
-    `download_dir` replaces the cache's folder. Raises ModelError with one line.
+    `download_dir` replaces the cache folder. Raises a one-line ModelError.
     """
     folder = Path(typed)
     if _is_folder(folder):
@@ -83,7 +83,7 @@ def _check_endpoint(environ: Mapping[str, str]) -> None:
 
 def _download(name: str, revision: str, cache: Path, files: ServedFiles) -> Path:
     try:
-        from model.hub.download import download_model  # 0.4 s of imports, which only a download needs
-    except ValueError as error:  # the client parses its variables on import
+        from model.hub.download import download_model  # 0.4 s of imports that only a download needs
+    except ValueError as error:  # huggingface_hub parses its variables on import
         raise ModelError(f"{name}: an HF_ variable has a wrong value: {error}") from None
     return download_model(name, revision, cache, files)

@@ -1,7 +1,7 @@
-"""Partial files of a killed download: completed by range, or removed.
+"""Completes partial files of a killed download by range requests, or removes them.
 
-huggingface_hub writes each file under a name of its own process, BLOB.RANDOM.incomplete, deletes it after an error, and
-never reads another process's: only a kill leaves one.
+huggingface_hub writes each file as BLOB.RANDOM.incomplete, unique per process, deletes it after an error and never
+reads another process's: only a kill leaves one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LIBRARY, VERSION = "quire", version("quire")
 
 @dataclass(frozen=True)
 class WantedBlob:
-    """A large file; its blob's name is `sha256`."""
+    """A large file, whose blob is named by its `sha256`."""
 
     path: str  # in the repository
     size: int
@@ -40,9 +40,9 @@ class WantedBlob:
 
 
 def resume_killed(name: str, revision: str, folder: Path, wanted: list[WantedBlob]) -> None:
-    """Complete the wanted blobs of which a dead process left a part, and remove all other parts without a living owner.
+    """Complete the wanted blobs that a dead process left in part; remove all other parts without a live owner.
 
-    `folder`: the repository's in the cache. Raises what the client raises; the part stays for the next start.
+    `folder` is the repository's cache folder. Raises the client's errors; the part stays for the next start.
     """
     by_hash = {blob.sha256: blob for blob in wanted}
     for sha256, parts in _parts(folder / "blobs").items():
@@ -58,7 +58,7 @@ def resume_killed(name: str, revision: str, folder: Path, wanted: list[WantedBlo
 
 
 def num_part_bytes(folder: Path) -> int:
-    """Return the bytes of all partial files: `resume_killed` completes or removes them."""
+    """Return the total size of the partial files, which `resume_killed` completes or removes."""
     return sum(part.stat().st_size for parts in _parts(folder / "blobs").values() for part in parts)
 
 
@@ -71,7 +71,7 @@ def _parts(blobs: Path) -> Mapping[str, list[Path]]:
 
 @contextmanager
 def _unlocked(folder: Path, blob: str) -> Iterator[bool]:
-    """Hold the client's lock of a blob; yield False if a living process has it."""
+    """Hold the client's lock on a blob; yield False if a live process has it."""
     lock = folder.parent / ".locks" / folder.name / f"{blob}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
@@ -104,4 +104,4 @@ def _complete(name: str, revision: str, blob: WantedBlob, part: Path, target: Pa
     if digest == blob.sha256:
         os.replace(part, target)
     else:
-        part.unlink()  # the client fetches the whole file
+        part.unlink()  # the client then fetches the whole file

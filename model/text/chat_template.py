@@ -1,4 +1,4 @@
-"""Renders messages to prompt token ids with the model's chat template, byte for byte as Hugging Face."""
+"""Renders messages to prompt token ids with the model's chat template, byte-identical to Hugging Face."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 OWN_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 MAX_REFUSAL_CHARS = 300
 MAX_SOURCE_CHARS = 256 << 10
-"""Sum over a folder's templates; published ones have at most a tenth."""
+"""Total over a folder's templates; published ones use at most a tenth."""
 
 Json = Mapping[str, Any]
 
 
 class TemplateError(ValueError):
-    """Conversation that cannot be rendered; the text may be shown to the client."""
+    """Error in rendering a conversation; its message may be shown to the client."""
 
 
 class ChatTemplate:
-    """The chat template of a model folder. Immutable and thread-safe."""
+    """A model's chat template. Immutable and thread-safe."""
 
     @classmethod
     def read(cls, directory: Path, tokenizer: Tokenizer, given: str | None = None) -> ChatTemplate | None:
-        """Return the template `given` as a file or a text, else the folder's, None if it has none. Raises ModelError.
+        """Load `given` (a path or template text), else the folder's template; None if absent. Raises ModelError.
 
         `chat_template.jinja` overrides `tokenizer_config.json`, whose "tool_use" template serves requests with tools.
         """
@@ -53,7 +53,7 @@ class ChatTemplate:
         except (RecursionError, MemoryError) as error:
             raise ModelError(f"the chat template of {directory} is nested too deeply") from error
         except (SyntaxError, ValueError, OverflowError) as error:
-            # Jinja's generated code, such as too long a number
+            # Python rejects Jinja's generated code, e.g. an overlong number
             raise ModelError(f"the chat template of {directory} cannot be compiled: {_first_line(error)}") from error
 
     def __init__(
@@ -63,7 +63,7 @@ class ChatTemplate:
         limits: RenderLimits | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """Compile Jinja texts by name, with a "default". Raises jinja2.TemplateSyntaxError."""
+        """Compile Jinja sources by name, including "default". Raises jinja2.TemplateSyntaxError."""
         self._tokenizer = tokenizer
         self._sandbox = TemplateSandbox(limits or RenderLimits(), now)
         self._templates = {name: self._sandbox.from_string(source) for name, source in sources.items()}
@@ -82,7 +82,7 @@ class ChatTemplate:
         tools: Sequence[Json] | None = None,
         extra: Json | None = None,
     ) -> str:
-        """Return the prompt as text, special tokens unescaped. Raises TemplateError."""
+        """Return the prompt text, without escaping special tokens. Raises TemplateError."""
         rendered = self._render(_variables(messages, add_generation_prompt, tools, extra))
         return _cut_after(rendered, messages[-1]["content"]) if continue_final_message else rendered
 
@@ -95,7 +95,7 @@ class ChatTemplate:
         tools: Sequence[Json] | None = None,
         extra: Json | None = None,
     ) -> list[int]:
-        """Return the prompt's token ids; special tokens in messages, tools or `extra` are plain text.
+        """Return the prompt's token ids; special tokens in messages, tools or `extra` become plain text.
 
         `continue_final_message` ends the prompt after the last message's content. Raises TemplateError.
         """
@@ -124,7 +124,7 @@ class ChatTemplate:
             raise TemplateError(f"The model's chat template refuses these messages: {reason}") from error
         except jinja2.UndefinedError as error:
             raise TemplateError(f"The model's chat template has an undefined variable: {error.message}.") from error
-        except Exception as error:  # a template is foreign code and may fail in any way
+        except Exception as error:  # templates are untrusted code and may raise anything
             raise TemplateError("The model's chat template cannot render these messages.") from error
 
     def _stream(self, template: jinja2.Template, variables: Json) -> str:
@@ -163,7 +163,7 @@ def _variables(
 
 
 def _cut_after(rendered: str, content: str) -> str:
-    """Cut `rendered` after its last `content`, perhaps without its outer blanks."""
+    """Truncate `rendered` after its last `content`, whose outer blanks the template may strip."""
     core = content.strip()
     start = rendered.rfind(core)
     if not core or start < 0:
@@ -177,7 +177,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _given_text(given: str) -> str:
-    """Return the file's text, or `given` itself if it has a brace, as in vLLM."""
+    """Read the file `given`; a text with a brace is itself the template, as in vLLM."""
     source = read_text(Path(given), MAX_CONFIG_BYTES) if "{" not in given else given
     if source is None:
         raise ModelError(f"--chat-template: {given}: no such file (leave it out for the model's own template)")

@@ -1,4 +1,4 @@
-"""Streams token ids to text; each character is emitted exactly once."""
+"""Streaming detokenizers; each character is emitted exactly once."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from itertools import takewhile
 
-CONTEXT_TOKENS = 4  # reach of a token's effect on later text
-MAX_HELD_TOKENS = 8  # a character has at most 4 bytes: then a U+FFFD is final
+CONTEXT_TOKENS = 4  # preceding tokens that can affect a token's text
+MAX_HELD_TOKENS = 8  # a character has at most 4 bytes, so a U+FFFD held longer is final
 
 
 class Detokenizer(ABC):
-    """Text of one stream of token ids; unknown ids have none. Not thread-safe."""
+    """Converts one stream of token ids to text; unknown ids have none. Not thread-safe."""
 
     @abstractmethod
     def push(self, ids: Sequence[int]) -> str:
-        """Add `ids` and return the text that is now final."""
+        """Append `ids` and return the newly final text."""
 
     @abstractmethod
     def flush(self) -> str:
-        """Return the text held back; an incomplete character becomes U+FFFD."""
+        """Return the held text; an incomplete character becomes U+FFFD."""
 
     @abstractmethod
     def push_bytes(self, token_id: int) -> bytes:
-        """Add one token and return its bytes; all together are the text in UTF-8."""
+        """Append one token and return its bytes; concatenated, they are the UTF-8 text."""
 
     @abstractmethod
     def peek_bytes(self, token_id: int) -> bytes | None:
-        """Return what `push_bytes` would; None if only pushing decides it."""
+        """Return the result of `push_bytes` without pushing; None if not predictable."""
 
 
 class ByteDetokenizer(Detokenizer):
-    """Decodes vocabularies of fixed bytes per token; holds back only an incomplete UTF-8 tail."""
+    """Decodes tokens with fixed bytes; holds back only an incomplete UTF-8 tail."""
 
     def __init__(self, pieces: Sequence[bytes], num_spaces_to_strip: int) -> None:
-        """`pieces` are the bytes by id; up to `num_spaces_to_strip` leading spaces are dropped."""
+        """Take each token's bytes by id; drop up to `num_spaces_to_strip` leading spaces."""
         self._pieces = pieces
         self._num_spaces_to_strip = num_spaces_to_strip
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
@@ -71,10 +71,10 @@ class ByteDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """Decodes the last few tokens again with each new one and emits the difference."""
+    """Re-decodes the last few tokens with each new one and emits the difference."""
 
     def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int], text_ids: Container[int]) -> None:
-        """Continue the text of `context`; only `text_ids` have text."""
+        """Continue the text of `context`; ids outside `text_ids` are skipped."""
         self._decode = decode
         self._text_ids = text_ids
         self._window = list(context)

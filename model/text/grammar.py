@@ -1,6 +1,6 @@
-"""Grammars of structured output in llguidance's Lark, with every input bounded.
+"""Structured-output grammars in llguidance's Lark dialect, with bounded inputs.
 
-llguidance recurses as deep as a grammar nests and takes time quadratic in a regular expression's length.
+llguidance recurses as deep as a grammar nests and takes quadratic time in a regular expression's length.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from model.text.json_schema.limits import MAX_REGEX_CHARS, check_intersections, 
 MAX_CHOICES_BYTES = 64 << 10
 MAX_LARK_BYTES = 16 << 10
 MAX_LARK_DEPTH = 400
-"""Rules and opening brackets, which bound the nesting."""
+"""Max rules plus opening brackets, which bound the nesting."""
 MAX_CHOICES = 1024
 MAX_WHITESPACE_CHARS = 64
 
 WHITESPACE = r"( |\n {0,24})"
-"""Allows one blank or indented line break between JSON tokens: more could go on for ever."""
+"""One blank or indented line break between JSON tokens; unbounded whitespace might never end."""
 COMPACT = ""
 
 ESCAPES = 'nrbtf\\"'
-r"""JSON escapes without \uXXXX, which could respell a declared property to evade its schema."""
+r"""Allowed JSON escapes; \uXXXX could respell a declared property to evade its schema."""
 
 CONVERTED = "%llguidance {}\n"
 
 HEADER = '%llguidance {"no_forcing": true}\n'
-"""Sample forced text too, in the tokens that the model prefers."""
+"""Samples even forced text, so that the model chooses its tokens."""
 
 
 def json_grammar(schema: Any, *, whitespace: str = WHITESPACE, lenient: bool = False) -> str:
-    """Return the grammar of JSON that matches `schema`; `lenient` ignores unknown keywords. Raises GrammarError."""
+    """Return the grammar of JSON that matches `schema`; `lenient` ignores unknown formats. Raises GrammarError."""
     return f"{HEADER}start: {json_rule(schema, whitespace=whitespace, lenient=lenient)}"
 
 
 def json_rule(schema: Any, *, whitespace: str = WHITESPACE, lenient: bool = False) -> str:
-    """Return `json_grammar` as an expression for a rule. Raises GrammarError."""
+    """Return `json_grammar` as a Lark expression. Raises GrammarError."""
     check_schema(schema)
     return enforced_rule(enforceable(schema, lenient=lenient), whitespace)
 
 
 def enforced_rule(schema: Mapping[str, Any], whitespace: str) -> str:
-    """Return the expression of a rewritten schema. Raises GrammarError."""
+    """Return the Lark expression of a rewritten schema. Raises GrammarError."""
     check_intersections(schema)
     options: dict[str, Any] = {"json_allowed_escapes": ESCAPES}
     if whitespace == COMPACT:
@@ -61,7 +61,7 @@ def enforced_rule(schema: Mapping[str, Any], whitespace: str) -> str:
 
 
 def regex_grammar(pattern: str) -> str:
-    """Return the grammar of texts that `pattern` matches whole. Raises GrammarError."""
+    """Return the grammar of texts that fully match `pattern`. Raises GrammarError."""
     _check_regex(pattern, MAX_REGEX_CHARS, "regular expression")
     return f"{HEADER}start: {_regex_rule(pattern)}"
 
@@ -77,11 +77,11 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 
 def lark_grammar(text: str) -> str:
-    """Convert llguidance's Lark or llama.cpp's GBNF. Raises GrammarError."""
+    """Convert a grammar in llguidance's Lark or llama.cpp's GBNF. Raises GrammarError."""
     _check_lark(text)
     try:
         lark = any_to_lark(text).removeprefix(CONVERTED)
-    except Exception as error:  # the converter raises any error of its parser
+    except Exception as error:  # the converter raises any parser error
         raise GrammarError("The grammar is neither Lark nor GBNF.") from error
     _check_lark(lark)
     return HEADER + lark

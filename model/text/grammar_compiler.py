@@ -18,7 +18,7 @@ MAX_LEXER_STATES = 20_000  # about 2 KB each
 REGEX_ERROR = re.compile(r"^error: (.*)$", re.MULTILINE)
 POSITION = re.compile(r"^(?:at )?(\d+)\(\d+\): ")
 SPECIAL = b"\xff"
-"""Prefix of a special token's bytes, which no text contains."""
+"""Prefix of special tokens' bytes; no text contains it."""
 
 
 class Tokens(Protocol):
@@ -37,9 +37,9 @@ class NamedTokens(Tokens, Protocol):
 
 @dataclass(frozen=True)
 class TokenTable:
-    """Plain values of a model's tokens, for another process."""
+    """A model's tokens as plain values, for another process."""
 
-    pieces: list[bytes]  # by id, vocab_size long; empty for an id without a token
+    pieces: list[bytes]  # by id, vocab_size long; empty for unused ids
     id_by_special: dict[str, int]
     eos_token_ids: list[int]
 
@@ -68,7 +68,7 @@ class TextCompiler:
     """Compiles the grammars of `model.text.grammar`. Thread-safe."""
 
     def __init__(self, tokens: Tokens, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """`vocab_size` is the width of the logits; ids without a token are never allowed."""
+        """Take the width of the logits as `vocab_size`; unused ids are never allowed."""
         vocabulary = _Vocabulary(tokens, vocab_size, eos_token_ids)
         self.pieces: Sequence[bytes] = vocabulary.tokens
         self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=vocab_size, eos_token=list(eos_token_ids))
@@ -77,8 +77,8 @@ class TextCompiler:
     def compile(self, grammar: str) -> LLMatcher:
         """Compile a grammar, usually within milliseconds. Raises GrammarError.
 
-        Compile a client's grammar in a process that can be killed: llguidance bounds neither time nor memory for
-        intersecting patterns.
+        Compile clients' grammars in a killable process: llguidance bounds neither time nor memory for intersecting
+        patterns.
         """
         if len(grammar.encode("utf-8", "replace")) > MAX_GRAMMAR_BYTES:
             raise GrammarError(f"The grammar takes more than {MAX_GRAMMAR_BYTES} bytes.")
@@ -100,12 +100,12 @@ class _Vocabulary:
         ]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Never run: our grammars force no text."""
+        """Never called: our grammars force no text."""
         raise NotImplementedError
 
 
 def _reason(error: str) -> str:
-    """Return llguidance's first line, or its regex parser's error, with the line of the client's grammar."""
+    """Return the first line of llguidance's error, or its regex error, with the line in the client's grammar."""
     first, _, rest = error.partition("\n")
     position, of_regex = POSITION.match(first), REGEX_ERROR.search(rest)
     text = f"regular expression: {of_regex[1]}" if of_regex else first[position.end() if position else 0 :].strip()

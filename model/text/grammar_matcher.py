@@ -1,4 +1,4 @@
-"""Computes the bit mask of next tokens that a grammar allows."""
+"""Computes the bit mask of next tokens allowed by a grammar."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from model.text.grammar_compiler import SPECIAL, TextCompiler, Tokens
 
 MAX_CACHED_GRAMMARS = 64
 MAX_CACHED_CHARS = 1 << 20
-"""Compiled grammars take about a hundred times as much."""
-JSON = "%json"  # in every grammar of JSON
+"""Total grammar text; compiled, it takes about 100 times as much memory."""
+JSON = "%json"  # in every JSON grammar
 ALL = np.uint32(0xFFFFFFFF)
 MAX_DIGITS = 32
-"""Consecutive digits where JSON allows something else: a model may repeat a digit for ever."""
+"""Max consecutive digits if JSON allows another token: a model may repeat a digit for ever."""
 
 
 class GrammarCompiler:
-    """Cache of compiled grammars over one model's tokens. Thread-safe."""
+    """Compiles and caches grammars over one model's tokens. Thread-safe."""
 
     def __init__(self, tokenizer: Tokens, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """`vocab_size` is the width of the logits; ids without a token are never allowed."""
+        """Take the width of the logits as `vocab_size`; unused ids are never allowed."""
         self.num_words = num_mask_words(vocab_size)
         self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
         self._compiler = TextCompiler(tokenizer, vocab_size, self._eos_token_ids)
@@ -36,7 +36,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile(self, grammar: str) -> Matcher:
-        """Return a new matcher, within a second, mostly without the GIL. Raises GrammarError."""
+        """Return a new matcher within a second, mostly without the GIL. Raises GrammarError."""
         with self._lock:
             found = self._cache.get(grammar)
             if found is not None:
@@ -60,7 +60,7 @@ class GrammarCompiler:
 
 
 class Matcher:
-    """The state of one text in its grammar. Not thread-safe."""
+    """The grammar state of one text. Not thread-safe."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Matcher:
         num_digits: int = 0,
         pieces: _Pieces | None = None,
     ) -> None:
-        """Bound runs of digits by `digits`, if set; `num_digits` is the current run."""
+        """Bound runs of digits if `digits` is set; `num_digits` is the current run's length."""
         self._inner = inner
         self._eos_token_ids = eos_token_ids
         self._digits = digits
@@ -80,7 +80,7 @@ class Matcher:
 
     @property
     def has_failed(self) -> bool:
-        """True once its limits are exceeded or its text does not match; it then constrains nothing."""
+        """True after an exceeded limit or a mismatch; the matcher then constrains nothing."""
         return self._is_stuck or self._inner.is_error()
 
     @property
@@ -92,7 +92,7 @@ class Matcher:
         return self._inner.is_stopped()
 
     def advance(self, token_ids: Sequence[int]) -> bool:
-        """Consume tokens. Return False if they do not match; the matcher has then failed."""
+        """Consume tokens. A mismatch returns False and fails the matcher."""
         if self._is_stuck:
             return False
         if self._digits is not None:
@@ -101,13 +101,13 @@ class Matcher:
         return self._inner.consume_tokens(list(token_ids))
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these tokens may come next, in order."""
+        """Return the length of the longest valid prefix of `token_ids`."""
         if self.has_failed or self.is_finished:
             return 0
         return self._inner.validate_tokens(list(token_ids))
 
     def forced_tokens(self) -> tuple[int, ...]:
-        """Return tokens of the text that the grammar allows alone: its longest pieces."""
+        """Return the tokens of the forced text, longest match first."""
         if self._pieces is None or self.has_failed or self.is_finished:
             return ()
         return self._pieces.split(self._inner.compute_ff_bytes())
@@ -115,7 +115,7 @@ class Matcher:
     def fill_mask(self, words: np.ndarray, end_token_ids: Iterable[int]) -> bool:
         """Set words uint32[num_words] to the allowed tokens: token i is bit i % 32 of word i // 32.
 
-        `end_token_ids` are allowed where the text may end, EOS only if among them. Releases the GIL. Returns False and
+        `end_token_ids` are allowed where the text may end; EOS only if among them. Releases the GIL. Returns False and
         allows everything if the matcher has failed.
         """
         self._inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -128,7 +128,7 @@ class Matcher:
             for token in end_token_ids:
                 words[token // 32] |= _bit(token)
         if not words.any():
-            # Only EOS fits: a grammar may name it, but no text contains it.
+            # Only EOS fits: grammars may name it, but no text contains it.
             self._is_stuck = True
             words[:] = ALL
             return False
@@ -151,14 +151,14 @@ def _bit(token: int) -> np.uint32:
 
 
 class _Pieces:
-    """Tokens by their bytes."""
+    """Token ids by their bytes."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self._ids = {data: token for token, data in enumerate(tokens) if data and not data.startswith(SPECIAL)}
         self._longest = max(map(len, self._ids), default=0)
 
     def split(self, text: bytes) -> tuple[int, ...]:
-        """Return tokens of `text`, the longest first, but the last one: more text may follow."""
+        """Tokenize `text` by longest match, without the last token: more text may follow."""
         found: list[int] = []
         start = 0
         while start < len(text):

@@ -1,4 +1,4 @@
-"""Output constraints as plain values, which another process turns into a grammar."""
+"""Output constraints as plain values, turned into a grammar by another process."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from model.text.tool_calls.formats import CallSpec, SpecialTokens, calls_grammar
 class GrammarSpec:
     kind: str  # json | regex | choice | grammar
     value: Any
-    whitespace: str = WHITESPACE  # between the tokens of JSON
-    lenient: bool = False  # ignore unknown keywords of a schema
+    whitespace: str = WHITESPACE  # between JSON tokens
+    lenient: bool = False  # ignore unknown formats in a schema
 
 
 @dataclass(frozen=True)
 class ReasoningRule:
-    """Free text that precedes a constrained answer."""
+    """Free reasoning text before a constrained answer."""
 
     start: str
     end: str
-    is_open: bool  # the prompt has `start`, or the model leaves it out; else the reasoning is optional
+    is_open: bool  # the prompt has `start`, or the model omits it; else reasoning is optional
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ SPEC_KINDS = tuple(_WRITERS)
 
 
 def write_grammar(task: GrammarTask, tokens: SpecialTokens) -> str:
-    """Return the grammar of `task`; a hostile one may take long. Raises GrammarError."""
+    """Return the grammar of `task`; a hostile task may take long. Raises GrammarError."""
     text = None if task.spec is None else _WRITERS[task.spec.kind](task.spec)
     if task.calls is not None:
         text = calls_grammar(task.calls, tokens, text if task.calls.or_spec else None)

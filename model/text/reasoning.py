@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 BLANKS = " \t\r\n"
 MAX_HELD_BLANKS = 256
-"""Longest run of blanks dropped."""
+"""Longest run of blanks that is dropped."""
 PROMPT_END_TOKENS = 32
-"""Enough for a marker and blanks."""
+"""Length of a prompt's end, enough for a marker and blanks."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ DEEPSEEK_TURN = "<｜Assistant｜>"
 
 
 class ReasoningState(StrEnum):
-    """State after a prompt. Stored in request records."""
+    """Reasoning state after a prompt. Stored in request records."""
 
     OFF = ""  # the answer is content only
     OPTIONAL = "optional"  # it may begin with the start marker
@@ -49,7 +49,7 @@ class SplitText(NamedTuple):
 
 
 def detect_reasoning(template: str) -> ReasoningFormat | None:
-    """Return a chat template's format; None: no reasoning."""
+    """Return a chat template's reasoning format, if any."""
     for markers in (MISTRAL, SEED_OSS):
         if markers.end in template:
             return markers
@@ -59,7 +59,7 @@ def detect_reasoning(template: str) -> ReasoningFormat | None:
 
 
 def state_after(markers: ReasoningFormat, prompt: str) -> ReasoningState:
-    """`prompt`: its text or end."""
+    """Return the state after `prompt`, which may be only its end."""
     prompt = prompt.rstrip()
     if prompt.endswith(markers.end):
         return ReasoningState.OFF
@@ -67,21 +67,21 @@ def state_after(markers: ReasoningFormat, prompt: str) -> ReasoningState:
 
 
 def state_within(markers: ReasoningFormat, message: str) -> ReasoningState:
-    """Return the state of a continuation of `message`."""
+    """Return the state for continuing `message`."""
     is_open = message.rfind(markers.start) > message.rfind(markers.end)
     return ReasoningState.OPEN if is_open else ReasoningState.OFF
 
 
 class ReasoningStream:
-    """Parser of one answer, in linear time; how the input is split does not matter.
+    """Linear-time parser of one answer; chunk boundaries do not matter.
 
-    Drops markers and blanks next to them. Without an end marker, the rest is reasoning.
+    Drops markers and adjacent blanks. Without an end marker, the rest is reasoning.
     """
 
     def __init__(self, markers: ReasoningFormat, state: ReasoningState) -> None:
         self._format = markers
         self._held = ""
-        self._num_dropped = 0  # blanks in a row
+        self._num_dropped = 0  # consecutive blanks
         self._is_started = False  # the start marker was read
         modes = {ReasoningState.OFF: self._in_content, ReasoningState.OPTIONAL: self._at_start}
         self._mode: Callable[[], SplitText | None] = modes.get(state, self._before_reasoning)
@@ -96,7 +96,7 @@ class ReasoningStream:
         return self._mode == self._in_content
 
     def push(self, text: str) -> SplitText:
-        """Return the text that is now certain."""
+        """Parse `text` and return the newly certain output."""
         self._held += text
         reasoning = content = ""
         while (found := self._mode()) is not None:
@@ -163,7 +163,7 @@ class ReasoningStream:
         self._mode, self._is_started, self._num_dropped = self._before_reasoning, True, 0
 
     def _drop_blanks(self) -> bool:
-        """Return whether other text follows."""
+        """Drop leading blanks; return whether other text follows."""
         stripped = self._held.lstrip(BLANKS)
         num_blanks = min(len(self._held) - len(stripped), MAX_HELD_BLANKS - self._num_dropped)
         self._num_dropped += num_blanks

@@ -1,7 +1,7 @@
-"""Keeps user text from spelling control tokens in a rendered chat template.
+"""Prevents user text from spelling control tokens in a rendered chat template.
 
-Before rendering, the first character of every spelling in user text becomes a placeholder; it is restored after special
-tokens are recognised.
+Before rendering, the first character of each spelling becomes a placeholder; it is restored once special tokens are
+recognised.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ PLACEHOLDERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # noncharacters, m
 
 
 class SpecialTokenEscaper:
-    """Finds where user text could spell a special token, alone or joined to the template's literals."""
+    """Escapes user text that could spell a special token, alone or joined to template literals."""
 
     def __init__(self, specials: Iterable[str], literals: Iterable[str], words: Iterable[str]) -> None:
-        """Take the template's output texts as `literals`, and as `words` the strings it compares or looks up.
+        """Take the texts that the template outputs (`literals`) and the strings it compares or looks up (`words`).
 
-        A string in `words` is escaped only if it holds a whole special token: the template must recognise it.
+        User text in `words` is escaped only if it has a whole special token: the template must recognise it.
         """
         specials = list(specials)
         literals = [literal for literal in literals if literal]
@@ -32,9 +32,9 @@ class SpecialTokenEscaper:
         self._reserved = frozenset("".join(literals)) & frozenset(PLACEHOLDERS)
 
     def escape(self, variables: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, str]]:
-        """Return `variables` (JSON values) escaped, and the character of each placeholder.
+        """Return the escaped `variables` (JSON values) and each placeholder's original character.
 
-        Raises ValueError if the conversation uses all noncharacters.
+        Raises ValueError if the conversation leaves too few noncharacters unused.
         """
         hidden: set[str] = set()
         used: set[str] = set(self._reserved)
@@ -83,7 +83,7 @@ class SpecialTokenEscaper:
         return {i for i in range(first, end) if text[i:end] in self._starts}
 
     def _continuation_start(self, text: str) -> set[int]:
-        """Return the first non-blank index if it may continue a literal's special token."""
+        """Return the first non-blank index if it may complete a special token begun by a literal."""
         start = len(text) - len(text.lstrip())
         body = text[start:]
         continues = body and any(body.startswith(rest) or rest.startswith(body) for rest in self._rests)

@@ -1,6 +1,6 @@
-"""Bounds the methods and filters of chat templates: their output is charged before they run.
+"""Bounds the methods and filters of chat templates by charging their output before they run.
 
-Unlisted ones are refused: each might turn a few characters into gigabytes.
+Unlisted ones are refused: any might turn a few characters into gigabytes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from jinja2.utils import Namespace, _PassArg
 from markupsafe import Markup
 
 MAX_ITEMS = 1 << 20
-"""Items of a list, or of a nested value in all."""
+"""Max items of a list, or in total of a nested value."""
 MAX_INT_BITS = 1 << 14
 ITEM_CHARS = 8
-"""Charge for a list item, in characters."""
+"""Charge per list item, in characters."""
 REPR_GROWTH = 10
 r"""Longest escape in a Python literal, \U0001f600."""
 NODES_PER_TIME_CHECK = 1 << 12
@@ -34,7 +34,7 @@ MAX_FIELD_DIGITS = 4
 MAX_INDENT = 64
 MAX_PRECISION = 300
 MAX_NUMBER_CHARS = 4000
-SLOW_CHARS = 1 << 20  # for operations of a microsecond or more per character
+SLOW_CHARS = 1 << 20  # limit for operations that take 1 us or more per character
 LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 
 _WIDE_FIELD = re.compile(rf"\d{{{MAX_FIELD_DIGITS + 1},}}|\*")
@@ -44,8 +44,8 @@ _PRINTF = re.compile(r"%(?P<name>\([^)]{0,200}(?P<end>\))?)?(?P<width>[^a-zA-Z%]
 
 @dataclass(frozen=True, kw_only=True)
 class RenderLimits:
-    max_chars: int = 16 * 2**20  # rendered text, or any intermediate value
-    max_total_chars: int = 512 * 2**20  # all values together, dropped ones included
+    max_chars: int = 16 * 2**20  # of the rendered text or any intermediate value
+    max_total_chars: int = 512 * 2**20  # of all values, including discarded ones
     max_s: float = 2.0  # CPU time
 
 
@@ -72,8 +72,7 @@ class Meter:
         self.charge(ITEM_CHARS * num_items)
 
     def measure(self, value: Any) -> int:
-        """Return the characters of a value, each nested occurrence counted. Raises SecurityError if too large or
-        cyclic."""
+        """Return a value's characters, counting each nested occurrence. Raises SecurityError if too large or cyclic."""
         if isinstance(value, str):
             return len(value)
         num_chars, num_nodes, rest = 0, 0, [value]
@@ -107,7 +106,7 @@ class Meter:
             yield value
 
     def bounded_list(self, values: Any) -> Any:
-        """Return `values`, an iterator as a list. Raises SecurityError if too long."""
+        """Return `values`, with an iterator read into a list. Raises SecurityError if too long."""
         if not hasattr(values, "__next__"):
             if hasattr(values, "__len__"):
                 self.charge_items(len(values))
@@ -132,7 +131,7 @@ def _parts(value: Any) -> Any:
 
 
 Check = Callable[..., Any]
-"""Takes a Meter and the arguments; a filter's returns the value. Raises SecurityError."""
+"""Takes a Meter and the arguments; a filter's check returns the value. Raises SecurityError."""
 
 
 def _size(meter: Meter, value: Any) -> int:
@@ -248,7 +247,7 @@ _METHODS: Mapping[type, Mapping[str, Check]] = {
 
 
 def method_check(owner: Any, name: str) -> Check | None:
-    """Return the check of a built-in value's method; None if forbidden."""
+    """Return the check for a built-in type's method; None if forbidden."""
     for kind, checks in _METHODS.items():
         if isinstance(owner, kind):
             return checks.get(name)
@@ -264,7 +263,7 @@ def check_printf(meter: Meter, form: Any, values: Any) -> None:
             raise SecurityError("the name of a field is too long")
         check_spec(field["width"])
         num_chars += sum(map(int, _DIGITS.findall(field["width"])))
-        times += field["name"] is not None  # a mapping's values may be written repeatedly
+        times += field["name"] is not None  # a mapping's value may be formatted repeatedly
         growth = max(growth, REPR_GROWTH if field["kind"] in "ra" else 1)
         meter.check_time()
     shown = values.values() if isinstance(values, dict) else values if isinstance(values, tuple) else (values,)
@@ -387,7 +386,7 @@ _FILTERS: Mapping[str, Check] = {
 
 
 def bounded_filters(meter: Callable[[], Meter]) -> dict[str, Callable[..., Any]]:
-    """Return Jinja's filters by name; `meter` returns the current rendering's meter."""
+    """Return bounded Jinja filters by name; `meter` returns the current render's meter."""
     return {name: _bounded(FILTERS[name], check, meter) for name, check in _FILTERS.items()}
 
 

@@ -1,6 +1,6 @@
-"""The Jinja environment of chat templates: Hugging Face's, with limits on time and size.
+"""The Jinja environment of chat templates: Hugging Face's, with time and size limits.
 
-Every operation that makes a value and every loop iteration is charged in advance. Unbounded functions are missing:
+Each loop iteration and each operation that creates a value is charged in advance. Unbounded functions are removed:
 `lipsum`, and all that `template_bounds` does not list.
 """
 
@@ -45,7 +45,7 @@ class Refusal(TemplateError):
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks assistant text for training; here it renders its content."""
+    """Renders the content of `{% generation %}`, which marks assistant text for training."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 
@@ -56,7 +56,7 @@ class GenerationTag(Extension):
 
 
 class MeteredGenerator(CodeGenerator):
-    """Generates environment calls where Jinja computes by itself."""
+    """Replaces Jinja's inline operations by environment calls."""
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
         timed_iter = nodes.EnvironmentAttribute("timed_iter")
@@ -130,7 +130,7 @@ class BoundedFormatter(Formatter):
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """Shared by all threads; each rendering has its own meter."""
+    """Environment shared by all threads; each render has its own meter."""
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
     code_generator_class = MeteredGenerator
@@ -154,7 +154,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     @contextmanager
     def metered(self) -> Iterator[None]:
-        """Start this thread's meter; rendering beyond the limits raises SecurityError."""
+        """Start this thread's meter; exceeding its limits raises SecurityError."""
         self._thread.meter = Meter(self.limits)
         try:
             yield
@@ -246,7 +246,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self.meter.charge(sum(map(len, parts)))
         return "".join(parts)
 
-    @pass_context  # Jinja then does not call it for constants while compiling
+    @pass_context  # so that Jinja does not call it on constants at compile time
     def _checked_output(self, context: Context, value: Any) -> Any:
         if not isinstance(value, str):
             self.meter.charge(REPR_GROWTH * self.meter.measure(value))

@@ -1,6 +1,6 @@
-"""Rules on single tokens, next to or without a grammar: allowed ids, bad words, a budget of reasoning tokens.
+"""Token rules, with or without a grammar: allowed ids, bad words, a reasoning-token budget.
 
-They depend only on the answer's tokens, so an engine that resumes it applies them alike.
+They depend only on the answer's tokens, so an engine that resumes the answer applies the same rules.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ BLANKS = b" \t\r\n"
 
 
 class RulesMatcher:
-    """The state of one answer under its rules and grammar; like `Matcher`. Not thread-safe."""
+    """State of one answer under its rules and grammar, with `Matcher`'s interface. Not thread-safe."""
 
     def __init__(self, rules: TokenRules, pieces: Sequence[bytes], inner: Matcher | None) -> None:
-        """Take the bytes of every token, and the grammar's matcher, if any."""
+        """Take each token's bytes and the grammar's matcher, if any."""
         self._rules = rules
         self._inner = inner
         self._allowed = _mask_of(rules.allowed_token_ids, len(pieces)) if rules.allowed_token_ids else None
         self._reasoning = None if rules.reasoning is None else _ReasoningCount(rules.reasoning, pieces)
         self._num_kept = max((len(word) - 1 for word in rules.bad_words), default=0)
-        self._last_ids: list[int] = []  # the last `_num_kept` at most
+        self._last_ids: list[int] = []  # at most `_num_kept`
         self._is_stuck = False
 
     @property
@@ -41,7 +41,7 @@ class RulesMatcher:
         return self._inner is not None and self._inner.is_finished
 
     def advance(self, token_ids: Sequence[int]) -> bool:
-        """Consume tokens. Return False if they do not match the grammar."""
+        """Consume tokens; return False if the grammar forbids them."""
         if self._reasoning is not None:
             for token in token_ids:
                 self._reasoning.advance(token)
@@ -50,7 +50,7 @@ class RulesMatcher:
         return self._inner is None or self._inner.advance(token_ids)
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these tokens may come next, in order."""
+        """Return the length of the longest valid prefix of `token_ids`."""
         most = len(token_ids) if self._inner is None else self._inner.num_valid(token_ids)
         ahead = self._copy_with(None)
         for count, token in enumerate(token_ids[:most]):
@@ -60,7 +60,7 @@ class RulesMatcher:
         return most
 
     def forced_tokens(self) -> tuple[int, ...]:
-        """Return tokens that alone may come next, if any."""
+        """Return the forced next tokens, if any."""
         forced = () if self._reasoning is None else self._reasoning.forced_ids
         return forced if forced or self._inner is None else self._inner.forced_tokens()
 
@@ -109,7 +109,7 @@ class RulesMatcher:
 
 
 class _ReasoningCount:
-    """Counts the reasoning's tokens, and forces its end marker after the last allowed one."""
+    """Counts reasoning tokens and forces the end marker once the budget is spent."""
 
     def __init__(self, budget: ReasoningBudget, pieces: Sequence[bytes]) -> None:
         self._budget = budget
@@ -117,9 +117,9 @@ class _ReasoningCount:
         self._start, self._end = budget.start.encode(), budget.end.encode()
         self._is_open = budget.is_open
         self._is_over = False
-        self._tail = b""  # of the answer, where a marker may begin
+        self._tail = b""  # of the answer; a marker may begin in it
         self._num_tokens = 0
-        self._num_forced = 0  # tokens of the end marker
+        self._num_forced = 0  # end-marker tokens so far
 
     @property
     def forced_ids(self) -> tuple[int, ...]:

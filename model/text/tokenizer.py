@@ -1,4 +1,4 @@
-"""Text to token ids and back, by `tokenizer.json`; user text never becomes a control token."""
+"""Encodes and decodes text by `tokenizer.json`; user text never becomes a control token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NO_PLACEHOLDERS: Mapping[str, str] = MappingProxyType({})
 
 
 class Tokenizer:
-    """Immutable and thread-safe."""
+    """A model's tokenizer. Immutable and thread-safe."""
 
     @classmethod
     def read(cls, directory: Path) -> Tokenizer:
@@ -45,7 +45,7 @@ class Tokenizer:
         return cls(backend, TokenizerConfig.read(directory), growth)
 
     def __init__(self, backend: tokenizers.Tokenizer, config: TokenizerConfig, growth: float = 1.0) -> None:
-        """Modifies `backend`. `growth` bounds the length ratio of normalized to original text."""
+        """Take over and modify `backend`. `growth` bounds the length ratio of normalized to original text."""
         backend.no_truncation()
         backend.no_padding()
         specials = _mark_specials(backend, config)
@@ -69,10 +69,10 @@ class Tokenizer:
         return self._vocabulary.size
 
     def encode(self, text: str, add_special_tokens: bool = True, *, parse_special: bool = False) -> list[int]:
-        """Return a prompt's ids, with BOS and other framing.
+        """Encode a prompt, with BOS and other framing if `add_special_tokens`.
 
-        Special tokens in `text` are plain text, unless `parse_special`; a BOS in it is then not repeated. Raises
-        ValueError for a lone surrogate.
+        Special tokens in `text` are plain text, unless `parse_special`; a leading BOS is then not repeated. Raises
+        ValueError if the text is too long or has a lone surrogate or a character without a token.
         """
         if parse_special and self._special_pattern.search(text):
             return self._encode_marked(text, add_special_tokens)
@@ -85,9 +85,9 @@ class Tokenizer:
         return [*before, *ids, *after]
 
     def encode_template(self, rendered: str, placeholders: Mapping[str, str] = NO_PLACEHOLDERS) -> list[int]:
-        """Return the ids of a rendered chat template, special tokens recognised, without framing.
+        """Encode a rendered chat template; recognises special tokens and adds no framing.
 
-        `placeholders` maps placeholders to the user's characters. Raises ValueError for a lone surrogate.
+        `placeholders` maps placeholders to the user's characters. Raises ValueError like `encode`.
         """
         respelt = self._special_pattern.sub(lambda match: self._secret_spellings[match[0]], rendered)
         if placeholders:
@@ -95,14 +95,14 @@ class Tokenizer:
             respelt = respelt.translate(str.maketrans(originals))
         encoding = self._encode(respelt, add_special_tokens=False)
         ids: list[int] = []
-        # Compare texts: where the file's ids have gaps, the library reuses other tokens' ids.
+        # Compare texts, not ids: where the file's ids have gaps, the library reuses other tokens' ids.
         for token, token_id in zip(encoding.tokens, encoding.ids, strict=True):
             special = self._special_by_secret.get(token.strip())
             ids += self._spellings.get(token_id, [token_id]) if special is None else [special]
         return ids
 
     def token_id(self, text: str) -> int | None:
-        """Return a token's id by its text in tokenizer.json."""
+        """Look up a token's id by its text in tokenizer.json."""
         found: int | None = self._backend.token_to_id(text)
         return found
 
@@ -123,15 +123,15 @@ class Tokenizer:
     def detokenizer(
         self, skip_special_tokens: bool = True, at_start: bool = False, shown_ids: frozenset[int] = frozenset()
     ) -> Detokenizer:
-        """Return a new stream of ids to text; `at_start` drops the tokenizer's space before the first word.
+        """Return a new detokenizer; `at_start` drops the space that the tokenizer puts before the first word.
 
-        Special tokens among `shown_ids` are not skipped.
+        Special tokens in `shown_ids` are not skipped.
         """
         return self._vocabulary.detokenizer(skip_special_tokens, at_start, shown_ids)
 
     @cached_property
     def _ends(self) -> tuple[list[int], list[int]]:
-        """The framing's ids before and after a text."""
+        """Framing ids before and after a text."""
         if self._frame is not None:
             return self._frame
         encoding = self._encode("a", add_special_tokens=True)
@@ -148,7 +148,7 @@ class Tokenizer:
             raise ValueError("the text is too long for the tokenizer")
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
-        except TypeError as error:  # no UTF-8
+        except TypeError as error:  # not UTF-8
             raise ValueError("the text holds a lone surrogate") from error
         except (KeyboardInterrupt, SystemExit):
             raise
@@ -161,14 +161,16 @@ def _first_line(error: BaseException) -> str:
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern for the longest of `texts`; it never matches without texts."""
+    """Return a pattern for the longest of `texts`; without texts, it never matches."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _mark_specials(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> dict[str, int]:
-    """Mark the configuration's special tokens in `backend`; return all special ids by text. An ordinary pad token ("!")
-    stays ordinary, or it would vanish from answers."""
+    """Mark the configured special tokens in `backend`; return all special ids by text.
+
+    An ordinary pad token ("!") stays ordinary, or it would vanish from answers.
+    """
     added = backend.get_added_tokens_decoder()
     own = {token.content for token in added.values()}
     ends = {config.named_tokens.get(name) for name in ("bos_token", "eos_token")}
@@ -180,8 +182,7 @@ def _mark_specials(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> di
 
 
 def _spell_out(backend: tokenizers.Tokenizer, specials: Mapping[str, int]) -> dict[int, list[int]]:
-    """Return ids that spell each special token, except the unknown one, that a Unigram model can produce from plain
-    text."""
+    """Spell out each special token that a Unigram model can produce from plain text, except the unknown one."""
     own = backend.get_vocab(with_added_tokens=False)
     special_ids = set(specials.values())
     unknown_ids = set(_model_ids(backend, UNKNOWN_CHARACTER))
@@ -210,7 +211,7 @@ def _read_frame(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> tuple
 
 
 def _add_secret_spellings(backend: tokenizers.Tokenizer, specials: Mapping[str, int]) -> dict[str, str]:
-    """Add a secret spelling of each special token for templates: random per process, so no user can write it."""
+    """Add a secret spelling of each special token for templates, random per process, so that users cannot write it."""
     secret = secrets.token_hex(16)
     spellings = {text: f"<{secret}:{token_id}>" for text, token_id in specials.items()}
     flags = backend.get_added_tokens_decoder()

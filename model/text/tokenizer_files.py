@@ -1,7 +1,7 @@
-"""The files of a tokenizer: size limits, special tokens, and bounds on a text's growth.
+"""Tokenizer files: size limits, special tokens, and bounds on text growth.
 
-Thirty replacements of "a" by "aa" make a gigabyte of one character, so the growth factors of consecutive steps (UTF-8
-bytes) are multiplied and bounded.
+Thirty replacements of "a" by "aa" turn one character into a gigabyte, so the product of the steps' growth factors (in
+UTF-8 bytes) is bounded.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 MAX_CONFIG_BYTES = 16 * 2**20
 MAX_GROWTH = 256
-"""Product over one kind of steps; SentencePiece's, the largest in use, is about 130."""
+"""Max product of growth factors; SentencePiece's, the largest in use, is about 130."""
 MAX_STEPS = 64
 MAX_LITERAL_BYTES = 1024
 MAX_ADDED_BYTES = 64 << 20
-"""Sum over added tokens, normalized."""
+"""Total of the added tokens, normalized."""
 MAX_FRAMING_TOKENS = 64
-"""Special tokens around a text, and ids of each."""
+"""Max special tokens around a text, and max ids of each."""
 
 Step = Mapping[str, Any]
 
@@ -62,7 +62,7 @@ class TokenizerConfig:
 
     @property
     def named_tokens(self) -> dict[str, str]:
-        """Tokens by name ("bos_token"); variables of chat templates."""
+        """Tokens by name ("bos_token"), the variables of chat templates."""
         extra = self.values.get("extra_special_tokens")
         named = {name: value for name, value in self.values.items() if name.endswith("_token")}
         named |= extra if isinstance(extra, dict) else {}
@@ -95,7 +95,7 @@ def _content(token: Any) -> str | None:
 
 
 def check_growth(file: Mapping[str, Any], source: str) -> float:
-    """Return the growth factor of a tokenizer.json's normalizer and pre-tokenizer. Raises ModelError."""
+    """Check a tokenizer.json; return its normalizer and pre-tokenizer's growth factor. Raises ModelError."""
     try:
         growth = _growth(file, "normalizer", _NORMALIZERS) * _growth(file, "pre_tokenizer", _PRE_TOKENIZERS)
         _growth(file, "decoder", _DECODERS)
@@ -170,7 +170,7 @@ def _prepended(step: Step) -> float:
 
 
 def _precompiled(step: Step) -> float:
-    """Return the longest text in SentencePiece's map: a trie's size, the trie, zero-terminated texts."""
+    """Return the longest replacement's bytes in SentencePiece's map: trie size, trie, NUL-terminated texts."""
     try:
         data = base64.b64decode(step["precompiled_charsmap"] or "", validate=True)
     except binascii.Error:

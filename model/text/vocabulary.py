@@ -1,4 +1,4 @@
-"""The bytes of every token id."""
+"""Bytes of each token id."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import tokenizers
 from model.errors import ModelError
 from model.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
-MAX_VOCAB_SIZE = 2**22  # the file chooses ids, and tables are as long as the largest
+MAX_VOCAB_SIZE = 2**22  # ids come from the file, and tables are as long as the largest id
 METASPACE = "▁"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary:
-    """Bytes by token id, 0..size - 1; a few ids may have no token. Immutable."""
+    """Bytes by token id, 0..size - 1; some ids may be unused. Immutable."""
 
     def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
-        """Copy `backend`, which may change later. Raises ModelError if ids are out of range."""
+        """Read `backend`, which may change later. Raises ModelError if ids are out of range."""
         tokens = _read_tokens(backend)
         ids = frozenset(i for i, token in enumerate(tokens) if token is not None)
         self._decoding = TokenDecoding.of(backend)
@@ -41,7 +41,7 @@ class Vocabulary:
     def detokenizer(
         self, skip_special_tokens: bool, at_start: bool, shown_ids: frozenset[int] = frozenset()
     ) -> Detokenizer:
-        """`shown_ids` are never skipped."""
+        """Return a new detokenizer, which never skips `shown_ids`."""
         if self._decoding is None:
             text_ids = self._text_ids_without_specials | shown_ids if skip_special_tokens else self._text_ids
             return WindowDetokenizer(self._decode, [] if at_start else self._anchor, text_ids)
@@ -70,7 +70,7 @@ class Vocabulary:
 
 
 def _read_tokens(backend: tokenizers.Tokenizer) -> list[str | None]:
-    """Return each id's text, added tokens included; None without a token."""
+    """Return each id's text, including added tokens; None if unused."""
     id_by_token = backend.get_vocab(with_added_tokens=True)
     added = backend.get_added_tokens_decoder()
     size = max([*id_by_token.values(), *added], default=-1) + 1
@@ -85,7 +85,7 @@ def _read_tokens(backend: tokenizers.Tokenizer) -> list[str | None]:
 
 
 def _ids_outside_model(backend: tokenizers.Tokenizer) -> set[int]:
-    """Return added tokens that the model lacks; these are plain text."""
+    """Return the ids of added tokens that the model lacks; these are plain text."""
     own = backend.get_vocab(with_added_tokens=False)
     return {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.content not in own}
 
@@ -100,7 +100,7 @@ class TokenDecoding:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TokenDecoding | None:
-        """Return the decoding of `backend`; None if tokens cannot be read one by one."""
+        """Return the decoding of `backend`; None if tokens cannot be decoded independently."""
         if backend.decoder is None:
             return None
         steps = _steps(json.loads(backend.decoder.__getstate__()))
@@ -145,7 +145,7 @@ def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's characters of bytes: printable Latin-1 as itself, the rest from U+0100 up."""
+    """Return the byte of each GPT-2 character: printable Latin-1 is itself, other bytes are from U+0100 up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(0x100)) - set(printable))
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

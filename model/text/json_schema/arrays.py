@@ -1,4 +1,4 @@
-"""Rules about array items as core schemas."""
+"""Array rules as core schemas."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from model.text.json_schema.core import (
 )
 
 WINDOW = 8
-"""Items that `contains` requires must be among the first WINDOW."""
+"""Items required by `contains` must be among the first WINDOW."""
 MAX_COMBINATIONS = 64
 MAX_ORDERS = 400
-"""Permutations written out for `uniqueItems`."""
+"""Max permutations written out for `uniqueItems`."""
 MAX_TUPLE = 16
 
 
@@ -32,9 +32,9 @@ def unless_array(kinds: Kinds, core: Core) -> Core:
 
 
 def containing(item: Core, other: Core, least: int, most: int | None, longest: int | None) -> Core | None:
-    """Return arrays with `least` to `most` items that `item` allows; `other` constrains the rest if `most` is set.
+    """Return `contains`: `least` to `most` items match `item` and, if `most` is set, the rest match `other`.
 
-    None if no grammar can express it.
+    Returns None if no grammar can express it.
     """
     window = max(least, min(WINDOW, WINDOW if longest is None else longest))
     while window > least and _num_combinations(window, least, most) > MAX_COMBINATIONS:
@@ -56,7 +56,7 @@ def _num_combinations(window: int, least: int, most: int | None) -> int:
 
 
 def without_repeats(core: dict[str, Any], known: ProofContext) -> Core | None:
-    """Return the rule that no value of `core`'s arrays repeats; None if no grammar can express it."""
+    """Return the rule that items of arrays in `core` are unique; None if no grammar can express it."""
     longest = core.get("maxItems")
     num_prefix = len(core.get("prefixItems", ()))
     if core.get("items", True) is False:
@@ -79,7 +79,7 @@ def without_repeats(core: dict[str, Any], known: ProofContext) -> Core | None:
 
 
 def writes_items(core: dict[str, Any], known: ProofContext) -> bool:
-    """Return whether `without_repeats` writes the items out."""
+    """Return whether `without_repeats` enumerates the items."""
     items = core.get("items", True)
     for _ in range(MAX_DEPTH):
         if isinstance(items, bool) or "$ref" not in items:

@@ -1,7 +1,7 @@
 """Rewrites a JSON schema so that llguidance enforces every keyword.
 
-llguidance ignores unknown keywords and some combinations, so it gets schemas of a few keywords in one order. The result
-never allows more than its source.
+llguidance ignores unknown keywords and some combinations, so it gets only a few keywords, in one order. The result
+never allows more than the source.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from model.text.json_schema.limits import depth_of
 from model.text.json_schema.rewriter import Rewriter
 
 MAX_DEPTH = 256
-"""Bounds the stack of llguidance, which recurses."""
+"""Bounds llguidance's recursion."""
 
 
 def enforceable(schema: Any, *, lenient: bool = False, place: Place | None = None) -> dict[str, Any]:
-    """Return a schema that llguidance enforces and that never allows more than `schema`, or its part at `place`.
+    """Return a schema that llguidance enforces; it never allows more than `schema`, or its part at `place`.
 
-    `lenient` ignores an unknown `format`. Raises GrammarError with the keyword and its JSON pointer.
+    `lenient` ignores unknown formats. Raises GrammarError with the keyword and its JSON pointer.
     """
     try:
         rewriter = Rewriter(Document(schema), lenient=lenient)

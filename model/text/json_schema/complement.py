@@ -1,6 +1,6 @@
-"""The complement of a schema as core schemas, for `not`, `else` and `oneOf`.
+"""Complements of schemas as core schemas, for `not`, `else` and `oneOf`.
 
-Some complements have no grammar, such as a pattern's. `exactly` refuses these; `nearly` leaves them out.
+Some complements, such as a pattern's, have no grammar: `exactly` refuses them, `nearly` omits them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from model.text.json_schema.core import (
 from model.text.json_schema.document import Document, Place, count, mapping, name_lists, names, number, schema_error
 
 MAX_PAIRS = 64
-"""Pairs of schemas in a forbidden `oneOf`."""
+"""Max pairs of schemas in a forbidden `oneOf`."""
 MAX_VALUES = 64
-"""Values of a forbidden `enum`."""
+"""Max values of a forbidden `enum`."""
 
 
 class Schemas(ProofContext, Protocol):
-    """Part of `rewriter.Rewriter`, which uses this module."""
+    """Interface of `rewriter.Rewriter`, which uses this module."""
 
     document: Document
 
@@ -54,8 +54,8 @@ class _Task:
     place: Place
     kinds: Kinds
     is_exact: bool
-    names: frozenset[str]  # properties that the values in question may have
-    missed: list[str] = field(default_factory=list)  # keywords not written in full
+    names: frozenset[str]  # properties that the values may have
+    missed: list[str] = field(default_factory=list)  # keywords with an incomplete complement
 
     def at(self, place: Place) -> _Task:
         return replace(self, place=place)
@@ -94,11 +94,11 @@ class Complement:
         }
 
     def exactly(self, place: Place, kinds: Kinds) -> Core:
-        """Return everything of `kinds` that `place` forbids. Raises GrammarError without a grammar."""
+        """Return the complement of `place` within `kinds`. Raises GrammarError without a grammar."""
         return self._forbidden(_Task(place, kinds | NUMBERS if "fraction" in kinds else kinds, True, frozenset()))
 
     def nearly(self, place: Place, kinds: Kinds, names: frozenset[str] = frozenset()) -> tuple[Core, bool]:
-        """Return what `place` forbids of values that may have properties `names`, and whether that is all."""
+        """Return the complement of `place` for values that may have `names`, and whether it is complete."""
         task = _Task(place, kinds | NUMBERS if "fraction" in kinds else kinds, False, names)
         core = self._forbidden(task)
         return core, not task.missed
@@ -137,7 +137,7 @@ class Complement:
         return self._forbidden(task.at(self._document.child(task.place, *steps)))
 
     def _shared(self, task: _Task, place: Place) -> Core:
-        """Return what a schema elsewhere, or of a nested value, forbids."""
+        """Return the complement of a schema elsewhere or of a nested value."""
         if isinstance(place.schema, bool):
             return not place.schema
         found = self._schemas.shared(place, task.mode)
@@ -274,7 +274,7 @@ class Complement:
 
     def _number_bound(self, task: _Task, keyword: str, opposite: str) -> Core:
         value = task.place.schema[keyword]
-        if isinstance(value, bool):  # draft 4: a flag of the bound, which handles it
+        if isinstance(value, bool):  # draft 4: a flag that the bound itself handles
             return False
         value = number(task.place, keyword)
         if task.place.schema.get(f"exclusive{keyword[0].upper()}{keyword[1:]}") is True:
@@ -358,7 +358,7 @@ def _between(core: dict[str, Any], values: Sequence[int | float]) -> list[Core]:
 
 
 def _other_value(value: Any) -> Core:
-    """Return anything but `value`; objects only if they lack one of its properties."""
+    """Return the complement of `value`; objects only if they lack one of its properties."""
     kind = kind_of(value)
     kinds = NUMBERS if kind in NUMBERS else frozenset({kind})
     rest = of_kinds(frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"}) - kinds)

@@ -1,6 +1,6 @@
 """Merges conjunctions of core schemas.
 
-llguidance merges them too, but not in cycles of references, and it keeps alternatives that exclude each other.
+llguidance merges them too, but not in reference cycles, and it keeps contradictory alternatives.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from model.text.json_schema.core import (
 
 MAX_ALTERNATIVES = 256
 OWN = "c"
-"""Prefix of the keys of conjunctions."""
+"""Key prefix of conjunctions."""
 MAX_ROUNDS = 32
 SIZES = (
     ("string", "minLength", "maxLength"),
@@ -42,7 +42,7 @@ ALIKE = ("pattern", "format", "multipleOf")
 
 
 PAIRS_PER_UNIT = 64
-"""Pairs of assertions compared for one unit of the budget."""
+"""Assertion pairs compared per budget unit."""
 
 
 class _TooLarge(Exception):
@@ -60,11 +60,11 @@ class Conjunctions:
         return self._bodies[key]
 
     def no_text_fits(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        """Patterns were compared while rewriting."""
+        """Return False: patterns were compared while rewriting."""
         return False
 
     def merge_all(self, root: Core) -> tuple[Core, dict[str, Core]]:
-        """Return the merged `root` and everything it refers to."""
+        """Return the merged `root` and all schemas it references."""
         found = self._simple(root)
         waiting = _keys_in(found)
         while waiting:
@@ -75,7 +75,7 @@ class Conjunctions:
         return self._without_empty(found)
 
     def _without_empty(self, root: Core) -> tuple[Core, dict[str, Core]]:
-        """Replace references to empty schemas by False: llguidance accepts no empty definition."""
+        """Replace references to empty schemas by False: llguidance rejects empty definitions."""
         empty = {key for key, core in self._done.items() if core is False}
         for _ in range(MAX_ROUNDS):
             self._spend(len(self._done) if empty else 0)
@@ -119,7 +119,7 @@ class Conjunctions:
         return _without_empty_kinds(found)
 
     def _alternatives(self, core: Core, depth: int) -> list[list[dict[str, Any]]]:
-        """Return the assertions that hold together, for each way in which `core` holds."""
+        """Return the alternatives of `core`, each as assertions that hold together."""
         if isinstance(core, bool):
             return [[]] if core else []
         if depth > MAX_DEPTH:
@@ -228,7 +228,7 @@ class Conjunctions:
         if patterns:
             owns = [each.get("patternProperties", {}) for each in pair]
             if len(patterns) > 1 and all(owns):
-                raise _TooLarge  # where both match, both hold
+                raise _TooLarge  # both apply to a name that matches both
             if any(rest is not True and not own for own, rest in zip(owns, rests, strict=True)) and any(
                 texts.matches(pattern, name) is not False for pattern in patterns for name in names
             ):
@@ -259,7 +259,7 @@ class Conjunctions:
         return {"$ref": key}
 
     def _conjuncts(self, core: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the parts of a conjunction, those made here taken apart, so that cycles close."""
+        """Return a conjunction's parts; expands conjunctions created here, so that cycles close."""
         body = self._bodies[core["$ref"]] if core.get("$ref", "").startswith(OWN) else core
         parts: list[dict[str, Any]] = body.get("allOf", [body]) if isinstance(body, dict) else []
         return parts
@@ -335,6 +335,6 @@ def _keys_in(core: Core) -> list[str]:
 
 
 def _joined(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the assertions of both, each once: a twice-named reference is the same object."""
+    """Concatenate without duplicates: a repeated reference is the same object."""
     known = set(map(id, one))
     return [*one, *(part for part in other if id(part) not in known)]

@@ -1,6 +1,6 @@
 """Core schemas: the few keywords that grammars use, and proofs about them.
 
-A core schema is True, False, {"$ref": key}, {"allOf": [...]}, {"anyOf": [...]}, or assertions: llguidance's keywords,
+A core schema is True, False, {"$ref": key}, {"allOf": [...]}, {"anyOf": [...]} or assertions: llguidance's keywords,
 with `enum` for `const`, `prefixItems` for a list in `items`, and `notEnum` for excluded strings.
 """
 
@@ -15,24 +15,24 @@ Core = bool | dict[str, Any]
 Kinds = frozenset[str]
 
 ALL: Kinds = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
-"""The type `number` is `integer` and `fraction`."""
+"""All kinds; the type `number` is `integer` and `fraction`."""
 NUMBERS: Kinds = frozenset({"integer", "fraction"})
 OBJECT, ARRAY, STRING = frozenset({"object"}), frozenset({"array"}), frozenset({"string"})
 
 MAX_DEPTH = 24
-"""References and applicators that a proof follows."""
+"""Max references and applicators that a proof follows."""
 MAX_ALTERNATIVES = 256
-"""Alternatives of a conjunction that are multiplied out."""
+"""Max alternatives of a multiplied-out conjunction."""
 
 
 class ProofContext(Protocol):
-    """Questions of proofs while schemas are rewritten."""
+    """Queries of proofs while schemas are rewritten."""
 
     def lookup(self, key: str) -> Core:
         """Return the body of a reference; True if not known yet."""
 
     def no_text_fits(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        """Return whether certainly no text matches both assertions."""
+        """Return whether provably no text matches both assertions."""
 
 
 class _NoContext:
@@ -99,7 +99,7 @@ def kind_of(value: Any) -> str:
 
 
 def canonical_key(value: Any) -> str:
-    """Return a key equal for equal JSON values: 1 and 1.0, not 1 and true."""
+    """Return a key that is equal for equal JSON values: 1 equals 1.0, not true."""
     if isinstance(value, float) and value.is_integer() and math.isfinite(value):
         return json.dumps(int(value))
     if isinstance(value, list):
@@ -129,7 +129,7 @@ def kinds_of(core: Core, known: ProofContext, depth: int = 0) -> Kinds:
 
 
 def values_of(core: Core, known: ProofContext, depth: int = 0) -> list[Any] | None:
-    """Return the values that `core` allows, or a superset, if few and known."""
+    """Return the values that `core` allows, or a superset; None if many or unknown."""
     if isinstance(core, bool) or depth > MAX_DEPTH:
         return [] if core is False else None
     if "$ref" in core:
@@ -152,7 +152,7 @@ def values_of(core: Core, known: ProofContext, depth: int = 0) -> list[Any] | No
 
 
 def plain_values(core: Core) -> list[Any]:
-    """Return the values of a schema that only lists them, else []."""
+    """Return the values of a pure `enum`, else []."""
     return core["enum"] if isinstance(core, dict) and "enum" in core and set(core) <= {"enum", "type"} else []
 
 
@@ -182,15 +182,15 @@ class Exclusions:
     """Caches which parts of a conjunction exclude each other."""
 
     def __init__(self, parts: Iterable[Core], known: ProofContext) -> None:
-        """Count properties that a plain part requires as required everywhere."""
+        """Treat properties that a plain part requires as required everywhere."""
         own = (part.get("required", ()) for part in parts if isinstance(part, dict))
         self._names = list(dict.fromkeys(name for names in own for name in names))
         self._known = known
         self._answers: dict[tuple[int, int], bool] = {}
-        self._parts: list[dict[str, Any]] = []  # keeps ids unique
+        self._parts: list[dict[str, Any]] = []  # kept alive, so that ids stay unique
 
     def any_between(self, ones: Iterable[dict[str, Any]], others: Sequence[dict[str, Any]]) -> bool:
-        """Return whether certainly no value matches all of `ones` and `others`."""
+        """Return whether provably no value matches all of `ones` and `others`."""
         return any(self._exclude(one, other) for one in ones for other in others)
 
     def _exclude(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -225,7 +225,7 @@ def names_in(core: Core, known: ProofContext, depth: int = 0) -> set[str]:
 
 
 def requiring(core: Core, names: Sequence[str], known: ProofContext, depth: int = 0) -> Core:
-    """Return `core` for objects that have these properties, for a proof of disjointness."""
+    """Return `core` with `names` required, for a proof of disjointness."""
     if isinstance(core, bool) or not names or depth > MAX_DEPTH:
         return core
     if "$ref" in core:
@@ -237,7 +237,7 @@ def requiring(core: Core, names: Sequence[str], known: ProofContext, depth: int 
 
 
 def other_texts(texts: Sequence[str]) -> str:
-    """Return a regular expression of all other texts."""
+    """Return a regular expression that matches all other texts."""
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree
@@ -303,7 +303,7 @@ def _are_disjoint_in(kind: str, one: dict[str, Any], other: dict[str, Any], know
 
 
 def is_excluded(value: Any, kind: str, core: dict[str, Any]) -> bool:
-    """Return whether `core` certainly forbids a value of a kind that it allows."""
+    """Return whether `core` provably forbids `value`, whose kind it allows."""
     if "enum" in core:
         return canonical_key(value) not in map(canonical_key, core["enum"])
     if kind == "string":

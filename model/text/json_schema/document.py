@@ -1,6 +1,6 @@
-"""A JSON schema as a document: keywords checked, references resolved.
+"""JSON schema documents: checks keywords, resolves references.
 
-Drafts 4 to 2020-12 are read alike, except where two differ on a keyword.
+Drafts 4 to 2020-12 are read alike, except where they differ on a keyword.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from model.errors import GrammarError
 
 MAX_SHOWN_CHARS = 120
 MAX_EXACT = 2**53
-"""Integers up to here are exact as doubles, the grammar's numbers."""
+"""Integers up to this are exact doubles, the grammar's numbers."""
 
 _CONTROL = (
     r"(?:[\x00-\x07\x0b\x0e-\x1f\x7f]"
@@ -28,7 +28,7 @@ CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters that our JSON grammars cannot spell."""
 
 LARGEST_ROUNDED = 2**65
-"""Bounds up to here may be rounded: the range of 64-bit integers."""
+"""Bounds below this may be rounded: the range of 64-bit integers."""
 
 LARGEST_BOUND = 2**63 - 1024
 
@@ -47,7 +47,7 @@ class Place(NamedTuple):
     """A schema inside the document."""
 
     schema: Any
-    base: str  # URI that its references are relative to
+    base: str  # base URI of its references
     at: str  # JSON pointer
 
 
@@ -94,7 +94,7 @@ class Document:
         return found
 
     def items(self, place: Place) -> tuple[list[Place], Place | None]:
-        """Return the schemas of an array's first items, and of the rest."""
+        """Return the schemas of an array's prefix items and of the rest."""
         schema = place.schema
         if isinstance(schema.get("items"), list):
             prefix = [self.child(place, "items", i) for i in range(len(schema["items"]))]
@@ -173,7 +173,7 @@ class Document:
 
 
 def count(place: Place, keyword: str) -> int | None:
-    """Return a keyword's whole number >= 0, if present."""
+    """Return a keyword's non-negative integer, if present."""
     value = place.schema.get(keyword)
     if value is None and keyword not in place.schema:
         return None
@@ -185,7 +185,7 @@ def count(place: Place, keyword: str) -> int | None:
 
 
 def number(place: Place, keyword: str, *, rounds: bool = False) -> int | float | None:
-    """Return a keyword's number, if present. Refuses an inexact double, unless it `rounds` inwards."""
+    """Return a keyword's number, if present. Refuses an inexact double; `rounds` rounds a large integer inwards."""
     if keyword not in place.schema:
         return None
     value = place.schema[keyword]
@@ -199,7 +199,7 @@ def number(place: Place, keyword: str, *, rounds: bool = False) -> int | float |
 
 
 def _inwards(value: int, *, is_low: bool) -> int:
-    """Return the next double within a bound and the range of integers."""
+    """Round a bound inwards to a double in the range of 64-bit integers."""
     near = float(value)
     if is_low and near < value:
         near = math.nextafter(near, math.inf)
@@ -209,7 +209,7 @@ def _inwards(value: int, *, is_low: bool) -> int:
 
 
 def is_exact(value: int | float) -> bool:
-    """Return whether a double, and so a grammar, represents the number."""
+    """Return whether a double, and so a grammar, represents the number exactly."""
     try:
         return math.isfinite(value) and (isinstance(value, float) or float(value) == value)
     except OverflowError:

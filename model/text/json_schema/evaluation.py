@@ -1,4 +1,4 @@
-"""`unevaluatedProperties` and `unevaluatedItems`, for each alternative of a schema."""
+"""Rewrites `unevaluatedProperties` and `unevaluatedItems` for each alternative of a schema."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 class Schemas(ProofContext, Protocol):
-    """Part of `rewriter.Rewriter`, which uses this module."""
+    """Interface of `rewriter.Rewriter`, which uses this module."""
 
     document: Document
     complement: Complement
@@ -31,7 +31,7 @@ class Schemas(ProofContext, Protocol):
 
 @dataclass(frozen=True)
 class Alternative:
-    """Alternative of a schema, with the properties and items that it evaluates."""
+    """Alternative of a schema, with its evaluated properties and items."""
 
     core: Core = True
     names: frozenset[str] = frozenset()
@@ -93,7 +93,7 @@ class Evaluation:
         return schema_error(keyword, place.at, "cannot be enforced: too many ways to evaluate")
 
     def _plain(self, place: Place, rest: dict[str, Any], kinds: Kinds) -> Alternative:
-        """Return the keywords that apply no schema to the value itself."""
+        """Rewrite all keywords except in-place applicators."""
         parts = self._schemas.parts(Place(rest, place.base, place.at), kinds)
         prefix, behind = self._document.items(place)
         return Alternative(
@@ -127,7 +127,7 @@ class Evaluation:
                 for each, extra in pairs
                 for alternative in self._alternatives(each, kinds)
             ]
-        for each in places:  # any non-empty subset holds
+        for each in places:  # any non-empty subset may hold
             found += self._product(place, found, self._alternatives(each, kinds))
             if len(found) > MAX_ALTERNATIVES:
                 raise self._refusal(Place(schema, place.base, place.at))
@@ -214,7 +214,7 @@ class Evaluation:
 IN_PLACE = frozenset({
     *REFERENCES, "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "dependencies",
 })  # fmt: skip
-"""Keywords that apply schemas to the value itself."""
+"""In-place applicators: keywords that apply schemas to the value itself."""
 
 
 def _steps(value: Any) -> list[Any]:

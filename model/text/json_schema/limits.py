@@ -1,8 +1,8 @@
 """Limits on a JSON schema's size, numbers and patterns.
 
 llguidance intersects patterns where schemas meet: in `allOf`, `$ref`, next to `anyOf` and `oneOf`, and in shared
-properties and items. The states multiply, so few patterns may meet. The count is never too high; it may be too low
-where choices multiply, and the limits of the compiling process remain.
+properties and items. The states multiply, so few patterns may meet. The count is a lower bound: where choices multiply
+it may be too low, and only the compiling process's limits apply.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ MAX_SCHEMA_BYTES = 1 << 20
 MAX_SCHEMA_DEPTH = 128
 MAX_REGEX_CHARS = 4096
 MAX_PATTERN_CHARS = 16 << 10
-"""Sum over a schema's regular expressions."""
+"""Total over a schema's regular expressions."""
 MAX_MULTIPLE = 100_000
 """Bounds the least common multiple and sum of all `multipleOf`: an automaton has a state per remainder."""
 MAX_PLACES = 5
 MAX_INTERSECTING_PATTERNS = 12
 MAX_PATTERN_KEYS = 64
-"""Keys of schemas that meet: each pair is compared."""
+"""Max keys of schemas that meet: each pair is compared."""
 MAX_VISITS = 20_000
-"""Places visited; the compiling process bounds larger schemas."""
+"""Max places visited; the compiling process bounds larger schemas."""
 
 Schema = Mapping[str, Any]
 
@@ -60,7 +60,7 @@ def check_intersections(schema: Mapping[str, Any]) -> None:
 
 
 def _check_multiples(values: Sequence[Any]) -> None:
-    """Bound the decimals, scaled to integers together as in llguidance."""
+    """Bound the decimals, scaled to integers jointly, as in llguidance."""
     numbers = [
         value for value in values if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
     ]
@@ -102,7 +102,7 @@ def depth_of(value: Any) -> int:
 
 
 def intersecting_patterns(root: Any) -> tuple[int, int]:
-    """Return the most `pattern` values and `patternProperties` keys that meet in one place."""
+    """Return the max numbers of `pattern` values and `patternProperties` keys that meet in one place."""
     return _Places(root).most()
 
 
@@ -175,7 +175,7 @@ class _Places:
 
 
 def _places_inside(together: Sequence[Schema]) -> list[list[Any]]:
-    """Return the subschemas that meet in one property, item or rest."""
+    """Group the subschemas that meet in one property, item or rest."""
     found: dict[tuple[str, Any], list[Any]] = {}
     for one in together:
         for keyword in ("properties", "patternProperties"):

@@ -1,4 +1,4 @@
-"""Rules about object properties as core schemas."""
+"""Object rules as core schemas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_COMBINATIONS = 64
 
 
 def with_properties(names: Sequence[str]) -> Core:
-    """Return objects with these properties, in this order unless another schema orders them."""
+    """Return the schema of objects with these properties, in this order unless another schema orders them."""
     return {"type": "object", "properties": dict.fromkeys(names, True), "required": list(dict.fromkeys(names))}
 
 
@@ -54,7 +54,7 @@ def sized(core: dict[str, Any], least: int, most: int | None) -> Core | None:
 
 
 def named(core: Core, known: ProofContext, depth: int = 0) -> Core | None:
-    """Return objects whose property names match `core`; None if no grammar can express it."""
+    """Return the schema of objects whose property names match `core`; None if no grammar can express it."""
     if isinstance(core, bool):
         return core or {"type": "object", "maxProperties": 0}
     if "$ref" in core:
@@ -72,7 +72,7 @@ def named(core: Core, known: ProofContext, depth: int = 0) -> Core | None:
 
 
 def _sized_by_others(core: dict[str, Any], least: int, most: int | None, is_open: bool) -> Core | None:
-    """Return `sized` if all named properties are required: other names make up the rest, and could repeat one."""
+    """Return `sized` if all named properties are required; additional names make up the rest and might repeat."""
     num_required = len(core.get("required", []))
     if most is not None and most < num_required:
         return False
@@ -85,7 +85,7 @@ def _sized_by_others(core: dict[str, Any], least: int, most: int | None, is_open
 
 
 def _choices(num: int, least: int, most: int | None) -> list[tuple[int, ...]] | None:
-    """Return sets of optional properties: exactly these, or at least these where they suffice."""
+    """Return sets of optional properties to require: exactly these, or at least these if they suffice."""
     largest = min(num, least if most is None else most)
     found: list[tuple[int, ...]] = []
     for size in range(max(largest, 0) + 1):
@@ -97,7 +97,7 @@ def _choices(num: int, least: int, most: int | None) -> list[tuple[int, ...]] | 
 
 
 def _names_language(core: Core, known: ProofContext) -> tuple[list[str], list[str]] | None:
-    """Return names and name patterns equal to the strings that a schema allows."""
+    """Return names and name patterns equivalent to the strings that a schema allows."""
     values = values_of(core, known)
     if values is not None and _is_only_values(core):
         return [value for value in values if isinstance(value, str)], []

@@ -1,4 +1,4 @@
-"""A function's parameters one by one, for models that write each as its own text."""
+"""A function's parameters, for models that write each separately."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class TextRule:
 
 @dataclass(frozen=True)
 class Parameter:
-    """Exactly one of `choices` (values), `rules` (on text) and `schema` (of JSON) is set."""
+    """Parameter with `choices` (values), `rules` (on text) or `schema` (of JSON).
+
+    `parameters` sets exactly one of them, `json_parameters` always `schema`.
+    """
 
     name: str
     at: str  # JSON pointer
@@ -36,7 +39,7 @@ class Parameter:
     choices: tuple[Any, ...] | None = None
     rules: tuple[TextRule, ...] | None = None
     schema: Mapping[str, Any] | None = None
-    may_be_null: bool = False  # certainly
+    may_be_null: bool = False  # provably
 
 
 def parameters(schema: Any, *, lenient: bool = False) -> list[Parameter]:
@@ -139,7 +142,7 @@ def _is_plain(core: Core) -> bool:
 
 
 def _is_free(core: Core, rewriter: Rewriter) -> bool:
-    """Return whether `core` only restricts the kinds: any text is then a value of one of them."""
+    """Return whether `core` restricts only kinds: any text is then a value of one of them."""
     if isinstance(core, bool):
         return core
     if "$ref" in core:

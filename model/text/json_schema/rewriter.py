@@ -1,4 +1,4 @@
-"""Rewrites a JSON schema to core schemas that never allow more, or refuses it by keyword."""
+"""Rewrites a JSON schema to core schemas that never allow more; refuses unenforceable keywords."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from model.text.json_schema.document import (
 from model.text.json_schema.evaluation import Evaluation
 
 MAX_NODES = 100_000
-"""Core schemas made of one schema."""
+"""Max core schemas created from one schema."""
 MAX_PRODUCED_AHEAD = 8
-"""Nested references resolved early by a proof."""
+"""Max nested references that a proof resolves early."""
 MAX_OPTIONS = 24
-"""Product of the ways in which schemas of a `oneOf` differ."""
+"""Max product of the ways in which schemas of a `oneOf` differ."""
 MAX_QUESTIONS = 200
-"""Questions to llguidance, about a millisecond each."""
+"""Max queries to llguidance, about 1 ms each."""
 
 FORMATS = frozenset({
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
@@ -124,7 +124,7 @@ class Rewriter:
         return all_of((part for _, part in self.parts(place, kinds)), self)
 
     def parts(self, place: Place, kinds: Kinds) -> list[tuple[str, Core]]:
-        """Return the parts of the keywords, in order; all assertions are one part."""
+        """Return each keyword's core schema, in order; all assertions share one."""
         found: list[tuple[str, Core]] = []
         for key in place.schema:
             if key in ASSERTIONS:
@@ -168,7 +168,7 @@ class Rewriter:
         return found
 
     def shared(self, place: Place, mode: str = "allowed") -> Core:
-        """Return a reference to what a schema allows or forbids, rewritten once."""
+        """Return a reference to what a schema allows or forbids; each is rewritten once."""
         if isinstance(place.schema, bool):
             return place.schema is (mode == "allowed")
         key = self._keys.setdefault((place.at, mode), f"s{len(self._keys)}")
@@ -179,7 +179,7 @@ class Rewriter:
         return name in self._formats or not self.is_lenient
 
     def lookup(self, key: str) -> Core:
-        """Return the body of a reference; True if asked for inside itself."""
+        """Return the body of a reference; True inside itself or beyond MAX_PRODUCED_AHEAD."""
         if key not in self._bodies:
             if self._num_ahead >= MAX_PRODUCED_AHEAD:
                 return True
@@ -202,7 +202,7 @@ class Rewriter:
         return key in self._whole
 
     def no_text_fits(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        """Return whether certainly no text matches both; at most MAX_QUESTIONS are answered."""
+        """Return whether provably no text matches both; answers at most MAX_QUESTIONS."""
         if not texts.must_be_asked(one, other) or self._num_questions >= MAX_QUESTIONS:
             return False
         self._num_questions += 1
@@ -212,7 +212,7 @@ class Rewriter:
         return self.shared(self.document.target(place, keyword))
 
     def exclusions(self, places: list[Place], kinds: Kinds, at: Place) -> tuple[list[Core], list[Core]]:
-        """Return what each schema of a `oneOf` allows, and what else separates it from the others."""
+        """Return each `oneOf` schema's core, and the rule that separates it from the others."""
         cores = [self.allowed(each, kinds) for each in places]
         values = [canonical_key(value) for core in cores for value in plain_values(core)]
         if all(map(plain_values, cores)) and len(set(values)) == len(values):
@@ -329,7 +329,7 @@ class Rewriter:
         return core if core is True else arrays.unless_array(kinds, core)
 
     def _assertions(self, place: Place, kinds: Kinds) -> Core:
-        """Return the assertion keywords, which need no rewriting."""
+        """Return the core schema of the assertion keywords."""
         if not kinds:
             return False
         core: dict[str, Any] = type_assertion(kinds)

@@ -1,4 +1,4 @@
-"""Asks llguidance, which will enforce them, whether any text matches two assertions."""
+"""Asks llguidance, which enforces them, whether two assertions share a text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from model.text.json_schema.core import other_texts
 
 KEYWORDS = ("pattern", "format", "enum", "minLength", "maxLength", "notEnum")
 MAX_CHARS = 2048
-"""Length of one question."""
+"""Max length of one query."""
 MAX_ANSWERS = 1024
 UNSATISFIABLE = "Unsatisfiable schema"
 

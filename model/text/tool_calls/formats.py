@@ -1,4 +1,4 @@
-"""Function call formats of model families: detection from a template, and grammars."""
+"""Function call formats of model families: detection from chat templates, and grammars."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from model.text.tool_calls.stream import CallSyntax
 from model.text.tool_calls.xml_call import BEGIN, CALL_END, function_rules
 
 MAX_FORCED_CALLS = 8
-"""Bound on enforced calls, for a model that never stops calling."""
+"""Max enforced calls per reply, as a model might never stop calling."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallFormat:
-    """One family's format: the stream reads `syntax`, a grammar enforces the rest."""
+    """One family's format: the stream parser needs only `syntax`, grammars also the rest."""
 
     syntax: CallSyntax
-    before: str = ""  # text preceding a call
+    before: str = ""  # text before each call
     after: str = ""
-    between: str = ""  # two calls
-    begin: str = ""  # after the opening, preceding the first call
+    between: str = ""  # text between two calls
+    begin: str = ""  # between the opening and the first call
     end: str = ""  # after the last call
     writes_opening: bool = True  # before each call if `wraps_each`, else before the first
     wraps_each: bool = False
-    short_ids: bool = False  # its template takes only ids of nine letters and digits
+    short_ids: bool = False  # the template accepts only ids of nine letters and digits
 
 
 HERMES = CallFormat(
@@ -104,13 +104,13 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
     "qwen3_coder": QWEN3_CODER,
     "seed_oss": SEED_OSS,
 }
-"""Formats by vLLM's --tool-call-parser names; `_anywhere`: bare calls may follow prose."""
+"""Formats by vLLM's --tool-call-parser names; in `_anywhere`, bare calls may follow prose."""
 
 SHOWN_MARKS = {"functools": PHI4_MINI_JSON, "<|tool_call|>": GRANITE, "[TOOL_CALLS]": MISTRAL, "<tool_call>": HERMES}
-"""Formats by what their templates contain, the most specific first."""
+"""Formats by a string in their templates, most specific first."""
 
 SHOWN_PYTHONIC = re.compile(r"\[\s*\w+\(\w+\s*=|<function_calls>|<\|tool_call_start\|>")
-"""Pattern in templates with Python calls."""
+"""Matches templates with Python calls."""
 
 
 class SpecialTokens(Protocol):
@@ -137,12 +137,12 @@ class CallSpec:
     functions: tuple[Function, ...]
     arguments_key: str
     max_calls: int = MAX_FORCED_CALLS
-    or_text: bool = False  # a reply may call nothing
-    or_spec: bool = False  # a reply without calls follows the task's `spec`
+    or_text: bool = False  # the reply may have no call
+    or_spec: bool = False  # a reply without calls matches the task's `spec`
 
 
 def calls_grammar(spec: CallSpec, tokens: SpecialTokens, or_grammar: str | None = None) -> str:
-    """Return the grammar of function calls or of `or_grammar`. Raises GrammarError."""
+    """Return the grammar of function calls, alternatively of `or_grammar`. Raises GrammarError."""
     call_format, functions = spec.format, spec.functions
     rules = _reply_rules(spec, tokens, or_grammar)
     for kind in ("function", "rest"):
@@ -180,7 +180,7 @@ def _reply_rules(spec: CallSpec, tokens: SpecialTokens, or_grammar: str | None) 
 
 
 def _bare_text_rules(syntax: CallSyntax, tokens: SpecialTokens, calls: str, rest: str) -> list[str]:
-    """Return rules of text or bare calls: no text may be read as a call."""
+    """Return rules for text or bare calls; text cannot be read as a call."""
     bare = re.escape(syntax.bare)
     spelt = [re.escape(text) for text in syntax.openings if tokens.special_id(text) is None]
     if syntax.at_start_only:
@@ -192,7 +192,7 @@ def _bare_text_rules(syntax: CallSyntax, tokens: SpecialTokens, calls: str, rest
 
 
 def _text_rules(syntax: CallSyntax, opening: str, closing: str, calls: str) -> list[str]:
-    """Return rules of text with calls, each after an opening, which text may not contain."""
+    """Return rules for text with calls, each after an opening; text may not contain openings."""
     is_token = opening.startswith("<[")
     if not syntax.in_xml:
         head = f"head: TEXT {opening}" if is_token else f"head[lazy]: TEXT {opening}"
@@ -224,14 +224,14 @@ def _call_start(function: Function, spec: CallSpec) -> str:
 
 
 NOT_IN_TEXT = {"{": '"', "[": "A-Za-z_"}
-"""Characters that, like blanks, may not follow a bare run's first one in text."""
+"""Characters that, like blanks, may not follow the first character of a bare run within text."""
 
 SPACED = " ?"
-"""Whitespace in arguments, as models write them."""
+"""Whitespace in arguments, as models write it."""
 
 
 def marker(text: str, tokens: SpecialTokens) -> str:
-    """Return a marker in Lark: a literal, or the id of a special token, which text cannot spell."""
+    """Return a marker in Lark: a literal, or a special token's id, which text cannot spell."""
     if not text:
         return ""
     token_id = tokens.special_id(text)

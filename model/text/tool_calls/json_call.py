@@ -1,4 +1,4 @@
-"""Reads a function call as a JSON object, strictly, character by character."""
+"""Strict reader of a function call as a JSON object, character by character."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class JsonCallReader(CallReader):
-    """Control characters in strings, which models write, are escaped. Unknown keys are skipped; of duplicate keys the
-    first counts."""
+    """Escapes control characters that models write in strings, skips unknown keys and keeps the first of duplicates."""
 
     def __init__(self, names: Collection[str], name: str | None = None) -> None:
-        """Read only arguments if `name` is given."""
+        """Read only the arguments if `name` is given."""
         super().__init__(name, self._before_object if name is None else self._before_value)
         self._names = names
         self._top_depth = 1 if name is None else 0  # nesting depth of name and arguments
@@ -29,9 +28,9 @@ class JsonCallReader(CallReader):
         self._key = ""  # of the top-level value
         self._text: list[str] = []  # text of a top-level scalar or of a key
         self._is_escaped = self._is_key = False
-        self._num_hex = 0  # digits of \uXXXX still to come
+        self._num_hex = 0  # remaining digits of \uXXXX
         self._is_emitting = False
-        self._held_bracket = ""  # last bracket of the arguments, until the call is well-formed
+        self._held_bracket = ""  # the arguments' closing bracket, held until the call is well-formed
 
     @property
     def _is_top(self) -> bool:
@@ -94,7 +93,7 @@ class JsonCallReader(CallReader):
     def _begin_top(self, char: str) -> None:
         self._is_emitting = False
         if self._top_depth == 0 or (self._key in ARGUMENT_KEYS and not self._has_arguments):
-            # Arguments are an object, or a string that holds one; null means none.
+            # Arguments are an object or a string of one; null means none.
             self.is_bad = char not in '{"n' or (self._top_depth == 0 and char != "{")
             self._has_arguments = self._is_emitting = char == "{"
 
@@ -197,7 +196,7 @@ def _refuse(word: str) -> Any:
 
 
 def escape_controls(text: str) -> str:
-    """Escape control characters within strings."""
+    """Escape control characters within JSON strings."""
     return re.sub(r'"(?:[^"\\]|\\.)*"', lambda m: re.sub(r"[\x00-\x1f]", _escaped, m[0]), text, flags=re.DOTALL)
 
 

@@ -1,9 +1,9 @@
-"""Function calls in Python syntax (Llama 3.2 and 4, OLMo, LFM2): reading and grammar.
+"""Reader and grammar of function calls in Python syntax (Llama 3.2 and 4, OLMo, LFM2).
 
     [get_weather(city="Oslo", days=3), stop()]
 
-Arguments are keywords with literal values: strings, numbers, True, False, None, lists, tuples and dicts; also JSON's
-true, false and null.
+Keyword arguments have literal values: strings, numbers, True, False, None, lists, tuples and dicts; also JSON's true,
+false and null.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class PythonCallReader(CallReader):
         self._word = ""  # a partial name or scalar
         self._seen: set[str] = set()
         self._stack: list[str] = []  # open brackets, the call's own first
-        self._outputs = [self._arguments]  # the last receives JSON; one per parenthesis that may not be a tuple
-        self._is_key = False  # of a dict
-        self._string = ""  # its quotes
-        self._quotes = ""  # quotes at a string's start, or towards its end
+        self._outputs = [self._arguments]  # JSON goes to the last; one per open parenthesis that may not be a tuple
+        self._is_key = False  # reading a dict key
+        self._string = ""  # delimiter of the current string
+        self._quotes = ""  # quotes read at a string's start or end
         self._escape = ""
-        self._surrogate = 0  # first half of a pair
+        self._surrogate = 0  # pending high surrogate
 
     def _in_name(self, char: str) -> None:
         if char == "(" and self._word:
@@ -182,7 +182,7 @@ class PythonCallReader(CallReader):
         self._string, self._quotes, self._state = char, char, self._in_string_start
 
     def _in_string_start(self, char: str) -> None:
-        """Read after one or two quotes: an empty string, or triple quotes."""
+        """Read after one or two quotes, to detect an empty string or triple quotes."""
         if char == self._string and len(self._quotes) == 1:
             self._quotes += char
             return
@@ -232,7 +232,7 @@ class PythonCallReader(CallReader):
             self._end_escape(kind)
 
     def _end_escape_at(self, code: int) -> None:
-        """Emit the character `code`, or combine two surrogates as in JSON."""
+        """Emit the character `code`; combine surrogate pairs, as in JSON."""
         self._state = self._in_string
         if 0xD800 <= code < 0xDC00 and not self._surrogate:
             self._surrogate = code
@@ -284,7 +284,7 @@ def _scalar_json(word: str) -> str | None:
 
 
 MAX_PROPERTIES = 128
-"""Bound on the nesting of rules."""
+"""Bounds the nesting of rules."""
 ANY_STRING = r"""/"([^"\\\n]|\\["\\nrt])*"|'([^'\\\n]|\\['\\nrt])*'/"""
 ANY_KEYWORD = "/[A-Za-z_][A-Za-z0-9_]{0,63}=/"
 
@@ -292,8 +292,8 @@ ANY_KEYWORD = "/[A-Za-z_][A-Za-z0-9_]{0,63}=/"
 def argument_rules(number: int, function: Function, *, enforce_schema: bool) -> list[str]:
     """Return the Lark rules of a call after its opening parenthesis, `rest_<number>` first.
 
-    Arguments are in the schema's order; values are JSON, but True, False and None. Without `enforce_schema` any are
-    allowed. Raises GrammarError.
+    Arguments follow the schema's order; values are JSON except True, False and None. Without `enforce_schema`, any
+    arguments are allowed. Raises GrammarError.
     """
     own = f"rest_{number}"
     if not enforce_schema:
@@ -315,7 +315,7 @@ def argument_rules(number: int, function: Function, *, enforce_schema: bool) -> 
 
 
 def _argument_rules(own: str, found: Sequence[Parameter]) -> list[str]:
-    """Write `first_<i>`: the first argument is the i-th or later; `more_<i>`: after another argument."""
+    """Return rules `first_<i>` (the first argument is the i-th or later) and `more_<i>` (after another argument)."""
     rules = []
     for place, each in enumerate(found):
         this, after = f"{own}_{place}", f"{own}_more_{place + 1}"

@@ -1,4 +1,4 @@
-"""Base of the readers of one function call, which turn characters into arguments as JSON."""
+"""Base class of function call readers, which turn characters into JSON arguments."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ BLANKS = " \t\r\n"
 class Function:
     name: str
     parameters: Any  # JSON schema
-    is_strict: bool = False  # enforce the schema even if tool_choice is auto
+    is_strict: bool = False  # enforce the schema even with tool_choice auto
 
 
 class CallReader:
-    """State machine; `is_done` without `is_call` means no call of a known function."""
+    """State machine; `is_done` without `is_call` means that no known function is called."""
 
     def __init__(self, name: str | None, state: Callable[[str], None]) -> None:
-        self.name = name  # None until a known function's is read
-        self.has_opened = False  # read a Python call's parenthesis
+        self.name = name  # None until a known function's name is read
+        self.has_opened = False  # a Python call's parenthesis was read
         self.is_done = False
         self.is_bad = False  # malformed
         self._state = state
@@ -33,14 +33,14 @@ class CallReader:
         return self.name is not None and not self.is_bad and (self._has_arguments or self.is_done)
 
     def feed(self, char: str) -> None:
-        """Read the next character; not allowed once `is_done` or `is_bad`."""
+        """Read the next character; invalid once `is_done` or `is_bad`."""
         num_before = len(self._arguments)
         self._state(char)
         if self.is_bad:
             del self._arguments[num_before:]
 
     def take_arguments(self) -> str:
-        """Return the new part of the arguments; all parts are valid JSON once `is_done`."""
+        """Return the new part of the arguments; once `is_done`, the parts join to valid JSON."""
         new = "".join(self._arguments)
         self._arguments.clear()
         return new

@@ -1,6 +1,6 @@
 """Separates a streamed reply into text and function calls.
 
-A malformed, cut off or unknown call is text, within which the search for openings resumes.
+A malformed, truncated or unknown call is text, in which the search for openings resumes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from model.text.tool_calls.xml_call import BEGIN, XmlCallReader
 BARE_NAME = re.compile(r"([A-Za-z0-9_.-]+)\s{0,8}(?:\[CALL_ID\]\w{1,40})?(?:\[ARGS\])?\s{0,8}(?=\{)")
 MAX_BARE_NAME_CHARS = 160
 MAX_UNPROVEN_CHARS = 64 << 10
-"""Most characters held back before a call's name and arguments."""
+"""Max characters held back before a call's name and arguments."""
 MAX_HELD_BLANKS = 256
 LOOKBACK_CHARS = 256
 RESYNC_CHARS = 4 << 10
-"""End of a malformed, partly emitted call that is searched for an opening."""
+"""Tail of a malformed, partly emitted call that is searched for an opening."""
 MAX_RESCANS = 4
-"""Most malformed text reread, in reply lengths."""
+"""Max malformed text reread, in reply lengths."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class CallSyntax:
     openings: tuple[str, ...]  # each begins a run of calls; grammars enforce the first
     closings: tuple[str, ...] = ()  # each ends a run
     fillers: str = BLANKS  # characters allowed around calls
-    bare: str = ""  # first character of a run of calls without an opening, if allowed
+    bare: str = ""  # first character of a run without an opening, if allowed
     at_start_only: bool = False  # a bare run must begin the reply
     bare_names: bool = False  # `name[ARGS]{...}` and `name{...}` are calls too
     in_xml: bool = False  # a call is `<function=name>...`, not JSON
@@ -54,7 +54,7 @@ class CallStart:
 
 @dataclass(frozen=True)
 class ArgumentsDelta:
-    """Part of a call's arguments; together JSON, unless the call is cut off or malformed."""
+    """Part of a call's arguments; the parts join to JSON, unless the call is truncated or malformed."""
 
     number: int
     text: str
@@ -65,9 +65,9 @@ Reader = JsonCallReader | XmlCallReader | PythonCallReader
 
 
 class ToolCallStream:
-    """Parser of one reply, in linear time; the split of the input does not matter.
+    """Linear-time parser of one reply; chunk boundaries do not matter.
 
-    Emits each character once, except syntax and adjacent blanks. Holds back at most MAX_UNPROVEN_CHARS, unless
+    Emits every character once, except syntax and adjacent blanks. Holds back at most MAX_UNPROVEN_CHARS, unless
     `holds_calls`.
     """
 
@@ -79,9 +79,9 @@ class ToolCallStream:
         *,
         holds_calls: bool = False,
     ) -> None:
-        """Take the JSON schema of each known function. Calls after `max_calls` are dropped.
+        """Take each known function's JSON schema; drop calls after `max_calls`.
 
-        `holds_calls` emits only whole calls: a malformed one becomes text, not invalid arguments.
+        `holds_calls` emits only complete calls: a malformed one becomes text, not invalid arguments.
         """
         self._syntax = syntax
         self._schemas = schemas
@@ -93,29 +93,29 @@ class ToolCallStream:
         self._buffer = ""
         self._waiting: list[str] = []  # not yet in the buffer
         self._num_waiting = 0
-        self._num_dropped = 0  # characters before the buffer
-        self._pos = 0  # next to read
-        self._emitted = 0  # the buffer is emitted up to here
+        self._num_dropped = 0  # characters dropped before the buffer
+        self._pos = 0  # next character to read
+        self._emitted = 0  # end of the emitted part of the buffer
         self._is_ended = False
         self._reader: Reader | None = None
-        self._begin = 0  # of a possible call, with its opening
-        self._resume = 0  # continue here if it is no call
+        self._begin = 0  # of a possible call, including its opening
+        self._resume = 0  # continue here if it is not a call
         self._is_started = False
-        self._follows_call = False  # only syntax precedes
+        self._follows_call = False  # only syntax separates it from the previous call
         self._run_has_calls = False
         self._is_closed = False  # the last call's run has ended
         self._has_bare_run = False
-        self._rescan_until = 0  # position in the reply; preceding text was read as part of a non-call
+        self._rescan_until = 0  # position in the reply; earlier text was already read as a call
         self._num_rescanned = 0
         self.num_calls = 0
 
     def push(self, text: str) -> list[ToolCallEvent]:
-        """Return the events that are now certain."""
+        """Parse `text` and return the newly certain events."""
         self._waiting.append(text)
         self._num_waiting += len(text)
         is_held = self._holds_calls and self._mode == self._in_call and not self._is_ended
         if is_held and self._num_waiting < len(self._buffer) // 4:
-            return []  # copy a long call rarely, not for each part
+            return []  # copy a long call rarely, not for each chunk
         self._buffer += "".join(self._waiting)
         self._waiting, self._num_waiting = [], 0
         events: list[ToolCallEvent] = []
@@ -125,7 +125,7 @@ class ToolCallStream:
         return events
 
     def flush(self) -> list[ToolCallEvent]:
-        """Return the held events at the reply's end."""
+        """End the reply and return the held events."""
         self._is_ended = True
         events = self.push("")
         rest = self._buffer[self._emitted :]
@@ -210,7 +210,7 @@ class ToolCallStream:
             if reader.is_bad:
                 break
             pos += 1
-            # check each character, so that the split of the text does not matter
+            # check each character, so that chunk boundaries do not matter
             if not is_called and not reader.is_done:
                 is_called = reader.is_call
                 if is_called and not self._holds_calls:
@@ -265,7 +265,7 @@ class ToolCallStream:
         return not self._is_ended and any(len(rest) < len(m) and m.startswith(rest) for m in markers)
 
     def _opening_at(self, pos: int) -> int | None:
-        """Return the opening's length at `pos`; 0 if the call begins there."""
+        """Return the length of the opening at `pos`; 0 if the call itself begins there."""
         syntax = self._syntax
         opening = next((m for m in syntax.openings if self._buffer.startswith(m, pos)), None)
         if opening is not None:
@@ -317,7 +317,7 @@ class ToolCallStream:
         self._run_has_calls, self._is_closed = is_call, False
 
     def _reject_call(self) -> None:
-        """Search for an opening within the rejected call, up to MAX_RESCANS."""
+        """Search for an opening in the rejected call, within MAX_RESCANS."""
         if self._is_started:
             self.num_calls += 1
             self._resume = max(self._resume, self._pos - RESYNC_CHARS)
@@ -350,8 +350,10 @@ class ToolCallStream:
         return None
 
     def _may_begin_run(self, pos: int) -> bool:
-        """Return whether a bare run, or a call in one, may begin at `pos`: anywhere in new text if allowed, else only
-        separated from the preceding text."""
+        """Return whether a bare run, or a call in one, may begin at `pos`.
+
+        It may begin anywhere in new text unless `at_start_only`, else only after a separator.
+        """
         char, is_new = self._buffer[pos], self._num_dropped + pos >= self._rescan_until
         if char == self._syntax.bare and is_new and not self._syntax.at_start_only:
             return True
@@ -376,7 +378,7 @@ class ToolCallStream:
             self._emitted = to
 
     def _emit_text_but_blanks(self, to: int, events: list[ToolCallEvent]) -> None:
-        """Hold back the last blanks, which are dropped if an opening follows."""
+        """Emit text without its last blanks, which are dropped if an opening follows."""
         text = self._buffer[self._emitted : to]
         num_blanks = len(text) - len(text.rstrip(BLANKS))
         self._emit_text(to - min(num_blanks, MAX_HELD_BLANKS), events)
@@ -403,7 +405,7 @@ def _markers(syntax: CallSyntax) -> tuple[str, ...]:
 
 
 def _overlap(text: str, start: int, markers: tuple[str, ...]) -> int:
-    """Return the length of the end of `text[start:]` that may begin a marker."""
+    """Return the length of the longest suffix of `text[start:]` that may begin a marker."""
     longest = min(len(text) - start, max(map(len, markers)) - 1)
     tails = (text[len(text) - n :] for n in range(longest, 0, -1))
     return next((len(tail) for tail in tails if any(marker.startswith(tail) for marker in markers)), 0)

@@ -1,4 +1,4 @@
-"""Function calls as XML-like elements, as Qwen3-Coder writes them: reading and grammar.
+"""Reader and grammar of function calls as XML-like elements, as Qwen3-Coder writes them.
 
     <function=weather>
     <parameter=city>
@@ -6,7 +6,7 @@
     </parameter>
     </function>
 
-A value is plain text between two line breaks; the function's schema decides its JSON type.
+A value is plain text between two line breaks; the function's schema determines its JSON type.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from model.text.tool_calls.reader import BLANKS, CallReader, Function
 
 BEGIN, END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-CALL_END = "</tool_call>"  # also ends a function without its own end tag
+CALL_END = "</tool_call>"  # also ends a function that lacks its end tag
 TRUTHS = {"true": True, "false": False}
 MAX_NAME_CHARS = 256
 _NAME_START = re.compile(r"[A-Za-z0-9_.-]{0,64}>?")
@@ -41,7 +41,7 @@ VALUE_END_STARTS = frozenset(
 
 
 class XmlCallReader(CallReader):
-    """A value ends at its end tag, the next parameter or the function's end; another function cuts the call off."""
+    """Ends a value at its end tag, the next parameter or the function's end; another function is an error."""
 
     def __init__(self, schemas: Mapping[str, Any]) -> None:
         super().__init__(None, self._in_begin)
@@ -49,9 +49,9 @@ class XmlCallReader(CallReader):
         self._word = ""  # a partial tag or name
         self._parameter = ""
         self._seen: set[str] = set()
-        self._is_text = False  # the value is emitted as it arrives
-        self._value: list[str] = []  # otherwise held until its end
-        self._tail = ""  # of a value: possibly the start of its end
+        self._is_text = False  # emit the value as it arrives
+        self._value: list[str] = []  # a value that is not text, held until its end
+        self._tail = ""  # of a value; may begin its end tag
         self._is_first_char = False  # of a value
 
     def _in_begin(self, char: str) -> None:
@@ -148,7 +148,7 @@ class XmlCallReader(CallReader):
 
 
 def types_of(schema: Any, parameter: str) -> frozenset[str]:
-    """Return a parameter's JSON types; only text if unspecified."""
+    """Return a parameter's JSON types; only `string` if unspecified."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     own = properties.get(parameter) if isinstance(properties, Mapping) else None
     return frozenset(_types(own, schema, depth=8)) or frozenset({"string"})
@@ -184,7 +184,7 @@ def _type_of(value: Any) -> str:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """Return a value as JSON, a string if it has none of `types`."""
+    """Return a value as JSON; as a string if it is not JSON, or `types` has `string` but not its type."""
     plain = text.strip()
     try:
         value = TRUTHS[plain.lower()] if plain.lower() in TRUTHS else json.loads(plain)
@@ -202,9 +202,9 @@ NO_END = r"~/(?s:.*)(<\/parameter>|<parameter=|<\/function>|<function=[A-Za-z0-9
 
 
 def function_rules(number: int, function: Function, *, enforce_schema: bool) -> list[str]:
-    """Return the Lark rules of a call, `function_<number>` first: BEGIN and `rest_<number>`.
+    """Return the Lark rules of a call, first `function_<number>` (BEGIN and `rest_<number>`).
 
-    Parameters come in the schema's order. Without `enforce_schema` any are allowed. Raises GrammarError.
+    Parameters follow the schema's order. Without `enforce_schema`, any are allowed. Raises GrammarError.
     """
     own = f"function_{number}"
     whole, rest = f"{own}: {literal(BEGIN)} rest_{number}", f"rest_{number}: {literal(f'{function.name}>' + chr(10))}"
@@ -255,7 +255,7 @@ ENDS = re.compile("|".join(map(re.escape, (*VALUE_ENDS, BEGIN))))
 
 
 def _text_of(choice: Any, types: frozenset[str]) -> str | None:
-    """Return text that is read back as the same value, if any."""
+    """Return the text that reads back as the same value, if any."""
     text = choice if isinstance(choice, str) else json.dumps(choice, ensure_ascii=False)
     encoded = json.dumps(text) if types == {"string"} else _as_json(text, types)
     is_same = not ENDS.search(text) and canonical_key(json.loads(encoded)) == canonical_key(choice)
