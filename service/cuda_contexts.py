@@ -12,9 +12,9 @@ log = logging.getLogger("quire.engine")
 
 
 def create_contexts(num_devices: int) -> threading.Thread:
-    """Create the primary contexts of the first devices in a thread, for the CUDA runtime to find.
+    """Create the primary contexts of the first `num_devices` devices in a thread, for the CUDA runtime to reuse.
 
-    It takes 0.3 s on an H200. Without a driver or a device nothing happens: opening the device reports that.
+    This takes 0.3 s on an H200. Does nothing without a driver or device: opening the device reports that.
     """
     thread = threading.Thread(target=_create, args=(num_devices,), name="contexts", daemon=True)
     thread.start()

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 @dataclass(eq=False)
 class RequestError(Exception):
-    """Refusal of a request. Clients read every field: no internal value, path or repr."""
+    """Refusal of a request. Every field is sent to the client: no internal values, paths or reprs."""
 
     status: int  # HTTP status
     message: str
@@ -17,20 +17,20 @@ class RequestError(Exception):
 
 
 STORAGE_QUOTA_EXCEEDED = "storage_quota_exceeded"
-"""Code of 429: the tenant's quota is full."""
+"""Error code of a 429: the tenant's quota is full."""
 STORAGE_FULL = "storage_full"
-"""Code of 503: only the queue's reserve of Redis' memory is left."""
+"""Error code of a 503: only the Redis memory reserved for the queue is left."""
 
 
 class StartupError(Exception):
-    """Failure to start. The command prints one line and exits with status 2."""
+    """Failure to start. The command prints it as one line and exits with status 2."""
 
 
 class EndReason(StrEnum):
-    """Every accepted request ends exactly once, with one of these."""
+    """End reasons. Every accepted request ends exactly once, with one of them."""
 
     STOP = "stop"  # EOS, a stop id or a stop string
-    LENGTH = "length"  # max_tokens or the model's length
+    LENGTH = "length"  # max_tokens or the context length
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     NUMERICAL_ERROR = "numerical_error"  # NaN in the logits
@@ -46,7 +46,7 @@ class EndReason(StrEnum):
 
 @dataclass(frozen=True)
 class Ending:
-    finish_reason: str | None  # OpenAI's value for a success
+    finish_reason: str | None  # OpenAI's finish_reason on success
     status: int
     message: str
 

@@ -1,4 +1,4 @@
-"""Max-min fair share. `claim.lua` computes the same."""
+"""Max-min fair share, as `claim.lua` computes it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def fair_share(total: int, demands: Iterable[int]) -> int:
-    """Return the max-min fair share, at least 1: lower demands are met in full."""
+    """Return the max-min fair share, at least 1. Demands below it are met in full."""
     left, ordered = total, sorted(demands)
     for i, demand in enumerate(ordered):
         share = left // (len(ordered) - i)

@@ -1,4 +1,4 @@
-"""The end of a process, as its signals ask for it."""
+"""Shutdown of a process by its signals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 class Shutdown(asyncio.Event):
-    """Set once the process is to drain and end; `at_once` is set too if it is not to wait for open requests."""
+    """Set when the process is to drain and exit; `at_once` is set too if it must not wait for open requests."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Decoding into a type and describing it, safe in threads.
+"""Thread-safe decoding into types, and their descriptions.
 
-msgspec 0.22 builds a type's table at its first use, and a second thread that uses it meanwhile reads NULL: the process
-dies. So the first use of each type is alone. Inspecting a type and its JSON schema build the table too.
-`msgspec.json.Decoder(Kind)` in a module is safe.
+msgspec 0.22 builds a type's table at its first use; a second thread that uses the type meanwhile reads NULL and crashes
+the process. So the first use of each type is serialized. Inspecting a type and generating its JSON schema build the
+table too. A module-level `msgspec.json.Decoder(Kind)` is safe.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ _building = threading.Lock()
 
 
 def convert(value: Any, kind: type[Kind], *, builtin_types: tuple[type, ...] = ()) -> Kind:
-    """Raises msgspec.ValidationError."""
+    """Convert `value` to `kind`. Raises msgspec.ValidationError."""
     _build(kind)
     return msgspec.convert(value, kind, builtin_types=builtin_types)
 
 
 def decode_json(data: bytes | str, kind: type[Kind]) -> Kind:
-    """Raises msgspec.DecodeError, or ValidationError, a kind of it."""
+    """Decode JSON. Raises msgspec.DecodeError or its subclass ValidationError."""
     _build(kind)
     return msgspec.json.decode(data, type=kind)
 
 
 def decode_msgpack(data: bytes, kind: type[Kind]) -> Kind:
-    """Raises msgspec.DecodeError, or ValidationError, a kind of it."""
+    """Decode MessagePack. Raises msgspec.DecodeError or its subclass ValidationError."""
     _build(kind)
     return msgspec.msgpack.decode(data, type=kind)
 
 
 def fields_of(kind: type[msgspec.Struct]) -> tuple[inspect.Field, ...]:
-    """Return the fields of a struct in their order."""
+    """Return a struct's fields in order."""
     _build(kind)
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType)
@@ -47,7 +47,7 @@ def fields_of(kind: type[msgspec.Struct]) -> tuple[inspect.Field, ...]:
 
 
 def schemas_of(kinds: Iterable[Any], ref_template: str) -> dict[str, Any]:
-    """Return the JSON schemas of `kinds` and of the types in them, by name."""
+    """Return the JSON schemas of `kinds` and the types they contain, by name."""
     kinds = tuple(kinds)
     for kind in kinds:
         _build(kind)

@@ -1,7 +1,7 @@
-"""Speed of decode attention on a running engine's cache.
+"""Measures decode attention on a running engine's cache.
 
-A captured step cannot be timed in parts, so attention over all layers runs again on the same cache and lengths,
-planned once.
+Parts of a captured step cannot be timed, so attention over all layers runs again on the same cache and lengths, planned
+once.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class AttentionProbe:
 
     @property
     def gb_per_s(self) -> float:
-        """Return keys and values read over device time, in GB/s; 0 without a pass."""
+        """Keys and values read per device second, in GB/s; 0 before the first pass."""
         return self._num_bytes / self._seconds / 1e9 if self._seconds else 0.0
 
     def look(self) -> None:
-        """Time one pass for the running sequences."""
+        """Time one pass over the running sequences."""
         tables = [sequence.block_table for sequence in self._built.engine.running if sequence.num_computed_tokens]
         lengths = [
             sequence.num_computed_tokens for sequence in self._built.engine.running if sequence.num_computed_tokens

@@ -19,7 +19,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class BranchWork:
-    """Simultaneous requests of `num_prompt` tokens with answers of `num_output` tokens."""
+    """Simultaneous requests with `num_prompt` prompt tokens and `num_output` output tokens."""
 
     method: str  # "sampled" | "beams"
     num_branches: int
@@ -39,7 +39,7 @@ class BranchWork:
 
 @dataclass(frozen=True, kw_only=True)
 class BranchFigures:
-    """Median of ROUNDS rounds, by the host's clock around whole steps."""
+    """Median of ROUNDS rounds, by wall-clock time of whole steps."""
 
     method: str
     num_branches: int
@@ -49,9 +49,9 @@ class BranchFigures:
     total_s: float
     output_tokens_per_s: float  # over all branches
     ttft_ms: float | None  # mean over requests; None for beams
-    step_mean_ms: float  # from the first step to the last
+    step_mean_ms: float  # from first to last step
     most_blocks: int  # in use at once
-    most_blocks_logical: int  # in use at once if branches shared none
+    most_blocks_logical: int  # in use at once if nothing were shared
     num_copies: int  # copy-on-write
 
 

@@ -28,10 +28,10 @@ BENCHES = {
 
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
-    """Add each bench's flags and, if it loads a model itself, the settings."""
+    """Add each bench's flags and, if it loads a model, the settings."""
     benches = parser.add_subparsers(dest="what", metavar="|".join(BENCHES), required=True)
     for name, (add_own_flags, _, help_text) in BENCHES.items():
-        is_vllms = name == "serve"  # whose lines have --random-input and --num-prompt
+        is_vllms = name == "serve"  # vLLM command lines abbreviate --random-input and --num-prompt
         bench = benches.add_parser(name, help=help_text, description=help_text, allow_abbrev=is_vllms)
         add_own_flags(bench)
         add_report_flags(bench)
@@ -42,7 +42,7 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(settings: Settings, flags: argparse.Namespace) -> int:
-    """Return the exit status. Raises StartupError."""
+    """Run a bench. Return the exit status. Raises StartupError."""
     check_report_flags(flags)
     _, run, _ = BENCHES[flags.what]
     return run(settings, flags)

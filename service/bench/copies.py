@@ -1,4 +1,4 @@
-"""Decode steps during copies to the host and back, at the bus's full speed and at less."""
+"""Measures decode steps during copies to and from the host, at full bus speed and at lower paces."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from service.engine.build import BuiltEngine
 from service.errors import StartupError
 
 COPIED_AT_ONCE, MAX_IN_FLIGHT = 128, 6
-"""Blocks per transfer at full speed, and most transfers in flight per direction: together they must outlast two steps,
-because a transfer begins after the step that requested it."""
+"""Blocks per transfer at full speed, and maximum transfers in flight per direction.
+
+Together they must outlast two steps, because a transfer begins after the step that requested it.
+"""
 
 ROUNDS = 8
-"""Rounds of each pace; even."""
+"""Rounds per pace; must be even."""
 
 IDLE_S = 0.3
 
@@ -38,8 +40,8 @@ class PacedFigures:
     num_out: int | None  # blocks per step; None: full speed
     num_in: int | None
     step_ms: float  # mean of the rounds' medians
-    slowdown: float  # against steps alone; 0.03 is 3 %
-    slowdown_error: float  # standard error, from pairs of rounds
+    slowdown: float  # relative to steps alone; 0.03 is 3 %
+    slowdown_error: float  # standard error over pairs of rounds
     rounds_ms: list[float]
     out_gb_per_s: float
     in_gb_per_s: float
@@ -54,7 +56,7 @@ class CopyFigures:
     step_beside_ms: float
     step_beside_outs_ms: float
     step_beside_ins_ms: float
-    slowdown: float  # during copies both ways; 0.03 is 3 %
+    slowdown: float  # during copies in both directions; 0.03 is 3 %
     out_gb_per_s: float
     in_gb_per_s: float
     both_gb_per_s: float  # during steps
@@ -65,7 +67,7 @@ class CopyFigures:
 def measure_copies(
     built: BuiltEngine, batch: int, context: int, num_steps: int, paces: Sequence[Pace] = ()
 ) -> CopyFigures:
-    """Measure steps alone and during copies. Raises StartupError without a host cache, or if they do not fit."""
+    """Measure steps alone and during copies. Raises StartupError without a host cache, or if the work does not fit."""
     host, pool = built.executor.host, built.engine.pool
     if host is None:
         raise StartupError("--copies: --swap-space is missing or 0")
@@ -74,7 +76,7 @@ def measure_copies(
     copied = {phase: _Copied() for phase in phases}
     with steady_decode(built, batch, context, len(phases) * num_steps):
         blocks = pool.allocate(2 * _num_blocks_each(built, paces))
-        for number in range(ROUNDS):  # alternate the order: contexts grow
+        for number in range(ROUNDS):  # alternate the order, because contexts grow
             for phase in phases if number % 2 == 0 else reversed(phases):
                 copies = _Copies(built, blocks, phase)
                 steps_s[phase].append(statistics.median(_steps(built, max(1, num_steps // ROUNDS), copies)))
@@ -147,7 +149,7 @@ class _Copied:
 
 
 class _OneWayCopies:
-    """Transfers of one direction; `ask(count)` starts one of `count` blocks."""
+    """Transfers in one direction; `ask(count)` starts one of `count` blocks."""
 
     def __init__(self, ask: Callable[[int], Transfer], pace: int | None, most: int):
         self._ask = ask
@@ -172,7 +174,7 @@ class _OneWayCopies:
 
 
 class _Copies:
-    """Transfers of both directions, each with half of `blocks`."""
+    """Transfers in both directions, each over half of `blocks`."""
 
     def __init__(self, built: BuiltEngine, blocks: Sequence[int], pace: Pace) -> None:
         host = built.executor.host
@@ -192,7 +194,7 @@ class _Copies:
         self._in.poll()
 
     def stop(self) -> _Copied:
-        """Return the copies finished by now, then wait for transfers in flight."""
+        """Return the finished copies, then wait for those in flight."""
         for copies in (self._out, self._in):
             copies.count_done()
         copied = _Copied(self.seconds, self._out.num_done, self._in.num_done)

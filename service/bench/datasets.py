@@ -1,4 +1,4 @@
-"""Workloads in the words of `vllm bench serve`: random lengths, or a ShareGPT file, with gamma-distributed arrivals."""
+"""Workloads of `vllm bench serve`: random lengths or a ShareGPT file, with gamma-distributed arrivals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from service.errors import StartupError
 NAMES = ("random", "sharegpt")
 TOKENIZE_AT_ONCE = 16
 MIN_TOKENS, MAX_PROMPT_TOKENS, MAX_TOKENS = 4, 1024, 2048
-"""Limits of a ShareGPT conversation, as in vLLM: others are skipped."""
+"""Limits on ShareGPT conversations, as in vLLM; others are skipped."""
 
 MOST = 1 << 24
 
@@ -30,7 +30,7 @@ MOST = 1 << 24
 @dataclass(frozen=True)
 class Dataset:
     requests: list[TracedRequest]
-    prompts: list[list[int]] | None  # token ids; None: random ones of the lengths
+    prompts: list[list[int]] | None  # token ids; None: random ids of those lengths
 
 
 def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
@@ -57,13 +57,13 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_rate(flags: argparse.Namespace) -> float:
-    """Return --request-rate, inf included. Raises StartupError."""
+    """Return --request-rate, which may be inf. Raises StartupError."""
     text: str = flags.request_rate
     return math.inf if text.lower() == "inf" else positive_number("--request-rate", text)
 
 
 async def make_dataset(flags: argparse.Namespace, http: aiohttp.ClientSession, url: str, model: str) -> Dataset:
-    """Return the requests that the flags describe, arrivals in mean gaps. Raises StartupError."""
+    """Return the requests that the flags describe; arrivals are in mean gaps. Raises StartupError."""
     generator = np.random.default_rng(whole_number("--seed", flags.seed, low=0, high=MOST))
     num_prompts = whole_number("--num-prompts", flags.num_prompts)
     if flags.dataset_name == "random":
@@ -77,7 +77,7 @@ async def make_dataset(flags: argparse.Namespace, http: aiohttp.ClientSession, u
 
 
 def arrivals(num_requests: int, burstiness: float, generator: np.random.Generator) -> list[float]:
-    """Return times in mean gaps, scaled so that the last is `num_requests`, as in vLLM."""
+    """Return arrival times in mean gaps, scaled so that the last is `num_requests`, as in vLLM."""
     times = np.cumsum(generator.gamma(burstiness, 1 / burstiness, num_requests))
     scaled: list[float] = (times * (num_requests / times[-1])).tolist()
     return scaled
@@ -127,7 +127,7 @@ def _fits(num_prompt: int, num_output: int) -> bool:
 
 
 def read_sharegpt(path: Path) -> list[tuple[str, str]]:
-    """Return the first two turns of each conversation that has them, of any role. Raises StartupError if none has."""
+    """Return the first two turns, of any role, of each conversation that has them. Raises StartupError if none has."""
     try:
         entries: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -151,7 +151,7 @@ def _first_turns(entry: Any) -> tuple[str, str] | None:
 
 
 async def texts_of(dataset: Dataset, http: aiohttp.ClientSession, url: str, model: str, vocab_size: int) -> list[str]:
-    """Return the prompts as texts. Raises StartupError."""
+    """Return the prompts as text. Raises StartupError."""
     lengths = [request.num_prompt_tokens for request in dataset.requests]
     ids = dataset.prompts or [random_ids(number, vocab_size, length) for number, length in enumerate(lengths)]
     texts: list[str] = []
@@ -177,7 +177,7 @@ async def _tokenized(http: aiohttp.ClientSession, url: str, model: str, text: st
             if response.status in (404, 405):
                 raise StartupError(f"--url: {url} answers {response.status} (sharegpt needs it)")
             if response.status != 200:
-                return []  # too long for the model: skipped like any other
+                return []  # too long for the model: skipped like other such prompts
             ids: list[int] = (await response.json())["tokens"]
             return ids
     except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:

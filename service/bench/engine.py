@@ -67,7 +67,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_engine_bench(settings: Settings, flags: argparse.Namespace) -> int:
-    """Return 0; raises StartupError for flags that do not fit together or work that does not fit the engine."""
+    """Run the bench. Return 0. Raises StartupError for conflicting flags or work that does not fit the engine."""
     works = (flags.trace, flags.batch, flags.prefill, flags.prefix, flags.prompts, flags.preemption)
     if sum(work is not None for work in works) != 1:
         names = "--trace FILE, --batch N, --prefill NxL, --prefix NxL, --prompts NxL and --preemption N"

@@ -1,4 +1,4 @@
-"""Measurements of `quire bench engine`: a trace at once, steps of a steady batch, prompts at once, shared prefixes."""
+"""Measurements of `quire bench engine`: a trace at once, steady decode steps, prompts at once, shared prefixes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ WARM_STEPS = 8
 """Decode steps before the first timed one, to build kernels and capture graphs."""
 
 WHOLE_STEPS = 1 << 20
-"""A prefill chunk beyond every step's budget."""
+"""A prefill chunk larger than any step's budget."""
 
 PREFILL_ROUNDS = 3
 
 FIRST_LOOK = 4
 LOOK_EVERY = 64
-"""Steps between two untimed looks at the cache."""
+"""Steps between untimed looks at the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceFigures:
-    """A trace at once, by the host's clock around whole steps."""
+    """A trace run at once, by wall-clock time of whole steps."""
 
     num_requests: int
-    num_shortened: int  # requests whose prompt was cut to the engine's length
+    num_shortened: int  # requests with prompts cut to the engine's length
     num_prompt_tokens: int
     num_output_tokens: int
     engine_start_s: float
@@ -58,8 +58,8 @@ class TraceFigures:
     step_p50_ms: float
     step_p99_ms: float
     mean_running: float
-    attention_gb_per_s: float  # of decode attention, measured at each look
-    kv_waste_ratio: float  # empty token slots of held blocks, mean over the looks
+    attention_gb_per_s: float  # decode attention, measured at each look
+    kv_waste_ratio: float  # empty token slots in held blocks, mean over the looks
     num_preemptions: int
     num_swapped: int  # of num_preemptions
     num_blocks_out: int  # to the host
@@ -91,9 +91,9 @@ class PrefillFigures:
 def measure_trace(
     built: BuiltEngine, requests: Sequence[TracedRequest], *, engine_start_s: float
 ) -> tuple[TraceFigures, list[Step]]:
-    """Run all requests at once to their ends, prompts cut to leave room for the answer; return also every step.
+    """Run all requests at once to their end. Return the figures and every step.
 
-    Raises StartupError for an answer longer than the engine's length.
+    Prompts are cut to leave room for the output. Raises StartupError for an output longer than the engine's length.
     """
     engine, longest = built.engine, built.limits.max_model_len
     lengths = [(min(r.num_prompt_tokens, longest - r.num_output_tokens), r.num_output_tokens) for r in requests]
@@ -128,13 +128,13 @@ def measure_trace(
 
 
 def _course(built: BuiltEngine, probe: AttentionProbe) -> tuple[list[Step], list[float], float]:
-    """Return every step until the end, the waste ratio at each look, and the seconds without the looks."""
+    """Return all steps, the waste ratio at each look, and the seconds without looks."""
     course, wastes, looks_s = [], [], 0.0
     start_s = time.perf_counter()
     while built.engine.has_work:
         course.append(_timed_step(built))
         if len(course) % LOOK_EVERY == FIRST_LOOK:
-            built.ops.synchronize()  # finish the running step outside the look's time
+            built.ops.synchronize()  # finish the running step before timing the look
             look_s = time.perf_counter()
             probe.look()
             wastes.append(_waste_ratio(built))
@@ -146,10 +146,11 @@ def _course(built: BuiltEngine, probe: AttentionProbe) -> tuple[list[Step], list
 def steady_decode(
     built: BuiltEngine, batch: int, context: int, num_steps: int, *, computes_prompts: bool = True
 ) -> Iterator[None]:
-    """Keep `batch` sequences decoding inside, with about `context` tokens each halfway through `num_steps` steps.
+    """Keep `batch` sequences decoding, with about `context` tokens each halfway through `num_steps` steps.
 
-    Without `computes_prompts` the cache's content serves as their keys and values. Prompts should get whole steps, else
-    the first sequences have grown when the last begin. Raises StartupError if pool or model length is too small.
+    Without `computes_prompts`, whatever the cache contains serves as their keys and values. Prompts should get whole
+    steps, or the first sequences have grown before the last begin. Raises StartupError if pool or model length is too
+    small.
     """
     num_prompt = max(1, context - WARM_STEPS - num_steps // 2)
     budget = max(1, built.limits.max_num_batched_tokens - batch)  # the first sequences decode while the last prefill
@@ -173,7 +174,7 @@ def steady_decode(
 
 @contextmanager
 def _no_prompts(built: BuiltEngine) -> Iterator[None]:
-    """Return random logits instead of computing: equal tokens would take equal experts."""
+    """Return random logits instead of computing them; equal tokens would choose equal experts."""
     model, ops, num_rows = built.executor.model, built.ops, built.limits.max_num_seqs
     random = ops.upload(np.random.default_rng(0).random((num_rows, model.config.vocab_size), np.float32))
     first_row = itertools.count()
@@ -212,8 +213,10 @@ def _fill(ops: Device, array: Array, numbers: np.ndarray) -> None:
 
 
 def measure_decode(built: BuiltEngine, batch: int, context: int, num_steps: int) -> DecodeFigures:
-    """Time `num_steps` steps of `batch` sequences with about `context` tokens each. Raises StartupError if pool or
-    model length is too small."""
+    """Time `num_steps` steps of `batch` sequences with about `context` tokens each.
+
+    Raises StartupError if pool or model length is too small.
+    """
     with steady_decode(built, batch, context, num_steps):
         held_before = built.engine.stats().num_slots_filled
         start_s = time.perf_counter()
@@ -235,7 +238,7 @@ def measure_decode(built: BuiltEngine, batch: int, context: int, num_steps: int)
 
 
 def measure_prefill(built: BuiltEngine, num_prompts: int, length: int) -> tuple[PrefillFigures, list[float]]:
-    """Return figures and each round's seconds; rounds share no prompt. Raises StartupError."""
+    """Return the figures and each round's seconds. Rounds share no prompt. Raises StartupError."""
     _expect_room(built, num_prompts, length + 1)
     rounds_s = []
     for number in range(1 + PREFILL_ROUNDS):
@@ -266,7 +269,7 @@ def _expect_room(built: BuiltEngine, num_sequences: int, num_tokens: int) -> Non
 
 
 def _add(built: BuiltEngine, lengths: Sequence[tuple[int, int]], seed: int = 0) -> None:
-    """Add greedy requests of these (prompt, output) lengths."""
+    """Add greedy requests with these (prompt, output) lengths."""
     random = np.random.default_rng(seed)
     for number, (num_prompt, num_output) in enumerate(lengths):
         prompt = tuple(random.integers(0, built.config.vocab_size, num_prompt).tolist())
@@ -288,12 +291,12 @@ def _waste_ratio(built: BuiltEngine) -> float:
 
 
 NUM_LATER = 8
-"""Consecutive users of one prefix."""
+"""Successive users of one prefix."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixFigures:
-    """Users with a shared prefix: at once on an empty cache, and one after another."""
+    """Users with a shared prefix: all at once on an empty cache, and one after another."""
 
     num_users: int
     prefix_tokens: int
@@ -302,18 +305,18 @@ class PrefixFigures:
     total_s: float  # all at once
     computed_prompt_tokens: int  # over all users
     most_blocks_used: int
-    first_ttft_ms: float  # one user, unknown prefix
-    later_ttft_ms: float  # one user, known prefix, median
+    first_ttft_ms: float  # one user, uncached prefix
+    later_ttft_ms: float  # one user, cached prefix, median
     ttft_ratio: float
-    strangers_ttft_ms: float  # all users at once, each with its own unknown prefix, mean
-    together_ttft_ms: float  # all users at once, known prefix, mean
+    strangers_ttft_ms: float  # all users at once, each with its own uncached prefix, mean
+    together_ttft_ms: float  # all users at once, cached prefix, mean
     together_ttft_ratio: float
 
 
 def measure_prefix(
     built: BuiltEngine, num_users: int, prefix_tokens: int, own_tokens: int, output_tokens: int
 ) -> PrefixFigures:
-    """Raises StartupError if the engine is too small."""
+    """Measure a shared prefix. Raises StartupError if the engine is too small."""
     _expect_prefix_room(built, num_users, prefix_tokens, own_tokens, output_tokens)
     random, vocab = np.random.default_rng(0), built.config.vocab_size
 
@@ -348,7 +351,7 @@ def measure_prefix(
 
 
 def _run(built: BuiltEngine, prompts: Sequence[tuple[int, ...]], num_output: int) -> tuple[float, float, int]:
-    """Return (seconds to the end, mean seconds to the first token, most used blocks)."""
+    """Return (seconds to the end, mean seconds to first token, maximum used blocks)."""
     params = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
     for number, prompt in enumerate(prompts):
         built.engine.add_request(EngineRequest(request_id=str(number), prompt=prompt, sampling=params))

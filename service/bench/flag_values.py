@@ -1,4 +1,4 @@
-"""Strict parsers of a bench's flags; errors name the flag."""
+"""Strict parsers of bench flags; errors name the flag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`quire bench kernels`: each operation's time against the least that its bytes and FLOPs take on this device."""
+"""`quire bench kernels`: each operation's time compared with the minimum for its bytes and FLOPs on this device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from service.errors import StartupError
 MAX_SETS = 64
 ROUNDS = 9
 ROUND_S = 2e-3
-"""Approximate duration of a round, long enough to hide its start."""
+"""Approximate duration of a round, long enough to hide its launch."""
 
 GPU_PRESET = "llama-3.1-8b"
 """Default shape on a GPU; on a CPU it is the demo model's."""
@@ -41,7 +41,7 @@ PEER_TIMEOUT_S = 300
 class Ceilings:
     """The device's rates, measured in the same run."""
 
-    copy_bytes_per_s: float  # read and written
+    copy_bytes_per_s: float  # read plus written
     gemm_flops_per_s: float
 
 
@@ -54,8 +54,8 @@ class KernelFigures:
     time_us: float
     gb_per_s: float
     tflops_per_s: float
-    ceiling_share: float  # least time of its bytes and FLOPs over its time
-    bound: str  # the binding one: "bytes" | "flops"
+    ceiling_share: float  # minimum time for its bytes and FLOPs over measured time
+    bound: str  # the binding limit: "bytes" | "flops"
     torch_us: float | None
     torch_ratio: float | None  # torch's time over ours
 
@@ -65,7 +65,7 @@ def add_kernel_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_kernel_bench(settings: Settings, flags: argparse.Namespace) -> int:
-    """Return 0; raises StartupError."""
+    """Run the bench. Return 0. Raises StartupError."""
     ops, cases, of_experts = _open(settings, is_model_named=flags.model is not None)
     chosen = [case for case in chain(cases.all(), of_experts) if flags.only is None or flags.only in case.op]
     if not chosen:
@@ -86,7 +86,7 @@ def run_kernel_bench(settings: Settings, flags: argparse.Namespace) -> int:
 
 
 def measure_ceilings(ops: Ops) -> Ceilings:
-    """Measure the copy and product rates of the device."""
+    """Measure the device's copy and product rates."""
     copied_bytes, size = (1 << 30, 8192) if ops.name == "cuda" else (64 << 20, 1024)
     source, target = (ops.upload(np.ones(copied_bytes, np.uint8)) for _ in range(2))
     stream = getattr(ops, "stream", None)  # CuPy's; the CPU backend has none
@@ -106,7 +106,7 @@ def measure_ceilings(ops: Ops) -> Ceilings:
 
 
 def seconds_of(ops: Ops, launches: Sequence[Launch]) -> float:
-    """Return the device's seconds per launch: median of warm rounds through all of them, captured as one graph."""
+    """Return device seconds per launch: median of warm rounds over all of them, captured as one graph."""
 
     def work() -> None:
         for launch in launches:
@@ -131,7 +131,7 @@ def _round_s(ops: Ops, work: Callable[[], None], repeats: int) -> float:
 
 
 def _open(settings: Settings, is_model_named: bool) -> tuple[Ops, KernelCases, Iterable[Case]]:
-    """Return a backend, its cases and those of experts, none if the model has none. Raises StartupError."""
+    """Return a backend, its cases, and its expert cases (none for a dense model). Raises StartupError."""
     preset = settings.model_config
     try:
         dtype = read_model_config(replace(settings, load_format="dummy")).dtype
@@ -153,7 +153,7 @@ def _launches(case: Case, sizes: Sizes) -> list[Launch]:
 
 
 def _peer_seconds(ops: Ops, cases: Sequence[Case]) -> list[float | None]:
-    """Return PyTorch's seconds for each case it knows, if PyTorch is installed and the device is a GPU."""
+    """Return PyTorch's seconds for each case it supports, if it is installed and the device is a GPU."""
     asked = [number for number, case in enumerate(cases) if case.peer is not None]
     seconds: list[float | None] = [None] * len(cases)
     if ops.name != "cuda" or not asked or importlib.util.find_spec("torch") is None:

@@ -1,8 +1,8 @@
-"""One client process of `quire bench serve`: sends its share of the requests when due, and records the answers.
+"""A client process of `quire bench serve`: sends its share of requests when due and records the responses.
 
-A script: it reads its task as a line of JSON from standard input, prints "ready", reads the start time (monotonic
-clock) as a second line, and prints a line of JSON: an `Answer` per request, in order. Times count from when a request
-was due, so that a late client does not flatter the service.
+It reads its task as a JSON line from stdin, prints "ready", reads the start time (monotonic clock) as a second line,
+and prints a JSON line with an `Answer` per request, in order. Times count from when a request was due, so that a late
+client does not flatter the service.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DELTAS = ("content", "reasoning", "reasoning_content", "tool_calls")
 
 @dataclass(frozen=True)
 class Task:
-    """Task of one process. `requests` are (number, prompt tokens, output tokens, seconds after start)."""
+    """Task of one process. `requests`: (number, prompt tokens, output tokens, seconds after start)."""
 
     url: str  # without a path
     api_key: str | None
@@ -36,24 +36,24 @@ class Task:
     vocab_size: int
     max_seconds: float
     requests: list[tuple[int, int, int, float]]
-    prompts: list[list[int]] | list[str] | None = None  # token ids, or messages of a chat; None: random ids
+    prompts: list[list[int]] | list[str] | None = None  # token ids, or chat messages; None: random ids
     ignore_eos: bool = True
     max_concurrency: int | None = None  # open requests of this process
 
 
 @dataclass
 class Answer:
-    """One request, in seconds after it was due."""
+    """Times of one request, in seconds after it was due."""
 
     sent_s: float = 0.0
-    chunks_s: list[float] = field(default_factory=list)  # of each event with text
+    chunks_s: list[float] = field(default_factory=list)  # when each event with text arrived
     end_s: float = 0.0
-    num_tokens: int = 0  # as the service counts; if it does not, one for each event
+    num_tokens: int = 0  # by the service's count, else one per event
     error: str | None = None  # None: complete
 
 
 def body_of(task: Task, number: int, num_prompt: int, num_output: int, prompt: list[int] | str | None = None) -> bytes:
-    """Return the request; without a prompt it depends on `number` alone."""
+    """Return the request body. Without a prompt, a random one is derived from `number`."""
     if isinstance(prompt, str):
         asked = {"messages": [{"role": "user", "content": prompt}], "max_completion_tokens": num_output}
     else:
@@ -75,7 +75,7 @@ async def ask(
     deadline_s: float,
     places: AbstractAsyncContextManager[object],
 ) -> Answer:
-    """Send one request at `due_s`, or when it enters `places`, and read its answer; times of `time.monotonic`."""
+    """Send one request at `due_s`, or when it enters `places`, and read its response. Times are of `time.monotonic`."""
     answer = Answer()
     try:
         async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
@@ -111,7 +111,7 @@ async def _follow(http: aiohttp.ClientSession, url: str, body: bytes, due_s: flo
 
 
 def _note(event: bytes, now_s: float, answer: Answer) -> None:
-    """Parse only events that are not plain text, or of a chat: the client must cost little."""
+    """Record an event. Parsing costs time, so plain text events are not parsed, except in chats."""
     has_usage = b'"usage":{' in event or b'"usage": {' in event
     if not (has_usage or b'"delta":' in event or event.startswith(b'{"error"')):
         answer.chunks_s.append(now_s)
@@ -127,13 +127,13 @@ def _note(event: bytes, now_s: float, answer: Answer) -> None:
 
 
 def _has_text(choice: dict[str, Any]) -> bool:
-    """Return False for a chat's first chunk, which has only the role, and its last."""
+    """Return False for a chat's first chunk, which only has the role, and for its last."""
     delta = choice.get("delta")
     return delta is None or any(delta.get(name) for name in DELTAS)
 
 
 async def run(task: Task, wait_for_start: Callable[[], float]) -> list[Answer]:
-    """Run the task; `wait_for_start` returns the start once requests are prepared."""
+    """Run the task. `wait_for_start`, called once requests are prepared, returns the start time."""
     prompts: Sequence[list[int] | str | None] = task.prompts or [None] * len(task.requests)
     bodies = [body_of(task, *request[:3], prompt) for request, prompt in zip(task.requests, prompts, strict=True)]
     places = nullcontext() if task.max_concurrency is None else asyncio.Semaphore(task.max_concurrency)
@@ -165,7 +165,7 @@ def main() -> None:
 
 
 def hand_over(line: bytes, descriptor: int) -> None:
-    """Write a long line completely: `print` on unbuffered stdout loses the rest of a write cut short by a signal."""
+    """Write a long line completely: `print` to unbuffered stdout loses the rest if a signal interrupts the write."""
     with open(descriptor, "wb", closefd=False) as whole:
         whole.write(line)
 

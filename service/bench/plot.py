@@ -1,4 +1,4 @@
-"""Draw one `report.Figure`, JSON on stdin, into a file. Runs as a process, so that matplotlib stays optional."""
+"""Draws a `report.Figure`, given as JSON on stdin, to a file. A separate process, so that matplotlib stays optional."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PANEL_HEIGHT_IN = 4.4
 BAR_HEIGHT_IN = 0.24
 
 FEW_SERIES = 6
-"""Most series with a legend inside the axes."""
+"""Maximum number of series with a legend inside the axes."""
 
 
 def draw(figure: dict[str, Any], path: str) -> None:
@@ -32,7 +32,7 @@ def draw(figure: dict[str, Any], path: str) -> None:
                 _add(axes, panel["kind"], series)
         if "y_max" in panel:
             axes.set_ylim(0, panel["y_max"])
-        if panel["kind"] == "stack":  # bars leave no room inside
+        if panel["kind"] == "stack":  # the bars leave no room inside
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=len(panel["series"]), frameon=False)
         elif len(panel["series"]) > FEW_SERIES:
             axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)

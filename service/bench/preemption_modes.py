@@ -1,4 +1,4 @@
-"""Swap, recompute and auto on requests of mixed lengths in a pool that is too small."""
+"""Compares swap, recompute and auto on requests of mixed lengths in a pool that is too small."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from service.engine.step import FinishedTransfer, StepPlan
 from service.errors import StartupError
 
 MEANS = ((150, 330), (150, 330), (20, 60), (60, 1200))
-"""Mean (prompt, answer) tokens, equally likely."""
+"""Mean (prompt, output) tokens; all pairs are equally likely."""
 
 SIGMA = 0.8
 
 
 ROUNDS = 3
-"""Rounds of all modes, in rotated order."""
+"""Rounds over all modes, in rotated order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModeFigures:
-    """One --preemption-mode; the median round."""
+    """Median round of one --preemption-mode."""
 
     mode: str
     output_tokens_per_s: float
     rounds: list[float]  # output tokens/s per round
-    ratio: float  # to the better of swap and recompute
+    ratio: float  # relative to the better of swap and recompute
     total_s: float
     num_preemptions: int
     num_swapped: int
@@ -59,7 +59,7 @@ def mixed_lengths(count: int, seed: int = 0) -> list[tuple[int, int]]:
 
 
 def num_blocks_needed(requests: Sequence[TracedRequest], limits: Limits, block_size: int) -> int:
-    """Return the peak of used blocks without waiting or preemption."""
+    """Return the peak number of used blocks without waiting or preemption."""
     plenty = sum(-(-(each.num_prompt_tokens + each.num_output_tokens) // block_size) for each in requests)
     kv = KVManager(plenty, block_size)
     executor = SimulatedExecutor(SimulatedClock(), MACHINES["llama-3.1-8b-h200"].costs)
@@ -84,8 +84,10 @@ def measure_modes(
     prefix_caching: bool,
     bus_times: int = 1,
 ) -> tuple[int, list[ModeFigures]]:
-    """Return the pool's blocks and each mode's figures, over a bus `bus_times` slower. Raises StartupError without a
-    host cache, or if the pool does not fit."""
+    """Return the pool's blocks and each mode's figures, over a bus that is `bus_times` slower.
+
+    Raises StartupError without a host cache, or if the pool does not fit.
+    """
     memory, limits = built.memory, built.limits
     requests = fit_lengths([TracedRequest(*both, 0.0) for both in lengths], limits.max_model_len)
     num_blocks = int(pool_share * num_blocks_needed(requests, limits, memory.block_size))
@@ -102,7 +104,7 @@ def measure_modes(
     for number in range(ROUNDS):
         for mode in (*MODES[number:], *MODES[:number]):
             kv = KVManager(num_blocks, memory.block_size, prefix_caching=prefix_caching, swapping=True)
-            costs = SwapCostModel(replace(rates), memory.block_size)  # a copy: the run corrects it
+            costs = SwapCostModel(replace(rates), memory.block_size)  # a copy, because the run corrects it
             preemption = Preemption(kv, FairShare(kv, limits.max_num_seqs), costs, mode)
             eos_token_ids = frozenset(built.config.eos_token_ids)
             engine = Engine(executor, Scheduler(kv, limits, preemption=preemption), eos_token_ids)
@@ -132,7 +134,7 @@ def _mode_figures(runs: dict[str, list[TraceFigures]]) -> list[ModeFigures]:
 
 
 class _SlowerBusExecutor:
-    """Executor over a slower bus: each block of a transfer is copied `times` times."""
+    """Executor with a slower bus: each block of a transfer is copied `times` times."""
 
     def __init__(self, executor: Executor, times: int) -> None:
         self._executor = executor

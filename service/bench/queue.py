@@ -35,7 +35,7 @@ def add_queue_flags(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class QueueWork:
-    """Each worker publishes one token of each of its jobs per step, at full speed."""
+    """Work of a run: each worker publishes one token for each of its jobs per step, at full speed."""
 
     num_jobs: int
     num_tokens: int
@@ -50,7 +50,7 @@ class QueueWork:
 
 @dataclass(frozen=True)
 class QueueFigures:
-    """CPU seconds are by the processes' own clocks: a busy machine changes the rate, not the cost."""
+    """Figures of a run. CPU seconds are the processes' own, so a busy machine changes the rate, not the cost."""
 
     num_events: int
     wall_s: float
@@ -70,7 +70,7 @@ class QueueFigures:
 
 
 def run_queue_bench(settings: Settings, flags: argparse.Namespace) -> int:
-    """Return 0. Raises StartupError."""
+    """Run the bench. Return 0. Raises StartupError."""
     names = ("jobs", "tokens", "workers", "doors", "batch")
     work = QueueWork(*(whole_number(f"--{name}", getattr(flags, name)) for name in names))
     with tempfile.TemporaryDirectory() as folder:
@@ -135,7 +135,7 @@ def _start(url: str, work: QueueWork, role: str, number: int) -> subprocess.Pope
 
 
 def _read(process: subprocess.Popen[str], word: str) -> float:
-    """Return the number after `word` in the process's next line. Raises StartupError for another line."""
+    """Return the number after `word` in the process's next line. Raises StartupError for any other line."""
     assert process.stdout is not None
     found, _, value = process.stdout.readline().strip().partition(" ")
     if found != word:

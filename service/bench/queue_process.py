@@ -1,4 +1,4 @@
-"""One process of `quire bench queue`: a gateway or a worker."""
+"""A process of `quire bench queue`: a gateway or a worker."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def gateway(queue: GatewayQueue, number: int, num_jobs: int, num_tokens: i
     job_ids = [f"bench-{number}-{index}" for index in range(num_jobs)]
     followers = []
     for job_id in job_ids:
-        followers.append(queue.follow(job_id))  # after the submission it would count as another gateway's job
+        followers.append(queue.follow(job_id))  # following it after submission would count as another gateway's job
         job = Job(
             job_id=job_id,
             tenant="t",
@@ -46,7 +46,7 @@ async def gateway(queue: GatewayQueue, number: int, num_jobs: int, num_tokens: i
 
 
 async def worker(queue: WorkerQueue, num_jobs: int, num_tokens: int, num_in_step: int) -> None:
-    """Claim jobs and publish one token of each per step."""
+    """Claim jobs and publish one token for each per step."""
     published: dict[str, int] = {}
     num_left = num_jobs
     while num_left:

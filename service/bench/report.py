@@ -1,4 +1,4 @@
-"""Output of a bench: table, JSON record, drawing."""
+"""Bench output: table, JSON record, drawing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
-        """Return None without values."""
+        """Return the percentiles; None without values."""
         return cls(*map(float, np.percentile(values, (50, 90, 99)))) if len(values) else None
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ def add_report_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_report_flags(flags: argparse.Namespace) -> None:
-    """Raise StartupError for a file that cannot be written, before anything is measured."""
+    """Raise StartupError for a file that cannot be written, before measuring."""
     for flag, path in (("--out", flags.out), ("--plot", flags.plot)):
         if path is not None and not path.absolute().parent.is_dir():
             raise StartupError(f"{flag}: {path.parent}: no such folder")
@@ -81,7 +81,7 @@ def write_report(flags: argparse.Namespace, record: dict[str, Any], figure: Figu
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a bench that is its own module, with `quire`'s exit statuses."""
+    """Run a bench that is a module of its own, with `quire`'s exit statuses."""
     try:
         main()
     except KeyboardInterrupt:
@@ -96,7 +96,7 @@ def python_script(module: str, *arguments: str, package: str = PACKAGE) -> list[
 
 
 def script_environment() -> dict[str, str]:
-    """Return the environment with this checkout first on the Python path."""
+    """Return the environment with this checkout first in PYTHONPATH."""
     return {**os.environ, "PYTHONPATH": python_path(os.environ)}
 
 
@@ -104,6 +104,6 @@ def _commit() -> str | None:
     ask = ["git", "-C", str(IMPORT_ROOT), "-c", "safe.directory=*", "rev-parse", "--short", "HEAD"]
     try:
         answer = subprocess.run(ask, capture_output=True, text=True, check=False)
-    except OSError:  # no git
+    except OSError:  # git is missing
         return None
     return answer.stdout.strip() or None

@@ -50,7 +50,7 @@ GRACE_S = 30.0
 ANSWER_LINE_BYTES = 1 << 28
 CURVE_POINTS = 400
 OPEN_PER_CLIENT = 64
-"""Open requests of one client process under --max-concurrency."""
+"""Open requests per client process under --max-concurrency."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,23 +71,23 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeFigures:
-    """Figures of all clients; a gap is between two chunks of one answer.
+    """Figures over all clients. A gap is the time between two chunks of a response.
 
-    `goodput_per_s` counts complete answers within the TTFT objective and, by mean gap, the gap objective.
+    `goodput_per_s` counts complete responses that meet the TTFT objective and, by mean gap, the gap objective.
     """
 
     rate: float
     num_requests: int
-    sample_s: float  # from the first due time to the last
+    sample_s: float  # from first to last due time
     num_errors: int
-    total_s: float  # from the start to the last end
+    total_s: float  # from start to last end
     output_tokens_per_s: float
     requests_per_s: float
     goodput_per_s: float
     good_share: float
     ttft_ms: Spread | None
     gap_ms: Spread | None
-    client_lag_ms: Spread | None  # delay of sending; if not small, the clients are the limit
+    client_lag_ms: Spread | None  # send delay; if it is not small, the clients are the bottleneck
     errors: dict[str, int]
 
 
@@ -143,14 +143,14 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve_bench(_: Settings, flags: argparse.Namespace) -> int:
-    """Return the exit status, 1 if a request failed. Raises StartupError."""
+    """Run the bench. Return the exit status, 1 if a request failed. Raises StartupError."""
     metrics, percentiles = read_table_flags(flags)
     objectives = read_objectives(flags.goodput)
     plan, model, path, answers = asyncio.run(_plan_and_drive(flags))
     figures = summarize(plan, answers)
     rows = [(name.replace("_", " "), _shown(value)) for name, value in vars(figures).items() if name != "errors"]
     print_table(rows)
-    if figures.errors:  # apart: the texts may be long
+    if figures.errors:  # separately, since the texts may be long
         print_table([(f"error: {error}", f"{count:,}") for error, count in figures.errors.items()])
     if flags.dataset_name is not None:
         load = replace(_load(plan), duration_s=figures.total_s, objectives_ms=objectives)
@@ -168,7 +168,7 @@ def run_serve_bench(_: Settings, flags: argparse.Namespace) -> int:
 
 
 def read_table_flags(flags: argparse.Namespace) -> tuple[list[str], list[float]]:
-    """Return the latencies and percentiles of vLLM's table. Raises StartupError."""
+    """Return the latencies and percentiles for vLLM's table. Raises StartupError."""
     metrics = [name.strip() for name in flags.percentile_metrics.split(",")]
     if unknown := [name for name in metrics if name not in TITLES]:
         raise StartupError(f"--percentile-metrics: {unknown[0]!r} is not supported ({', '.join(TITLES)})")
@@ -177,7 +177,7 @@ def read_table_flags(flags: argparse.Namespace) -> tuple[list[str], list[float]]
 
 
 async def _plan_and_drive(flags: argparse.Namespace) -> tuple[Plan, str, Path | None, list[Answer]]:
-    """Return the plan, the model's name, the file of --save-result and the answers."""
+    """Return the plan, the model's name, the --save-result file and the answers."""
     plan = read_plan(flags)
     num_warmups = whole_number("--num-warmups", flags.num_warmups, low=0)
     model = flags.served_model_name or flags.asked_model or await first_model(plan)
@@ -211,7 +211,7 @@ async def _warm_up(plan: Plan, model: str, num_requests: int) -> None:
 
 
 def read_plan(flags: argparse.Namespace) -> Plan:
-    """Check the flags; the requests of a dataset come later. Raises StartupError with the flag."""
+    """Check the flags; a dataset's requests are added later. Raises StartupError that names the flag."""
     if (flags.trace is None) == (flags.dataset_name is None):
         raise StartupError("--trace: give it or --dataset-name")
     if flags.trace is not None and (flags.save_result or flags.goodput):
@@ -293,7 +293,7 @@ def _gaps_ms(answer: Answer) -> list[float]:
 
 
 async def drive(plan: Plan, model: str) -> list[Answer]:
-    """Return every answer, in the plan's order."""
+    """Return all answers, in the plan's order."""
     clients: list[asyncio.subprocess.Process] = []
     try:
         for number in range(plan.num_clients):

@@ -1,4 +1,4 @@
-"""Time of the same work in PyTorch: JSON cases on stdin, JSON seconds (null: not possible) on stdout.
+"""Times the same work in PyTorch: JSON cases on stdin, JSON seconds (null: not possible) on stdout.
 
 Runs as a process, so that Quire never imports torch.
 """
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def _launches(case: dict[str, Any], dtype: torch.dtype) -> list[Callable[[], object]]:
-    """Return a launch per input set; the sets exceed any cache."""
+    """Return a launch per input set; together the sets exceed any cache."""
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=dtype, device="cuda")
@@ -69,7 +69,7 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: boo
 
 
 def _seconds_of(launches: list[Callable[[], object]]) -> float:
-    """Return the median seconds of one launch, replayed from a graph."""
+    """Return the median seconds per launch, replayed from a graph."""
     for launch in launches:
         launch()
     torch.cuda.synchronize()

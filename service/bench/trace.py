@@ -18,8 +18,7 @@ MOST_TOKENS = 1 << 24
 
 @dataclass(frozen=True)
 class TracedRequest:
-    """One request of a trace. `arrival` is in mean gaps between requests from the start: divided by a rate it is
-    seconds."""
+    """A request of a trace. `arrival` is in mean gaps since the start; divided by a rate it is seconds."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -29,7 +28,7 @@ class TracedRequest:
 def read_trace(path: Path) -> list[TracedRequest]:
     """Read JSON {"requests": [{"prompt_tokens", "output_tokens", "arrival"}, ...]}; a missing arrival is 0.
 
-    Raises StartupError, one line that names the file and the request.
+    Raises StartupError with one line that names the file and request.
     """
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))["requests"]
@@ -44,7 +43,7 @@ def read_trace(path: Path) -> list[TracedRequest]:
 
 
 def scaled(requests: Sequence[TracedRequest], mean_prompt: float, mean_output: float) -> list[TracedRequest]:
-    """Scale prompts and answers, each by one factor, to these means, up to rounding; none is shorter than a token."""
+    """Scale prompts and outputs to these means, up to rounding. The minimum is one token."""
     by_prompt = mean_prompt / fmean(request.num_prompt_tokens for request in requests)
     by_output = mean_output / fmean(request.num_output_tokens for request in requests)
     return [

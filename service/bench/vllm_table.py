@@ -1,4 +1,4 @@
-"""The table and saved result of `vllm bench serve`. Latencies count from a request's sending, not its due time."""
+"""The table and saved result of `vllm bench serve`. Latencies count from when a request was sent, not due."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Load:
     rate: float
     max_concurrency: int | None
     duration_s: float
-    objectives_ms: Mapping[str, float] = field(default_factory=dict)  # of goodput: ttft, tpot, e2el
+    objectives_ms: Mapping[str, float] = field(default_factory=dict)  # goodput objectives: ttft, tpot, e2el
 
 
 def add_table_flags(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +102,7 @@ def vllm_record(
     metrics: Sequence[str],
     percentiles: Sequence[float],
 ) -> dict[str, float | int | str | None]:
-    """Return the figures under the names of vLLM's saved results."""
+    """Return the figures under the names in vLLM's saved results."""
     done = _done(requests, answers)
     num_input, num_output = _num_tokens(done)
     record: dict[str, float | int | str | None] = {
@@ -127,7 +127,7 @@ def vllm_record(
 
 
 def read_objectives(words: Sequence[str]) -> dict[str, float]:
-    """Parse `--goodput ttft:200 tpot:20`, ms. Raises StartupError."""
+    """Parse `--goodput ttft:200 tpot:20`, in ms. Raises StartupError."""
     objectives: dict[str, float] = {}
     for word in words:
         name, _, text = word.partition(":")
@@ -138,7 +138,7 @@ def read_objectives(words: Sequence[str]) -> dict[str, float]:
 
 
 def result_path(folder: Path, name: str | None, load: Load, model: str, now: datetime) -> Path:
-    """Return the file of a saved result, named as vLLM names it; makes its folder. Raises StartupError."""
+    """Return the path of a saved result, named as in vLLM; create its folder. Raises StartupError."""
     limit = "" if load.max_concurrency is None else f"-concurrency{load.max_concurrency}"
     default = f"vllm-{load.rate}qps{limit}-{model.rpartition('/')[2]}-{now:%Y%m%d-%H%M%S}.json"
     path = folder / (name or default)
@@ -152,7 +152,7 @@ def result_path(folder: Path, name: str | None, load: Load, model: str, now: dat
 
 
 def write_result(path: Path, record: Mapping[str, object]) -> None:
-    """Raises StartupError."""
+    """Write a result. Raises StartupError."""
     try:
         path.write_text(json.dumps(record) + "\n", encoding="utf-8")
     except OSError as error:
@@ -171,7 +171,7 @@ def _num_tokens(done: Done) -> tuple[int, int]:
 
 
 def _goodput(load: Load, done: Done) -> float:
-    """Return the requests/s that meet every objective."""
+    """Return the rate of requests that meet every objective, in requests/s."""
 
     def is_good(answer: Answer) -> bool:
         latencies = _latencies_ms([answer])
@@ -194,7 +194,7 @@ def _latencies_ms(answers: Sequence[Answer]) -> dict[str, list[float]]:
 
 
 def _stats(values: Sequence[float], percentiles: Sequence[float]) -> list[tuple[str, float]]:
-    some = values or [0.0]  # vLLM prints 0 where nothing was measured
+    some = values or [0.0]  # vLLM prints 0 for no measurements
     high = [(f"P{percentile:g}", float(np.percentile(some, percentile))) for percentile in percentiles]
     return [("Mean", float(np.mean(some))), ("Median", float(np.median(some))), *high]
 

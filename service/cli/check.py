@@ -1,4 +1,4 @@
-"""`quire check`: what fits, and the block pool that `quire serve` would make. Reads the weights' headers only."""
+"""`quire check`: reports what fits, and the block pool that `quire serve` would allocate. Reads only weight headers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def add_check_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_check(settings: Settings, flags: argparse.Namespace) -> int:
-    """Return 0 if the model fits, else 1. On a GPU the largest steps run, to measure the workspace."""
+    """Return 0 if the model fits, else 1. On a GPU, run the largest steps to measure the workspace."""
     length = None if flags.length is None else whole_number("--length", flags.length)
     config = read_model_config(settings)
     wanted_len = wanted_model_len(settings, config)
@@ -91,7 +91,7 @@ def run_check(settings: Settings, flags: argparse.Namespace) -> int:
 
 
 def _check_files(settings: Settings, config: ModelConfig) -> None:
-    """Open what `quire serve` reads, unless weights are random ones. Raises StartupError that names the file."""
+    """Open the files that `quire serve` reads, unless weights are random. Raises StartupError that names the file."""
     folder = model_folder(settings)
     if folder is None or settings.load_format == "dummy":
         return
@@ -103,7 +103,7 @@ def _check_files(settings: Settings, config: ModelConfig) -> None:
 
 
 def _by_ranks(settings: Settings, config: ModelConfig, ops: Ops) -> str:
-    """Return a rank's bytes for each number of ranks that divides the model."""
+    """Return the bytes per rank, for each number of ranks that divides the model."""
     free_bytes, sizes = ops.memory_bytes()[0], []
     for num_ranks in SIZES:
         try:

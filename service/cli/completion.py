@@ -17,7 +17,7 @@ def add_completion_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the script. Changes `parser`, which cannot parse afterwards."""
+    """Return the script. Modifies `parser`, which cannot parse afterwards."""
     for action in _actions(parser):
         metavar = action.metavar if isinstance(action.metavar, str) else ""
         if metavar in _PATHS:

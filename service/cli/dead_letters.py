@@ -1,4 +1,4 @@
-"""`quire dead`: list, show and requeue dead letters, jobs that killed engines."""
+"""`quire dead`: list, show and requeue dead letters (jobs that killed engines)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Entry point of `quire` and of the processes of `quire serve`.
 
-During imports Ctrl-C ends the process: a KeyboardInterrupt could be swallowed. The garbage collector is off: it would
-take a tenth of their time and find nothing.
+During imports Ctrl-C kills the process, because a KeyboardInterrupt could be swallowed, and the garbage collector is
+off: it would take a tenth of the import time and find nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from service.cli.parser import parser_for  # noqa: E402
 def run() -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the terminal may lack characters
-    faulthandler.enable()  # a crash in native code prints where each thread was
+    faulthandler.enable()  # print every thread's stack on a native crash
     parser_for(sys.argv[1:])  # imports the verb
     gc.freeze()
     gc.enable()

@@ -18,7 +18,7 @@ from service.shutdown import Shutdown
 
 
 def gateway_command(settings: Settings, _: argparse.Namespace) -> int:
-    """Run a gateway, or the parent of several; return the exit status. Raises StartupError."""
+    """Run a gateway, or the parent of several. Return the exit status. Raises StartupError."""
     if settings.api_server_count > 1:
         return run_until_signalled(lambda stop: _run_group(settings, stop))
 

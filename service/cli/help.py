@@ -1,5 +1,8 @@
-"""`--help` of a verb with settings: the most used ones; `--help=engine`: one section; `--help=len`: flags with this
-in their name, vLLM's too; `--help=all`: all."""
+"""`--help` of verbs with settings.
+
+Bare `--help` lists the most used flags, `--help=engine` a section, `--help=len` the flags (also vLLM's) with this word
+in their names, `--help=all` all.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ class SectionHelp(argparse.Action):
 
 
 def _found(parser: argparse.ArgumentParser, word: str) -> str:
-    """Return help on the flags whose names contain `word`, "" if there are none."""
+    """Return help on flags whose names contain `word`; "" if there are none."""
     part = word.lstrip("-").replace("_", "-").lower()
     formatter = argparse.HelpFormatter(parser.prog, max_help_position=32)
     actions = [action for action in parser._actions if any(part in flag for flag in action.option_strings)]

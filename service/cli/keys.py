@@ -20,7 +20,7 @@ def add_key_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_key(flags: argparse.Namespace) -> int:
-    """Print the key, which is not stored, and, without --file, its line."""
+    """Print the key, which is not stored, and without --file its line."""
     key = make_key()
     try:
         line = line_of(key, flags.name, flags.tenant, flags.max_open)
@@ -35,7 +35,7 @@ def run_key(flags: argparse.Namespace) -> int:
 
 
 def _append(path: Path, line: str) -> None:
-    """Append to a file of keys, or create a private one. Raises StartupError."""
+    """Append to a key file, or create one that only its owner can read. Raises StartupError."""
     if path.exists():
         read_keys(path)
     try:

@@ -1,4 +1,4 @@
-"""A service process from start to end: Redis, tracing, supervisor, signals."""
+"""Lifecycle of a service process: Redis, tracing, supervisor, signals."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ log = logging.getLogger("quire.cli")
 QueueT = TypeVar("QueueT", GatewayQueue, WorkerQueue)
 
 READY = "ready"
-"""First word of the line of a process that serves, which `quire serve` awaits."""
+"""First word of the line printed by a serving process, which `quire serve` waits for."""
 
 REFUSED = "refused"
-"""First word in its place, before the error of a process that does not start."""
+"""First word printed instead if the process cannot start; the error follows."""
 
 STARTED_BY_SERVE = "QUIRE_STARTED_BY_SERVE"
-"""Variable of a process whose parent reports its error: several that start alike fail alike."""
+"""Variable set if the parent process reports errors, since several identical children fail alike."""
 
 AT_ONCE = signal.SIGQUIT
-"""Ends a process without draining, like a second Ctrl-C."""
+"""Signal that ends a process without draining, like a second Ctrl-C."""
 
 AT_ONCE_S = 3.0
-"""Time to end open requests and hand back jobs; then the process exits."""
+"""Time to end open requests and hand back jobs before the process exits."""
 
 EXIT_AT_ONCE = 128 + signal.SIGINT
 
 
 @asynccontextmanager
 async def supervised(supervisor: Supervisor, stop: asyncio.Event, *, by_loop: bool) -> AsyncIterator[None]:
-    """Notify the supervisor when `stop` is set and, `by_loop`, of the event loop's progress."""
+    """Notify the supervisor when `stop` is set and, with `by_loop`, of the event loop's progress."""
     tasks = [asyncio.create_task(_notify_stop(supervisor, stop))]
     if by_loop and supervisor.feed_every_s is not None:
         tasks.append(asyncio.create_task(_feed(supervisor, supervisor.feed_every_s)))
@@ -95,7 +95,7 @@ async def opened_tracing(role: str) -> AsyncIterator[Tracing]:
 
 
 def run_until_signalled(run: Callable[[Shutdown], Awaitable[int | None]]) -> int:
-    """Run a coroutine; SIGTERM and SIGINT set its event, AT_ONCE and another SIGINT also `at_once`."""
+    """Run a coroutine. SIGTERM and SIGINT set its event; AT_ONCE and a second SIGINT set `at_once` too."""
 
     async def main() -> int:
         stop, loop = Shutdown(), asyncio.get_running_loop()
@@ -112,7 +112,7 @@ def run_until_signalled(run: Callable[[Shutdown], Awaitable[int | None]]) -> int
         loop.add_signal_handler(AT_ONCE, end_at_once)
         status = await run(stop) or 0
         if stop.at_once.is_set():
-            _exit(EXIT_AT_ONCE)  # a thread that still loads a model is not waited for
+            _exit(EXIT_AT_ONCE)  # does not wait for threads that are still loading a model
         return status
 
     return uvloop.run(main())

@@ -1,4 +1,4 @@
-"""`quire`: verbs, flags, and errors of the command line."""
+"""`quire`: command-line verbs, flags and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("quire.cli")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Return 0: done, 1: failed, 2: could not start, 130: interrupted by Ctrl-C."""
+    """Run a verb. Return 0: done, 1: failed, 2: could not start, 130: interrupted by Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = parser_for(words)
     verb = words[0] if words and not words[0].startswith("-") else None
@@ -62,11 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             create_contexts(settings.tensor_parallel_size)
         settings = with_stored_format(with_model(settings), translation.stored_format)
         return load_verb(flags.verb).run(settings, flags)
-    except BrokenPipeError:  # the reader of our stdout has closed it, as `head` does
+    except BrokenPipeError:  # the reader closed our stdout, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT  # a shell's status for it
+        return 128 + signal.SIGINT  # as shells report it
     except StartupError as error:
         if STARTED_BY_SERVE in os.environ:
             print(REFUSED, error, flush=True)

@@ -1,4 +1,4 @@
-"""The model that a command line names."""
+"""Locates the model named on the command line."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def take_model_argument(flags: argparse.Namespace) -> None:
-    """Set `flags.model` from the positional argument. Raises StartupError if the two differ, or it is a flag."""
+    """Set `flags.model` from the positional argument. Raises StartupError if the two differ or it is a flag."""
     word = getattr(flags, "model_argument", None)
     if word is None:
         return
-    if word.startswith("--"):  # argparse takes an unknown flag with a blank in its value for an argument
+    if word.startswith("--"):  # argparse takes an unknown flag with a space in its value for an argument
         raise StartupError(f"{word.partition('=')[0]}: unknown argument")
     if flags.model not in (None, word):
         raise StartupError(f"--model: {flags.model} and the argument {word} differ (give one)")
@@ -38,7 +38,7 @@ def take_model_argument(flags: argparse.Namespace) -> None:
 
 
 def with_model(settings: Settings) -> Settings:
-    """Return settings with the model's folder and name; may download. Raises StartupError."""
+    """Return settings with the model's folder and name, downloading if needed. Raises StartupError."""
     if settings.model_config is not None and settings.model is None:
         return replace(settings, model=DEMO_MODEL)
     found = located(settings.model or DEMO_MODEL, settings.revision, settings.download_dir)
@@ -54,7 +54,7 @@ def with_model(settings: Settings) -> Settings:
 
 
 def _with_draft_folder(drafts: SpeculativeConfig, download_dir: Path | None) -> SpeculativeConfig:
-    """Return settings with the folder of the head or draft model, and the method that its config names."""
+    """Return settings with the folder of the head or draft model and the method its config implies."""
     flag = "--speculative-config"
     folder = located(drafts.model or DEMO_MODEL, drafts.revision, download_dir, flag=flag, files=DRAFT_FILES).folder
     method = drafts.method
@@ -80,10 +80,10 @@ def _with_folders(modules: LoraModules, download_dir: Path | None) -> LoraModule
 
 
 def _adapts_experts(modules: LoraModules) -> bool:
-    """Return whether an adapter has tensors of experts or routers; unreadable ones are refused when they are read."""
+    """Return whether an adapter has expert or router tensors. Unreadable adapters are refused when they are read."""
     if not modules.modules:
         return False
-    from model.weights.lora.adapter import adapts_experts  # with NumPy, which no other gateway needs
+    from model.weights.lora.adapter import adapts_experts  # imports NumPy; other gateways do not need it
 
     def has_experts(module: LoraModule) -> bool:
         try:
@@ -102,7 +102,7 @@ def located(
     flag: str = "--model",
     files: ServedFiles = MODEL_FILES,
 ) -> LocatedModel:
-    """Return the folder of a model or adapter, a download included. Raises StartupError that names the flag."""
+    """Return the folder of a model or adapter, downloading if needed. Raises StartupError that names the flag."""
     try:
         return locate_model(str(model), os.environ, revision, download_dir, files)
     except ModelError as error:

@@ -1,4 +1,4 @@
-"""The parser of `quire`'s verbs and their flags."""
+"""Parser of `quire`'s verbs and flags."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from service.config.settings import BENCH, Settings
 from service.config.sources import add_flags
 
 MODEL_VERBS = tuple(verb for verb in WITH_SETTINGS if verb != BENCH)
-"""Verbs that take a model, and vLLM's words."""
+"""Verbs that take a model and accept vLLM's flags."""
 
 SHORT_FLAGS = {"-tp": "--tensor-parallel-size"}
-"""vLLM's words for `bench`, whose other flags are its own."""
+"""vLLM's short flags that `bench` accepts; its other flags are its own."""
 
 TYPO_RATIO = 0.75
-"""Similarity (difflib's, 0 to 1) from which a flag is taken for another one misspelt."""
+"""difflib similarity (0 to 1) above which a flag counts as a misspelling of another."""
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Parser that reports an error in one line, without the usage."""
+    """Parser that reports an error on one line, without usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def parser_for(words: Sequence[str]) -> argparse.ArgumentParser:
-    """Return a parser with the flags of the verb that the arguments choose, imported with it."""
+    """Return a parser with the flags of the verb in `words`; the verb is imported."""
     verb = next((word for word in words if word in HELP), None)
     return make_parser(HELP if verb == COMPLETION else () if verb is None else (verb,))
 
 
 def make_parser(verbs: Collection[str] = HELP) -> argparse.ArgumentParser:
-    """Return the parser of all verbs, with the flags of these."""
+    """Return the parser of all verbs, with flags for `verbs` only."""
     parser = OneLineParser(
         prog="quire",
         description="Serves Llama-family models over HTTP and Redis from a paged KV cache.",
@@ -75,7 +75,7 @@ def _add_flags(parser: argparse.ArgumentParser, verb: str) -> None:
 
 
 def translated(words: Sequence[str], parser: argparse.ArgumentParser) -> Translation:
-    """Return a command line in Quire's words: verbs that take a model accept vLLM's. Raises StartupError."""
+    """Translate a command line from vLLM's flags, which verbs that take a model accept. Raises StartupError."""
     if words and words[0] == BENCH:
         return Translation([SHORT_FLAGS.get(word, word) for word in words])
     if not words or words[0] not in MODEL_VERBS:
@@ -87,7 +87,7 @@ def translated(words: Sequence[str], parser: argparse.ArgumentParser) -> Transla
 
 
 def unknown_word(word: str, parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> str:
-    """Return the error for `word`, with the most similar flag."""
+    """Return the error for `word`, suggesting the most similar flag."""
     flag = word.partition("=")[0]
     name = flag.partition(".")[0][2:].removeprefix("no-").replace("-", "_")
     if chosen.verb in MODEL_VERBS and (setting := Settings.__dataclass_fields__.get(name)) is not None:
@@ -105,14 +105,14 @@ def _corrected(flag: str, known: Sequence[str]) -> str | None:
 
 
 def _completed(flag: str, known: Sequence[str]) -> str | None:
-    """Return the flag that `flag` shortens, as --gpu-mem-util and --max-len do."""
+    """Return the flag that `flag` abbreviates, like --gpu-mem-util or --max-len."""
     parts = flag.lstrip("-").split("-")
     alike = get_close_matches(flag, [each for each in known if _begins_words(parts, each)], n=1, cutoff=0)
     return alike[0] if alike else None
 
 
 def _begins_words(parts: Sequence[str], flag: str) -> bool:
-    """Return whether each part begins a word of the flag, in order."""
+    """Return whether the parts begin words of the flag, in order."""
     rest = iter(flag.lstrip("-").split("-"))
     return all(len(part) > 1 and any(word.startswith(part) for word in rest) for part in parts)
 

@@ -30,7 +30,7 @@ def add_quantize_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_quantize(flags: argparse.Namespace) -> int:
-    """Return 0. Raises StartupError with one line."""
+    """Write the folder. Return 0. Raises StartupError with one line."""
     out = Path(flags.out)
     directory = located(parse_model(flags.model)).folder
     shows_progress = sys.stderr.isatty()

@@ -1,6 +1,6 @@
-"""Removal of secret flags from the process list, where every user of the host can read them.
+"""Hides secret flags in the process list, which every user of the host can read.
 
-They are visible for about a second after the start; a file or variable never is.
+They are visible for about a second after start; a file or variable never is.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ SECRET_FLAGS = {
     "shown_key": "QUIRE_API_KEY",
     "redis_url": "--redis-password-file or QUIRE_REDIS_URL",
 }
-"""Safer alternative of each flag."""
+"""Safer alternatives to secret flags."""
 
 ARG_START, ARG_END = 45, 46
-"""Fields 48 and 49 of /proc/self/stat, counted after the command's name."""
+"""Indices of fields 48 and 49 of /proc/self/stat, counted after the command's name."""
 
 
 def hide_secrets(flags: argparse.Namespace) -> list[str]:
-    """Overwrite secret arguments with asterisks (on Linux). Return one warning for each such flag."""
+    """Overwrite secret arguments with asterisks (Linux only). Return a warning for each."""
     texts = {name: getattr(flags, name, None) for name in SECRET_FLAGS}
     secrets = {name: text for name, text in texts.items() if text and (name != "redis_url" or has_password(text))}
     if secrets:
-        given = {word for text in secrets.values() for word in (text, *text.split(","))}  # keys may be several words
+        given = {word for text in secrets.values() for word in (text, *text.split(","))}  # may contain several keys
         _overwrite({word.encode("utf-8", "surrogateescape") for word in given if word})
     return [
         f"--{name.replace('_', '-')}: other users of this host could read it in the process list "
@@ -43,7 +43,7 @@ def _overwrite(secrets: set[bytes]) -> None:
     try:
         fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
         start, end = int(fields[ARG_START]), int(fields[ARG_END])
-    except (OSError, IndexError, ValueError):  # not Linux, or no /proc
+    except (OSError, IndexError, ValueError):  # not Linux, or /proc is missing
         return
     if not 0 < start < end:
         return

@@ -1,6 +1,6 @@
 """`quire serve`: an embedded Redis (unless --redis-url is given), gateways and workers.
 
-Redis and workers are restarted when they crash, several gateways too; requests wait and continue.
+Redis, workers, and gateways if there are several, are restarted when they crash; requests wait and continue.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from service.shutdown import Shutdown
 log = logging.getLogger("quire.serve")
 
 ONLY_WORKER = "serve"
-"""Worker name: a restarted worker resumes its predecessor's jobs at once."""
+"""A fixed worker name, so that a restarted worker resumes its predecessor's jobs at once."""
 
 RESTART_S = 0.2
-"""Delay of Redis's restart."""
+"""Delay before restarting Redis."""
 
 
 def serve_command(settings: Settings, _: argparse.Namespace) -> int:
@@ -70,11 +70,11 @@ async def _serve(settings: Settings, stop: Shutdown) -> int:
             supervisor.ready(f"serving at {started.result()}")
             done, _ = await asyncio.wait({stopped, *ends}, return_when=asyncio.FIRST_COMPLETED)
         started.cancel()
-        await asyncio.gather(started, return_exceptions=True)  # Ctrl-C may have ended a child too
+        await asyncio.gather(started, return_exceptions=True)  # Ctrl-C may have killed a child too
         dead = [name for task, name in ends.items() if task in done]
         if dead and not stop.is_set():
             status = next(task.result() for task in ends if task in done)
-            if status == 0:  # a signal asked the only gateway to end
+            if status == 0:  # the only gateway was stopped by a signal
                 log.info("stopping with its process %s", fields(process=dead[0]))
                 return 0
             log.critical("a process ended by itself %s", fields(process=dead[0], exit_status=status))
@@ -84,7 +84,7 @@ async def _serve(settings: Settings, stop: Shutdown) -> int:
 
 
 async def _keep_running(redis: EmbeddedRedis) -> int:
-    """Restart Redis at the same address. Return 1 if a restart fails."""
+    """Restart Redis at the same address whenever it ends. Return 1 if a restart fails."""
     while True:
         await asyncio.to_thread(redis.wait)
         log.error("embedded redis ended by itself; restarting")

@@ -1,4 +1,4 @@
-"""Tables on the terminal."""
+"""Terminal tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def print_table(rows: Sequence[tuple[str, str]]) -> None:
 
 
 def print_grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print columns under a header, numbers and "-" right-aligned."""
+    """Print columns under a header; numbers and "-" are right-aligned."""
     columns = list(zip(header, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     signs = [">" if all(_is_number(cell) for cell in column[1:]) else "<" for column in columns]
@@ -22,7 +22,7 @@ def print_grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def shown(value: float | int | str | None) -> str:
-    """Format a figure: four significant digits, commas between thousands, "-" for None."""
+    """Format a figure: four significant digits, thousands separators, "-" for None."""
     if value is None:
         return "-"
     if isinstance(value, float):

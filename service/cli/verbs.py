@@ -1,5 +1,4 @@
-"""Verbs of `quire`. A verb's modules are imported when it is chosen: each process of the service starts sooner and
-holds only what it runs."""
+"""Verbs of `quire`. Modules are imported only for the chosen verb, so that processes start faster and stay smaller."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ WITH_SETTINGS = {
 """Help by verb."""
 
 COMPLETION = "completion"
-"""Knows all other verbs, and so is not loaded here."""
+"""Needs all other verbs, so `load_plain_verb` does not load it."""
 
 WITHOUT_SETTINGS = {
     "chat": "chat with the model of a running service",
@@ -38,7 +37,7 @@ AddFlags = Callable[[argparse.ArgumentParser], None]
 
 
 class Verb(NamedTuple):
-    add_flags: AddFlags | None  # other than the settings
+    add_flags: AddFlags | None  # besides the settings
     run: Callable[[Settings, argparse.Namespace], int]
 
 
@@ -71,7 +70,7 @@ def load_verb(verb: str) -> Verb:
 
 
 def load_plain_verb(verb: str) -> PlainVerb:
-    """Import a verb of WITHOUT_SETTINGS but COMPLETION."""
+    """Import a verb of WITHOUT_SETTINGS except COMPLETION."""
     if verb in ("chat", "complete"):
         from service.cli.client.talk import add_chat_flags, add_complete_flags, run_chat, run_complete
 

@@ -7,11 +7,11 @@ from enum import Enum
 
 
 class Values(Enum):
-    """Words that follow a flag."""
+    """Number of words that follow a flag."""
 
     NONE = 0
     ONE = 1
-    SWITCH = 2  # nothing, or true or false
+    SWITCH = 2  # none, or true or false
     SEVERAL = 3  # all words up to the next flag
 
 
@@ -19,9 +19,9 @@ class Values(Enum):
 class VllmFlag:
     name: str
     values: Values
-    note: str  # why it has no effect, logged once
-    reason: str  # why it is refused, and what to use
-    accepted: tuple[str, ...] = ()  # values with no effect; the others are refused
+    note: str  # why it has no effect; logged once
+    reason: str  # why it is refused, and the alternative
+    accepted: tuple[str, ...] = ()  # values accepted without effect; others are refused
 
     def is_accepted(self, value: str | None) -> bool:
         return bool(self.note) if not self.accepted else value is not None and value.lower() in self.accepted
@@ -32,10 +32,10 @@ def _rows(names: str, values: Values, note: str = "", reason: str = "", *accepte
 
 
 LOCAL_WORKERS = "data-parallel-size-local"
-"""Accepted where it is --data-parallel-size."""
+"""Accepted if it equals --data-parallel-size."""
 
 TOKENIZER = "tokenizer"
-"""Accepted where it is the model."""
+"""Accepted if it equals the model."""
 
 _NONE, _ONE, _SWITCH, _SEVERAL = Values.NONE, Values.ONE, Values.SWITCH, Values.SEVERAL
 _TEXT = "only text models are served"
@@ -335,7 +335,7 @@ RENAMED = {
     "--shutdown-timeout": "--drain-timeout",
     "--uvicorn-log-level": "--log-level",
 }
-"""Spellings of vLLM by the flag that means the same."""
+"""vLLM's spellings and the equivalent flags."""
 
 VARIABLES = {
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "--hf-overrides.max_position_embeddings",
@@ -345,4 +345,4 @@ VARIABLES = {
     "VLLM_LOGGING_LEVEL": "--log-level",
     "VLLM_USE_MODELSCOPE": "HF_ENDPOINT",
 }
-"""Variables of vLLM that have no effect, by what to use."""
+"""vLLM's variables that have no effect, and their replacements."""

@@ -1,4 +1,4 @@
-"""A command line in vLLM's words, put into Quire's: spellings, values, and the flags of `vllm_flags`."""
+"""Translates a vLLM command line into Quire's: spellings, values, and the flags of `vllm_flags`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from service.errors import StartupError
 
 SWITCH_WORDS = ("true", "false", "1", "0")
 LISTS = ("--served-model-name", "--api-key", "--lora-modules")
-"""Settings of which vLLM takes several words."""
+"""Settings for which vLLM takes several words."""
 
 OBJECTS = (
     *("--speculative-config", "--override-generation-config", "--default-chat-template-kwargs", "--hf-overrides"),
 )
-"""Settings that are JSON objects: vLLM also takes `--flag.key value`."""
+"""Settings that are JSON objects, for which vLLM also takes `--flag.key value`."""
 
 GUARDS = ("--api-key", "--api-key-file")
-"""Settings whose `None` is a value: without them every client is let in."""
+"""Settings for which `None` is a literal value: dropping them would admit every client."""
 
 COUNTS = ("--max-model-len", "--max-num-batched-tokens", "--max-num-seqs")
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
@@ -51,7 +51,7 @@ VALUES: dict[str, dict[str, str]] = {
         "qwen3_xml": "qwen3_coder",
     },
 }
-"""vLLM's values by Quire's; "": the flag is left out."""
+"""vLLM's values and their Quire equivalents; "" drops the flag."""
 
 STORED_FORMATS = {
     "awq": ("awq",),
@@ -67,23 +67,23 @@ STORED_FORMATS = {
     "bitsandbytes": ("bitsandbytes",),
     "gguf": ("gguf",),
 }
-"""Values of --quantization that name how the folder's weights are stored, by the methods in its config."""
+"""Values of --quantization that name the folder's storage format, and the matching methods in its config."""
 
 
 @dataclass
 class Translation:
     argv: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # for the log
-    stored_format: str | None = None  # --quantization, where it names the folder's format
+    stored_format: str | None = None  # --quantization, if it names the folder's format
     num_local_workers: str | None = None
     tokenizer: str | None = None
-    objects: dict[str, dict[str, Any]] = field(default_factory=dict)  # of OBJECTS, by flag
+    objects: dict[str, dict[str, Any]] = field(default_factory=dict)  # from OBJECTS, by flag
 
 
 def translate(argv: Sequence[str], flags: Mapping[str, argparse.Action]) -> Translation:
-    """Return the words after a verb in Quire's spelling; `flags` are the verb's own. Raises StartupError.
+    """Translate the words after a verb; `flags` are the verb's own. Raises StartupError.
 
-    A flag that is Quire's own keeps its meaning. Unknown words pass unchanged: the parser names them.
+    Quire's own flags keep their meaning. Unknown words pass unchanged; the parser reports them.
     """
     done, words = Translation(), with_yaml_files(argv)
     while words:
@@ -112,9 +112,9 @@ def translate(argv: Sequence[str], flags: Mapping[str, argparse.Action]) -> Tran
 
 
 def with_stored_format(settings: Settings, stored_format: str | None) -> Settings:
-    """Check the format that --quantization named: it must be the folder's. fp8 of an fp8 folder means as stored.
+    """Check that the format named by --quantization is the folder's. Raises StartupError.
 
-    Raises StartupError.
+    For an fp8 folder, fp8 means as stored.
     """
     if stored_format is None and settings.quantization != "fp8":
         return settings
@@ -133,7 +133,7 @@ def with_stored_format(settings: Settings, stored_format: str | None) -> Setting
 
 
 def with_vllm_key(settings: Settings, environ: Mapping[str, str]) -> Settings:
-    """Take the API key of VLLM_API_KEY, where no setting has one: a service locked under vLLM stays locked."""
+    """Use VLLM_API_KEY if no setting has a key: a service locked under vLLM stays locked."""
     key = environ.get("VLLM_API_KEY")
     if not key or settings.api_key or settings.api_key_file is not None:
         return settings
@@ -141,14 +141,14 @@ def with_vllm_key(settings: Settings, environ: Mapping[str, str]) -> Settings:
 
 
 def vllm_variables(environ: Mapping[str, str]) -> str | None:
-    """Return a note on the variables of vLLM that are set, None without any; only VLLM_API_KEY is read."""
+    """Return a note on vLLM's variables that are set, None if there are none. Only VLLM_API_KEY is read."""
     given = sorted(name for name in environ if name.startswith("VLLM_") and name != "VLLM_API_KEY")
     shown = (f"{name} (use {VARIABLES[name]})" if name in VARIABLES else name for name in given)
     return f"variables without effect: {', '.join(shown)}" if given else None
 
 
 def _spelled(word: str, flags: Mapping[str, argparse.Action]) -> tuple[str, str | None]:
-    """Return (flag, value after "=") in Quire's spelling; vLLM takes "_" for "-" and joins -O3 and -tp=2."""
+    """Return (flag, value after "=") in Quire's spelling. vLLM allows "_" for "-", and joined -O3 and -tp=2."""
     flag, equals, value = word.partition("=")
     if re.fullmatch(r"-O\d", word):
         flag, equals, value = "-O", "=", word[2:]
@@ -174,19 +174,19 @@ def _take_setting(flag: str, value: str | None, action: argparse.Action, words: 
     elif value is None:
         taken = _several(words) if flag in LISTS else words[:1]
         if not taken:
-            done.argv.append(flag)  # the parser says what is missing
+            done.argv.append(flag)  # the parser reports the missing value
             return
         value = ",".join(taken)
         del words[: 0 if flag in LISTS else 1]
     typed, value = value, _translated(flag, value, done)
     if flag in OBJECTS and (found := _object(value)) is not None:
         done.objects[flag] = found
-    elif value or not typed:  # the parser refuses an empty value, as a script's unset variable leaves it
+    elif value or not typed:  # an empty value, as from a script's unset variable, is left to the parser to refuse
         done.argv.append(f"{flag}={value}")
 
 
 def _take_key(flag: str, value: str | None, words: list[str], done: Translation) -> None:
-    """`--flag.a.b value`; `--flag.a+ value,value` appends to a list."""
+    """Handle `--flag.a.b value`, and `--flag.a+ value,value`, which appends to a list."""
     if value is None and not words:
         raise StartupError(f"{flag}: no value")
     text = words.pop(0) if value is None else value
@@ -219,7 +219,7 @@ def _translated(flag: str, value: str, done: Translation) -> str:
         done.stored_format = value
         return "auto"
     if value == "None" and flag not in GUARDS:
-        return ""  # vLLM's word for a default
+        return ""  # vLLM's word for the default
     if flag in COUNTS and (count := _COUNT.fullmatch(value)):
         return str(int(float(count[1]) * _FACTORS[count[2]]))
     return VALUES.get(flag, {}).get(value, value)
@@ -240,7 +240,7 @@ def _take_vllm_flag(flag: str, value: str | None, known: VllmFlag, words: list[s
         return
     shown = flag if value is None or known.values is not Values.ONE else f"{flag} {value}"
     if known.values is Values.SWITCH and value in ("false", "False", "0") and not known.accepted:
-        return  # turned off: nothing is asked for
+        return  # turned off: no effect
     if not known.is_accepted(value):
         raise StartupError(f"{shown}: {known.reason}")
     done.notes.append(f"{shown} has no effect: {known.note}")

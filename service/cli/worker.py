@@ -19,7 +19,7 @@ log = logging.getLogger("quire.cli")
 
 
 def worker_command(settings: Settings, _: argparse.Namespace) -> int:
-    """Run a worker; return the exit status, 1 if the engine died. Raises StartupError."""
+    """Run a worker. Return the exit status, 1 if the engine died. Raises StartupError."""
 
     supervisor = Supervisor(os.environ)
 
@@ -41,4 +41,4 @@ def worker_command(settings: Settings, _: argparse.Namespace) -> int:
         log.critical("the engine died", exc_info=death.__cause__)
         sys.stdout.flush()
         logging.shutdown()
-        os._exit(1)  # cleaning up would wait for a device or thread that never answers
+        os._exit(1)  # cleaning up would wait for a device or thread that never responds

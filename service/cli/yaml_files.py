@@ -1,4 +1,4 @@
-"""vLLM's `--config FILE.yaml`: flags and their values, as words of the command line."""
+"""vLLM's `--config FILE.yaml`: flags and values as command-line words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENDINGS = (".yaml", ".yml")
 
 
 def with_yaml_files(argv: Sequence[str]) -> list[str]:
-    """Return the words after the YAML files' own, so that a flag wins over a file. Raises StartupError."""
+    """Insert the YAML files' words before the others, so that flags override files. Raises StartupError."""
     rest = list(argv)
     words: list[str] = []
     of_files: list[str] = []
@@ -40,7 +40,7 @@ def _words(path: str) -> Iterator[str]:
             found = yaml.safe_load(file)
     except OSError as error:
         raise StartupError(f"--config: {path}: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # ValueError: a date's, or UTF-8's
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # ValueError: an invalid date or UTF-8
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1})" if mark is not None else ""
         raise StartupError(f"--config: {path}: no valid YAML{where}") from None
@@ -56,5 +56,5 @@ def _words(path: str) -> Iterator[str]:
 def _text(value: Any, path: str, name: str) -> str:
     try:
         return value if isinstance(value, str) else json.dumps(value, default=str)
-    except (ValueError, TypeError, RecursionError):  # an alias within itself, or a key that JSON has not
+    except (ValueError, TypeError, RecursionError):  # a self-referencing alias, or a key that JSON does not allow
         raise StartupError(f"--config: {path}: {name}: wrong form (a value as in JSON)") from None

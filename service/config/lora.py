@@ -1,4 +1,4 @@
-"""`--lora-modules`: vLLM's `name=path`, or its JSON objects."""
+"""`--lora-modules`: vLLM's `name=path` or JSON objects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAME = re.compile(r"[^\s,=\x00-\x1f\x7f]{1,128}")
 _ALLOWED = 'name=path, or {"name": ..., "path": ..., "base_model_name": ...}, comma-separated'
 _KEYS = ("name", "path", "base_model_name")
 _IGNORED = "is_3d_lora_weight"
-"""Key of vLLM that describes experts' tensors, which are known by their names and shapes."""
+"""vLLM's key for expert tensors, which are recognized by name and shape."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Every setting of every command: flag, variable, default, unit and bounds.
 
-`max_num_seqs` is the flag `--max-num-seqs`, else the variable `QUIRE_MAX_NUM_SEQS` (empty counts as unset), else the
-line `max_num_seqs = N` of the TOML file that `--config` or `QUIRE_CONFIG` names, else the default.
+`max_num_seqs` comes from the flag `--max-num-seqs`, else from the variable `QUIRE_MAX_NUM_SEQS` (empty counts as
+unset), else from the line `max_num_seqs = N` in the TOML file given by `--config` or `QUIRE_CONFIG`, else the default
+applies.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _one_of(default: Any, help: str, choices: Sequence[Any], *, verbs: Sequence[
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of one process, checked and frozen. Durations are in seconds."""
+    """Settings of one process, validated and frozen. Durations are in seconds."""
 
     # Model
     model: Path | None = _setting(
@@ -456,11 +457,11 @@ class Settings:
 
     @property
     def config_overrides(self) -> dict[str, Any]:
-        """Fields in place of config.json's."""
+        """Fields that override config.json's."""
         return json.loads(self.hf_overrides) if self.hf_overrides is not None else {}
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Names of the model in the API; answers and metrics carry the first."""
+        """The model's names in the API; responses and metrics use the first."""
         given = (name.strip() for name in (self.served_model_name or "").split(","))
         return tuple(filter(None, given)) or ((self.model or Path()).name,)

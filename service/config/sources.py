@@ -1,4 +1,4 @@
-"""Settings from flags, the environment, a file and defaults; and back to flags, for child processes."""
+"""Reads settings from flags, environment, file and defaults; turns them back into flags for child processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from service.errors import StartupError
 
 CONFIG = "config"
 NO_CONFIG_FILE = {"QUIRE_CONFIG": ""}
-"""Environment of a child process: its parent has read the file."""
+"""Environment of a child process, whose parent has already read the file."""
 
 RESERVED_VARIABLES = frozenset(
     {
@@ -27,18 +27,18 @@ RESERVED_VARIABLES = frozenset(
         "QUIRE_URL",
     }
 )
-"""QUIRE_ variables that are not settings: of the kernel cache, the settings file, clients, and the parent of gateways
-and workers."""
+"""QUIRE_ variables that are not settings. They belong to the kernel cache, settings file, clients and parent process.
+"""
 
 _SECRETS = ("api_key", "redis_url")
-"""A Redis URL may hold a password."""
+"""A Redis URL may contain a password."""
 
 _GUARDS = ("api_key", "api_key_file")
-"""Settings whose empty variable is an error: unset, it would let every client in."""
+"""Settings for which an empty variable is an error, since without them every client is admitted."""
 
 
 def add_flags(parser: argparse.ArgumentParser, verb: str) -> None:
-    """Add the flags of `verb`, None by default to see which were given."""
+    """Add the flags of `verb`. They default to None, to show which were given."""
     parser.add_argument(
         _flag(CONFIG), metavar="FILE", help="TOML file of settings, named as the flags but with '_' (default: none)"
     )
@@ -60,7 +60,7 @@ def add_flags(parser: argparse.ArgumentParser, verb: str) -> None:
 
 
 def read_settings(verb: str, flags: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
-    """Return the settings of `verb`. Raises StartupError for a wrong value or an unknown variable."""
+    """Return the settings of `verb`. Raises StartupError for an invalid value or unknown variable."""
     known = {_variable(field.name) for field in dataclasses.fields(Settings)}
     unknown = sorted(name for name in environ if name.startswith("QUIRE_") and name not in known | RESERVED_VARIABLES)
     if unknown:
@@ -105,13 +105,13 @@ def _file_value(name: str, value: Any, path: str) -> str:
 
 
 def to_flags(settings: Settings, verb: str) -> list[str]:
-    """Return flags that make `verb` read these settings. Defaults are spelled out, to override the environment."""
+    """Return flags from which `verb` reads these settings. Defaults are included, to override the environment."""
     values = {field.name: getattr(settings, field.name) for field in _fields(verb) if field.name not in _SECRETS}
     return [f"{_flag(name)}={_as_text(value)}" for name, value in values.items() if value is not None]
 
 
 def to_secret_environ(settings: Settings) -> dict[str, str]:
-    """Return the secret settings as an environment: other users can read a command line."""
+    """Return the secret settings as environment variables, because other users can read command lines."""
     values = {name: _as_text(getattr(settings, name) or "") for name in _SECRETS}
     return {_variable(name): text for name, text in values.items() if text or name not in _GUARDS}
 

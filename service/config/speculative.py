@@ -16,11 +16,11 @@ MAX_LOOKUP_TOKENS = 64
 class SpeculativeConfig:
     method: str
     num_speculative_tokens: int | None = None
-    """None: what the head's config proposes."""
+    """None: the value in the head's config."""
     model: Path | None = None
     """Folder of the head or draft model; None: `eagle3/` in the model's folder."""
     revision: str | None = None
-    """Revision of a `model` by name."""
+    """Revision, if `model` is a repository name."""
     prompt_lookup_min: int = 5
     prompt_lookup_max: int = 5
     suffix_decoding_max_tree_depth: int = 24
@@ -28,7 +28,7 @@ class SpeculativeConfig:
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
     ignored: tuple[str, ...] = field(default=(), compare=False)
-    """Keys given that change no answer and nothing here."""
+    """Given keys that have no effect here and do not change outputs."""
 
     def __str__(self) -> str:
         given = {key: getattr(self, key) for key in ("method", *_KEYS[self.method])}
@@ -64,7 +64,7 @@ _IGNORED = (
     "disable_padded_drafter_batch", "disable_eagle_block_drop", "use_local_argmax_reduction", "draft_sample_method",
     "attention_backend", "moe_backend", "enforce_eager", "code_revision", "draft_load_config",
 )  # fmt: skip
-"""Keys that change no answer: the number of drafts is chosen each step."""
+"""Keys that do not change outputs: the number of drafts is chosen at each step."""
 _FIXED: Mapping[str, Any] = {
     "draft_tensor_parallel_size": 1,
     "use_heterogeneous_vocab": False,
@@ -109,7 +109,7 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
 
 
 def _method(given: dict[str, Any]) -> str:
-    """Take the method from `given`; a model's without one is known once its config is read."""
+    """Take the method from `given`. For a model without one, it is determined when its config is read."""
     method, methods = given.pop("method", None), ", ".join(_KEYS)
     if method is None and "model" in given:
         method = "ngram" if given["model"] in _NGRAM_MODELS else "draft_model"
@@ -124,7 +124,7 @@ def _method(given: dict[str, Any]) -> str:
 
 
 def _without_effect(given: dict[str, Any]) -> tuple[str, ...]:
-    """Take the keys from `given` that are so already or change no answer; return the latter."""
+    """Remove keys that match fixed values or have no effect from `given`; return the latter."""
     for key, reason in _REFUSED.items():
         if key in given:
             raise ValueError(f"{key} is not supported ({reason})")
@@ -152,7 +152,7 @@ def _checked(key: str, value: Any) -> Any:
 
 
 def _with_both_lengths(values: dict[str, Any]) -> dict[str, Any]:
-    """Give a missing length the other's value, as vLLM does."""
+    """Default a missing length to the other one, as vLLM does."""
     given = [values[key] for key in ("prompt_lookup_min", "prompt_lookup_max") if key in values]
     if not given:
         return values

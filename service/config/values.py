@@ -1,4 +1,4 @@
-"""Parsers of settings that are not plain numbers or texts. Each raises ValueError with what is allowed."""
+"""Parsers of settings that are not plain numbers or text. Each raises ValueError with what is allowed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parse_keys(text: str) -> tuple[str, ...]:
 
 
 def parse_model(text: str) -> Path:
-    """Keep "./org/name" apart from the repository org/name, which Path would not."""
+    """Keep "./org/name" distinct from the repository org/name, which Path would not."""
     return Path(text).absolute() if text.startswith(".") else Path(text)
 
 
@@ -53,7 +53,7 @@ def parse_object(text: str) -> str:
 
 
 def parse_rope_overrides(text: str) -> str:
-    """Return the text of a JSON object with fields of config.json that may be replaced."""
+    """Return the text of a JSON object unchanged. It may only contain overridable fields of config.json."""
     found = json.loads(parse_object(text))
     if (unknown := first_unknown(found)) is not None:
         raise ValueError(f"{', '.join(OVERRIDES)}; to change {unknown}, edit config.json in a copy of the folder")
@@ -61,7 +61,7 @@ def parse_rope_overrides(text: str) -> str:
 
 
 def parse_prefix(text: str) -> str:
-    """Return a path's prefix without its last "/"."""
+    """Return a path prefix without its trailing "/"."""
     prefix = text.rstrip("/")
     if not re.fullmatch(r"(/[A-Za-z0-9_.~-]{1,64}){0,8}", prefix) or "/." in prefix:
         raise ValueError("a path such as /llm")

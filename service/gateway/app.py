@@ -1,4 +1,4 @@
-"""The HTTP application. `route_table` is the one list of its routes."""
+"""The HTTP application. `route_table` lists all its routes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from service.gateway.routes.responses import COUNT_INPUT_TOKENS, RESPONSE_ROUTE,
 from service.gateway.routes.scores import RERANK_PATHS, SCORE_PATHS, Scores
 
 _SHOWN_SETTINGS = ("max_n", "max_request_tokens", "request_timeout", "enable_embeddings", "pooling")
-"""Settings that decide how a request is answered; none is secret."""
+"""Settings that affect responses; none is secret."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -44,7 +44,7 @@ class Route:
     path: str  # aiohttp's pattern
     handler: Handler
     needs_key: bool = True
-    is_documented: bool = True  # in /openapi.json; the others serve people and scrapers
+    is_documented: bool = True  # in /openapi.json; the others are for people and scrapers
 
 
 def route_table(service: InferenceService, runner: BatchRunner) -> list[Route]:
@@ -119,14 +119,14 @@ def make_app(service: InferenceService, runner: BatchRunner) -> web.Application:
     app.on_response_prepare.append(record_begun_response)
     for route in routes:
         if route.method == "GET":
-            app.router.add_get(route.path, route.handler)  # answers HEAD too
+            app.router.add_get(route.path, route.handler)  # serves HEAD too
         else:
             app.router.add_route(route.method, route.path, route.handler)
     return app
 
 
 class _Pages:
-    """Describes the application itself."""
+    """Pages about the application itself."""
 
     def __init__(self, service: InferenceService) -> None:
         self._service = service

@@ -1,4 +1,4 @@
-"""The reader and the builder of each endpoint."""
+"""The request reader and response builder of each endpoint."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from service.gateway.openai.responses.builder import responses_builder_of
 
 
 def read_outline(endpoint: str, outline: bytes) -> GenerationRequest:
-    """Return the request of a `Source.outline`, which was valid when it was written."""
+    """Return the request of a `Source.outline`, which was valid when written."""
     fields = msgspec.json.decode(outline)
     return read_messages(fields) if endpoint == MESSAGES else read_request(endpoint, fields)
 
 
 def builder_of(model: ServedModel, accepted: AcceptedRequest) -> ResponseBuilder:
-    """Return the builder of the request's answer."""
+    """Return the response builder of a request."""
     endpoint = accepted.request.endpoint
     if endpoint == MESSAGES:
         return message_builder_of(model, accepted)

@@ -37,7 +37,7 @@ from service.shutdown import Shutdown
 log = logging.getLogger("quire.gateway")
 
 SHUTDOWN_TIMEOUT_S = 2.0
-"""Time to write responses after their requests have ended."""
+"""Time to finish writing responses after their requests ended."""
 BACKLOG = 1024
 HANDSHAKE_S = 10.0
 
@@ -51,12 +51,12 @@ async def run_gateway(
     tracing: Tracing = NO_TRACING,
     group: GatewayGroup | None = None,
 ) -> None:
-    """Serve until `stop` is set or the task is cancelled, then drain. `on_ready` receives the URL; `group` shares the
-    port.
+    """Serve until `stop` is set or the task is cancelled, then drain.
 
-    The caller closes `queue`. Raises StartupError if the model cannot be read or the port is taken.
+    `on_ready` receives the URL; `group` shares the port. The caller closes `queue`. Raises StartupError if the model
+    cannot be read or the port is taken.
     """
-    # Python would print, and remember, each new form of malformed input.
+    # Python would print and remember every new form of malformed input.
     warnings.simplefilter("ignore", BadContentDispositionHeader)
     warnings.simplefilter("ignore", BadContentDispositionParam)
     model = await asyncio.to_thread(ServedModel.read, settings)
@@ -75,7 +75,7 @@ async def serving(
     group: GatewayGroup | None = None,
     stop: Shutdown | None = None,
 ) -> AsyncIterator[str]:
-    """Open HTTP and the ingress, yield the URL, and drain on exit, until `stop.at_once`. Raises StartupError."""
+    """Open HTTP and the ingress, yield the URL, and drain on exit until `stop.at_once`. Raises StartupError."""
     service = InferenceService(settings, model, queue, read_outline, tracing, group)
     connections = Connections(settings.max_connections, settings.max_connections_per_client)
     queue_ingress = QueueIngress(service)
@@ -129,12 +129,12 @@ async def _listen(
     *,
     reuse_port: bool,
 ) -> asyncio.Server:
-    """Create a server with our Protocol, which aiohttp's sites cannot."""
+    """Create a server with our Protocol, which aiohttp's sites cannot do."""
     loop = asyncio.get_running_loop()
 
     def protocol() -> Protocol:
-        # Encoded bodies are refused, so nothing is inflated. A connection counts as idle until its headers are
-        # complete, so this is also their deadline.
+        # Encoded bodies are refused, so there is nothing to decompress. A connection counts as idle until its headers
+        # are complete, so `keepalive_timeout` is also their deadline.
         return Protocol(
             _server_of(runner),
             connections,
@@ -156,7 +156,7 @@ async def _listen(
         )
         return server
     except OSError as error:
-        # asyncio's message repeats the address
+        # asyncio's message repeats the address.
         reason = error.strerror if isinstance(error, socket.gaierror) or not error.errno else os.strerror(error.errno)
         raise StartupError(f"cannot listen on {settings.host}:{settings.port}: {reason}") from error
 

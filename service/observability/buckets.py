@@ -7,11 +7,11 @@ REQUEST_BUCKETS_S = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
 STEP_TOKEN_BUCKETS = tuple(1 << power for power in (0, *range(3, 15)))
-"""vLLM's."""
+"""vLLM's buckets."""
 
 
 class Buckets:
-    """Observations of one thread, counted by upper bound. `values`: a count per bound, one above them, the sum."""
+    """Histogram written by one thread. `values`: a count per upper bound, the count above them, the sum."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.values = [0.0] * (len(bounds) + 2)

@@ -1,4 +1,4 @@
-"""Gateways that share one port, each a process."""
+"""Groups of gateway processes that share a port."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hashlib import blake2b
 from pathlib import Path
 
 VARIABLE = "QUIRE_GATEWAY_GROUP"
-"""Set by the parent of the gateways: `<index>/<size>/<folder>`."""
+"""Set by the gateways' parent: `<index>/<size>/<folder>`."""
 
 NUM_SLOTS = 1 << 16
 
 
 @dataclass(frozen=True)
 class GatewayGroup:
-    """Number `index` of `size` gateways; `folder` has the files that they share."""
+    """Gateway `index` of `size`; `folder` contains the files they share."""
 
     folder: Path
     index: int
@@ -25,7 +25,7 @@ class GatewayGroup:
 
     @classmethod
     def find(cls, environ: Mapping[str, str]) -> GatewayGroup | None:
-        """Return the group of this process; None for a gateway that has the port alone."""
+        """Return this process's group; None for the only gateway on its port."""
         if VARIABLE not in environ:
             return None
         index, size, folder = environ[VARIABLE].split("/", 2)
@@ -35,13 +35,13 @@ class GatewayGroup:
         return f"{self.index}/{self.size}/{self.folder}"
 
     def paths(self, name: str) -> Iterator[Path]:
-        """Yield each gateway's file of that name."""
+        """Yield each gateway's file with this name."""
         for index in range(self.size):
             yield self.folder / f"{name}.{index}"
 
 
 class SharedNumbers:
-    """Float64 numbers, a file per gateway, which its successor continues. For one thread."""
+    """Float64 numbers in one file per gateway, continued by its successor. Not thread-safe."""
 
     def __init__(self, name: str, num: int, group: GatewayGroup | None) -> None:
         self._all: list[memoryview[float]] = (
@@ -60,7 +60,7 @@ class SharedNumbers:
 
 
 class OpenCounts:
-    """Open requests by client. Two names share a slot once in 65,536."""
+    """Open requests by client. Two names collide with probability 1/65,536."""
 
     FILE = "open_requests"
 
@@ -68,10 +68,10 @@ class OpenCounts:
         self._own: Counter[str] = Counter()
         self._shared = None if group is None else SharedNumbers(self.FILE, NUM_SLOTS, group)
         if group is not None:
-            forget_open_requests(group)  # a predecessor's ended with it
+            forget_open_requests(group)  # a predecessor's requests ended with it
 
     def count(self, name: str) -> int:
-        """Return the client's open requests at all gateways."""
+        """Return the client's number of open requests over all gateways."""
         return self._own[name] if self._shared is None else int(self._shared.total(_slot(name)))
 
     def add(self, name: str, change: int) -> None:
@@ -83,7 +83,7 @@ class OpenCounts:
 
 
 def forget_open_requests(group: GatewayGroup) -> None:
-    """Drop the dead gateway's open requests, in place: others map the file."""
+    """Reset the dead gateway's open requests, in place because others map the file."""
     path = list(group.paths(OpenCounts.FILE))[group.index]
     if path.exists():
         with path.open("r+b") as file:

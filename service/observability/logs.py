@@ -11,11 +11,11 @@ from contextvars import ContextVar
 from typing import Any
 
 _context: ContextVar[dict[str, Any] | None] = ContextVar("log_context", default=None)
-"""Fields at the end of the task's log lines."""
+"""Fields appended to the task's log lines."""
 
 
 PROCESS_NAME = "QUIRE_PROCESS_NAME"
-"""Variable with the name of a process among several of its kind, for its log lines."""
+"""Variable with a process's name, which its log lines show if there are several of its kind."""
 
 
 class _OneLine(logging.Formatter):
@@ -37,7 +37,7 @@ class _OneLine(logging.Formatter):
 
 
 def setup_logs(level: str, process: str = "") -> None:
-    """Log to stderr in one-line form; once per process. `process`: its name on each line."""
+    """Log to stderr, one line per event; called once per process. `process`: a name for each line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine(process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
@@ -46,7 +46,7 @@ def setup_logs(level: str, process: str = "") -> None:
 
 
 def fields(**values: Any) -> str:
-    """Format `key=value` pairs; strings with spaces are quoted."""
+    """Format `key=value` pairs, quoting strings with spaces."""
     return " ".join(f"{key}={_shown(value)}" for key, value in values.items())
 
 
@@ -59,7 +59,7 @@ def _shown(value: Any) -> str:
 
 @contextmanager
 def log_context(**values: Any) -> Iterator[None]:
-    """Add fields to the log lines of this task and of tasks started inside; None is left out."""
+    """Add fields to log lines of this task and of tasks started inside. None values are dropped."""
     token = _context.set({})
     add_log_context(**values)
     try:

@@ -1,4 +1,4 @@
-"""Metrics: vLLM's names and labels if the meaning is the same, else `quire:`.
+"""Metrics with vLLM's names and labels where the meaning is the same, else named `quire:`.
 
 The gateway re-exports `WorkerCard.stats` (see worker_metrics) with `engine` = worker id.
 """
@@ -44,7 +44,7 @@ QUEUE_OLDEST_WAIT_S = "quire:queue_oldest_wait_seconds"
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 GATEWAY = "gateway"
-"""Label `engine` of a gateway's own metrics."""
+"""Value of the label `engine` in a gateway's own metrics."""
 
 
 _FIRST_TOKEN_BUCKETS_S = (
@@ -78,11 +78,11 @@ _REQUEST_HISTOGRAMS = {
 """Histograms with one observation per request: help and buckets."""
 
 _SUCCESSES = {EndReason.STOP: "stop", EndReason.LENGTH: "length", EndReason.CANCELLED: "abort"}
-"""Ends that vLLM counts as successes: `finished_reason`."""
+"""End reasons that vLLM counts as successes, and their `finished_reason`."""
 
 
 GRAMMAR_RESULTS = ("compiled", "refused", "out_of_time", "out_of_memory", "crashed")
-"""The last three ended the compiling process."""
+"""Results of compiling a grammar. The last three killed the compiling process."""
 
 
 class LaneStats(NamedTuple):
@@ -93,10 +93,10 @@ class LaneStats(NamedTuple):
 
 
 class GatewayMetrics:
-    """Metrics of one gateway, with their registry, or of a group.
+    """Metrics of a gateway or group, with their registry.
 
-    In a group prometheus_client keeps each gateway's numbers in files of `group.folder` (PROMETHEUS_MULTIPROC_DIR), and
-    each exposes the sums.
+    In a group, prometheus_client stores each gateway's values in files in `group.folder` (PROMETHEUS_MULTIPROC_DIR),
+    and every gateway exposes the sums.
     """
 
     def __init__(self, model_name: str, group: GatewayGroup | None = None) -> None:
@@ -151,7 +151,7 @@ class GatewayMetrics:
             self._success.labels(model_name, GATEWAY, word)
 
     def track_request(self, num_prompt_tokens: int, max_tokens: int, num_choices: int = 1) -> RequestTimer:
-        """Return the timer of a request that begins now."""
+        """Return the timer of a request that starts now."""
         self._open.inc()
         self._of_requests[PROMPT_TOKENS].observe(num_prompt_tokens)
         self._of_requests[MAX_TOKENS].observe(max_tokens)
@@ -163,7 +163,7 @@ class GatewayMetrics:
         self._grammars.labels(result).inc()
 
     def count_response(self, route: str, status: int) -> None:
-        """Count a response; `route` is a pattern, never a client's path."""
+        """Count a response. `route` is a pattern, never a client's path."""
         self._responses.labels(route, str(status)).inc()
 
     def set_fleet(
@@ -174,7 +174,7 @@ class GatewayMetrics:
         formats_by_worker: Mapping[str, WorkerFormats] | None = None,
         adapters_by_worker: Mapping[str, AdapterLabels] | None = None,
     ) -> None:
-        """Set the next exposition's workers and queue; NaN without Redis."""
+        """Set workers and queue for the next exposition; NaN without Redis."""
         self._workers.set_workers(stats_by_worker, formats_by_worker or {}, adapters_by_worker or {})
         self._queue_depth.set(sum(seen.num_jobs for seen in lanes.values()))
         for lane, seen in lanes.items():
@@ -183,15 +183,15 @@ class GatewayMetrics:
         self._leases.set(num_leases)
 
     def latency_buckets(self) -> dict[str, list[tuple[float, float]]]:
-        """Return cumulative (upper bound in s, count) of TTFT and gaps between tokens."""
+        """Return cumulative (upper bound in s, count) of TTFT and inter-token latency."""
         return {"ttft": self._first_token_s.buckets(), "gap": self._next_token_s.buckets()}
 
     def exposition(self) -> bytes:
-        """Return Prometheus' text format, of type CONTENT_TYPE."""
+        """Return the metrics in Prometheus' text format, CONTENT_TYPE."""
         return generate_latest(self._exposed)
 
     def num_open(self) -> int:
-        """Return the open requests of all gateways of the group."""
+        """Return the group's number of open requests."""
         return int(self._exposed.get_sample_value(OPEN_REQUESTS) or 0)
 
     def observe_tokens(self, first: bool, elapsed_s: float) -> None:
@@ -200,7 +200,7 @@ class GatewayMetrics:
     def observe_end(
         self, reason: EndReason, num_tokens: int, elapsed_s: float, decode_s: float, most_tokens: int
     ) -> None:
-        """`decode_s`: from the first token to the last; `most_tokens`: of one choice."""
+        """Record a request's end. `decode_s`: from first to last token; `most_tokens`: of the longest choice."""
         self._open.dec()
         self._of_requests[E2E_S].observe(elapsed_s)
         self._of_requests[DECODE_S].observe(decode_s)
@@ -213,7 +213,7 @@ class GatewayMetrics:
             self._success.labels(self._model_name, GATEWAY, _SUCCESSES[reason]).inc()
 
     def _fleet_gauge(self, name: str, help: str, *labels: str) -> Gauge:
-        """A gauge that each exposition sets: a group's latest holds."""
+        """Return a gauge that each exposition sets; in a group the latest value counts."""
         return Gauge(name, help, labels, registry=self._registry, multiprocess_mode="livemostrecent")
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
@@ -238,14 +238,14 @@ class RequestTimer:
         self._last_s = now_s
 
     def observe_end(self, reason: EndReason, most_tokens: int | None = None) -> None:
-        """`most_tokens`: of one choice; None: there is only one."""
+        """`most_tokens`: of the longest choice; None: there is only one."""
         most = self._num_tokens if most_tokens is None else most_tokens
         decode_s = self._last_s - self._first_s
         self._metrics.observe_end(reason, self._num_tokens, time.monotonic() - self._started_s, decode_s, most)
 
 
 class _Intervals(Collector):
-    """Histogram for one thread, without a lock: a fraction of a microsecond per token."""
+    """Single-threaded histogram without a lock: a fraction of a microsecond per token."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class _Intervals(Collector):
         self._name, self._help, self._labels = name, help, labels
         self._bounds_s = (*bounds_s, float("inf"))
         self._numbers = SharedNumbers(name.partition(":")[2], len(self._bounds_s) + 1, group)
-        self._own = self._numbers.own  # a count per bucket, then the sum in seconds
+        self._own = self._numbers.own  # count per bucket, then the sum in seconds
 
     def observe(self, interval_s: float) -> None:
         self._own[bisect_left(self._bounds_s, interval_s)] += 1

@@ -51,7 +51,7 @@ class OtelTracing:
         kind: str = "internal",
         at_s: float | None = None,
     ) -> OtelSpan:
-        # An empty context: other users of OpenTelemetry are not part of the trace.
+        # An empty context, so that other users of OpenTelemetry do not join the trace.
         context = Context() if parent is None else _PROPAGATOR.extract({"traceparent": parent}, Context())
         return OtelSpan(
             self._tracer.start_span(
@@ -64,7 +64,7 @@ class OtelTracing:
 
 
 def open_otel(role: str) -> OtelTracing:
-    """Return a tracing that sends batches from a thread, as OpenTelemetry's variables say."""
+    """Return a tracing that sends batches from a thread, configured by OpenTelemetry's variables."""
     resource = Resource.create()
     if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
         resource = resource.merge(Resource({SERVICE_NAME: f"quire-{role}"}))

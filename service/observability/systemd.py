@@ -1,4 +1,4 @@
-"""Notifications by systemd's protocol (sd_notify); no-ops without a supervisor."""
+"""Notifications by systemd's sd_notify protocol; no-ops without a supervisor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FEEDS_PER_TIMEOUT = 4
 
 
 class Supervisor:
-    """Sender to $NOTIFY_SOCKET. Callable from any thread."""
+    """Sends to $NOTIFY_SOCKET. Thread-safe."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         path = environ.get("NOTIFY_SOCKET", "")
@@ -26,7 +26,7 @@ class Supervisor:
 
     @property
     def feed_every_s(self) -> float | None:
-        """Seconds between watchdog notifications, or None without a watchdog."""
+        """Seconds between watchdog notifications; None without a watchdog."""
         return self._feed_every_s or None
 
     def ready(self, status: str) -> None:
@@ -36,7 +36,7 @@ class Supervisor:
         self._send("STOPPING=1\nSTATUS=draining")
 
     def feed(self) -> None:
-        """Report progress at most every `feed_every_s`: cheap enough for every step."""
+        """Report progress, at most every `feed_every_s`; cheap enough for every step."""
         if not self._feed_every_s:
             return
         now_s = time.monotonic()
@@ -57,7 +57,7 @@ class Supervisor:
 
 
 def _timeout_s(environ: Mapping[str, str]) -> float:
-    """Return 0 without a watchdog for this process."""
+    """Return the watchdog's timeout, 0 if this process has none."""
     if environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return 0.0
     text = environ.get("WATCHDOG_USEC", "")

@@ -1,6 +1,6 @@
-"""W3C traces and spans from the client's header through the queue to the worker.
+"""W3C trace context and spans, from the client's header through the queue to the worker.
 
-Without the extra `otel` or an OTLP endpoint no spans are made; a client's trace is still passed on and logged.
+Without the extra `otel` or an OTLP endpoint there are no spans, but a client's trace is still propagated and logged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger("quire.tracing")
 
 Kind = Literal["internal", "server", "consumer"]
 Attributes = Mapping[str, Any]
-"""None values are left out."""
+"""None values are dropped."""
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -33,12 +33,12 @@ _traceparent: ContextVar[str | None] = ContextVar("traceparent", default=None)
 class Span(Protocol):
     @property
     def traceparent(self) -> str | None:
-        """Parent of its child spans; None without a trace."""
+        """Traceparent for child spans; None without a trace."""
 
     def set_attributes(self, attributes: Attributes) -> None: ...
 
     def end(self, failure: str | None = None, at_s: float | None = None) -> None:
-        """End the span; called once. `failure`: the `error.type`; `at_s`: Unix seconds, default now."""
+        """End the span; call once. `failure`: the `error.type`; `at_s`: Unix seconds, default now."""
 
 
 class Tracing(Protocol):
@@ -57,7 +57,7 @@ class Tracing(Protocol):
         """Return a child of `parent` (a traceparent), or the root of a new trace."""
 
     def close(self) -> None:
-        """Send what is left; may take seconds."""
+        """Flush; may take seconds."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ NO_TRACING = NoTracing()
 
 
 def open_tracing(role: str, environ: Mapping[str, str]) -> Tracing:
-    """Open tracing as OpenTelemetry's variables say. Raises StartupError for a wrong one."""
+    """Open tracing as configured by OpenTelemetry's variables. Raises StartupError for an invalid one."""
     if not any(environ.get(name) for name in ENDPOINTS):
         return NO_TRACING
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or environ.get("OTEL_TRACES_EXPORTER") == "none":
@@ -99,7 +99,7 @@ def open_tracing(role: str, environ: Mapping[str, str]) -> Tracing:
     for name in ENDPOINTS:
         if (url := environ.get(name)) and not url.startswith(("http://", "https://")):
             raise StartupError(f"{name}: {url!r} is not supported (an http or https URL)")
-    from service.observability.otel import open_otel  # only if needed
+    from service.observability.otel import open_otel  # imported only if needed
 
     try:
         return open_otel(role)
@@ -125,7 +125,7 @@ def current_traceparent() -> str | None:
 
 @contextmanager
 def use_traceparent(traceparent: str | None) -> Iterator[None]:
-    """Make this span the parent of spans of this task and of tasks started inside."""
+    """Make this span the parent of spans in this task and in tasks started inside."""
     token = _traceparent.set(traceparent)
     try:
         yield

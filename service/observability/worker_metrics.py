@@ -1,6 +1,6 @@
-"""Statistics of a worker: key in WorkerCard.stats, metric, and source.
+"""Worker statistics: key in WorkerCard.stats, metric, and source.
 
-A new one is a row here and, if not yet counted, a counter in service/engine/stats.py ("engine") or
+To add one, add a row here and, unless it is already counted, a counter in service/engine/stats.py ("engine") or
 service/worker/job_counts.py ("jobs").
 """
 
@@ -27,7 +27,7 @@ STEP_TIME_MS = "quire:step_time_ms"
 
 STAT_PROMPT_TOKENS_TOTAL = "prompt_tokens_total"
 STAT_GENERATION_TOKENS_TOTAL = "generation_tokens_total"
-"""Keys that the gateway's back-pressure reads."""
+"""Keys read by the gateway's back-pressure."""
 
 ENGINE, JOBS = "engine", "jobs"
 """Sources: EngineStats, JobCounts."""
@@ -37,16 +37,16 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class WorkerMetric:
-    """Statistic of a worker. Counters start at 0 with its process, as Prometheus expects."""
+    """A worker statistic. Counters start at 0 with the process, as Prometheus expects."""
 
-    stat: str  # in WorkerCard.stats
+    stat: str  # key in WorkerCard.stats
     name: str
     help: str
     source: str  # ENGINE or JOBS
     attribute: str  # of the source
     is_counter: bool
     labels: Labels = ()
-    index: int | None = None  # in the attribute, a tuple
+    index: int | None = None  # within the attribute, if that is a tuple
 
 
 def _gauge(stat: str, name: str, help: str, attribute: str, source: str = ENGINE, labels: Labels = ()) -> WorkerMetric:
@@ -187,22 +187,24 @@ WORKER_METRICS = (
 
 @dataclass(frozen=True)
 class WorkerHistogram:
-    """Histogram of a worker: Buckets `stat`_0, `stat`_1, ... and `stat`_sum in WorkerCard.stats, zeros left out but for
-    the sum."""
+    """A worker's histogram, stored in WorkerCard.stats as `stat`_0, `stat`_1, ... and `stat`_sum.
+
+    Zeros are left out, except for the sum.
+    """
 
     stat: str
     name: str
     help: str
     bounds: tuple[float, ...]
     source: str
-    attribute: str  # path to Buckets' values
+    attribute: str  # path to the values of Buckets
 
     def entries(self, values: Sequence[float]) -> dict[str, float]:
         counted = {f"{self.stat}_{index}": count for index, count in enumerate(values[:-1]) if count}
         return {**counted, f"{self.stat}_sum": values[-1]}
 
     def cumulative(self, stats: Mapping[str, float]) -> list[tuple[float, float]] | None:
-        """Return (upper bound, count) of entries; None without any: a worker of an earlier version."""
+        """Return (upper bound, count); None without entries, as from a worker of an earlier version."""
         if f"{self.stat}_sum" not in stats:
             return None
         counts = accumulate(stats.get(f"{self.stat}_{index}", 0.0) for index in range(len(self.bounds) + 1))
@@ -248,19 +250,19 @@ VLLM_ALIASES = (
     _counter("prefix_query_tokens_total", "vllm:prefix_cache_queries", _QUERIES_HELP, "num_query_tokens"),
     _counter("prefix_hit_tokens_total", "vllm:prefix_cache_hits", _HITS_HELP, "num_hit_tokens"),
 )
-"""Rows of WORKER_METRICS once more, under vLLM's names."""
+"""Rows of WORKER_METRICS repeated under vLLM's names."""
 
 
 CACHE_CONFIG = "vllm:cache_config_info"
 CACHE_LABELS = ("block_size", "cache_dtype", "num_gpu_blocks", "block_bytes")
-"""The last is not vLLM's."""
+"""All but the last are vLLM's."""
 
 WEIGHT_BYTES = "quire:weight_bytes"
 
 
 @dataclass(frozen=True)
 class WorkerFormats:
-    """Weights and KV cache of a worker, constant from its start."""
+    """Weight and KV-cache formats of a worker, constant after start."""
 
     weight_format: str
     weight_bytes: int
@@ -271,7 +273,7 @@ class WorkerFormats:
 
     @property
     def cache_labels(self) -> list[str]:
-        """Return the values of CACHE_LABELS."""
+        """Values of CACHE_LABELS."""
         return [str(self.block_size), self.kv_cache_dtype, str(self.num_blocks), str(self.block_bytes)]
 
 
@@ -279,7 +281,7 @@ LORA_INFO = "vllm:lora_requests_info"
 
 
 class AdapterLabels(NamedTuple):
-    """Labels of LORA_INFO: vLLM's, of one worker."""
+    """One worker's labels of LORA_INFO, as in vLLM."""
 
     max_lora: str
     running_lora_adapters: str  # comma-separated
@@ -287,7 +289,7 @@ class AdapterLabels(NamedTuple):
 
 
 def read_stats(source: str, values: object) -> dict[str, float]:
-    """Return the entries of WorkerCard.stats that come from `source`; `values` has their attributes."""
+    """Return the entries of WorkerCard.stats from `source`, whose attributes `values` has."""
     stats = {each.stat: _read(each, values) for each in WORKER_METRICS if each.source == source}
     for each in WORKER_HISTOGRAMS:
         if each.source == source:

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: a stream of outputs per request, in vLLM's words."""
+"""`AsyncLLM`: streams outputs per request, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from service.offline.vllm_names import VllmNames, named
 
 
 class _LoopInbox:
-    """Wakes the tasks of one event loop, once a step."""
+    """Wakes the tasks of one event loop, once per step."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -52,7 +52,7 @@ class AsyncLLM(VllmNames):
     """A model in this process, for one event loop at a time. A context manager, plain or async."""
 
     def __init__(self, model: str | os.PathLike[str] | None = None, *, seed: int | None = 0, **keywords: Any) -> None:
-        """Takes what `LLM` takes, and blocks until the model is ready. Raises ValueError."""
+        """Block until the model is ready. Takes the arguments of `LLM`. Raises ValueError."""
         self.settings: Settings = read_keywords({"model": model, **keywords})
         self._engine = OfflineEngine(self.settings, seed)
         self._inbox: _LoopInbox | None = None
@@ -69,9 +69,9 @@ class AsyncLLM(VllmNames):
         lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield outputs as `sampling_params.output_kind` says; leaving before the last cancels the request.
+        """Yield outputs according to `sampling_params.output_kind`; leaving early cancels the request.
 
-        Raises ValueError for a wrong prompt or adapter or a `request_id` in use, RuntimeError if the engine fails.
+        Raises ValueError for an invalid prompt or adapter or a `request_id` in use, RuntimeError if the engine fails.
         """
         if priority:
             raise ValueError("'priority' is not supported (0)")
@@ -104,7 +104,7 @@ class AsyncLLM(VllmNames):
                 yield PoolingRequestOutput(output.request_id, data, output.prompt_token_ids)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End a request, or several: their iterations stop. Unknown ids are ignored."""
+        """End one or several requests, whose iterations stop. Unknown ids are ignored."""
         for one in [request_id] if isinstance(request_id, str) else request_id:
             arrived = None if self._inbox is None else self._inbox.arrived.get(one)
             if arrived is not None:
@@ -119,7 +119,7 @@ class AsyncLLM(VllmNames):
         return LLMTokenizer(self._engine.model)
 
     async def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling that the model's folder recommends."""
+        """Return the sampling parameters recommended in the model's folder."""
         return default_sampling_params(self._engine.model.defaults)
 
     async def check_health(self) -> None:
@@ -166,7 +166,7 @@ class AsyncLLM(VllmNames):
                 output = generation.advance()
                 if output is not None:
                     yield output, generation
-                if self._engine.is_dead:  # its death may have come with the last outputs, in one wake
+                if self._engine.is_dead:  # its death may have shared a wake-up with the last outputs
                     arrived.set()
         finally:
             self._aborted.discard(request_id)

@@ -1,4 +1,4 @@
-"""The engine thread of one LLM, its text half, and its open requests."""
+"""The engine thread of an LLM, its text processing and its open requests."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ class PreparedRequest:
 
 class Mailbox(Protocol):
     def put(self, ready: Sequence[OpenRequest]) -> None:
-        """Take requests with new outputs; called on the engine thread."""
+        """Take requests that have new outputs; called on the engine thread."""
 
 
 class OpenRequest:
-    """A request in the engine; the engine thread fills it, one other thread drains it."""
+    """A request in the engine. The engine thread fills it; one other thread drains it."""
 
     def __init__(self, request: EngineRequest, mailbox: Mailbox, *, streams: bool) -> None:
-        """Without `streams`, the mailbox gets it only at its end."""
+        """Without `streams`, the mailbox gets the request only at its end."""
         self.request_id = request.request_id
         self.mailbox = mailbox
         self.streams = streams
-        self.arrived: deque[tuple[int, int] | RequestOutput] = deque()  # (branch, plain token), or more
+        self.arrived: deque[tuple[int, int] | RequestOutput] = deque()  # (branch, plain token), or a full output
         self._num_prompt_tokens = len(request.prompt)
 
     def drain(self) -> RequestOutput | None:
-        """Return the outputs since the last call as one; None: there is none."""
+        """Return the outputs since the last call, merged; None: none."""
         parts: list[BranchOutput] = []
-        runs: dict[int, list[int]] = {}  # plain tokens by branch, which precede its next part
+        runs: dict[int, list[int]] = {}  # plain tokens by branch, preceding its next part
         last: RequestOutput | None = None
         while self.arrived:
             output = self.arrived.popleft()
@@ -83,10 +83,10 @@ class OpenRequest:
 
 
 class OfflineEngine:
-    """Raises ValueError if the model cannot be read or does not fit."""
+    """An engine with its model. Raises ValueError if the model cannot be read or does not fit."""
 
     def __init__(self, settings: Settings, seed: int | None) -> None:
-        """`seed`: of requests without one, varied by their order; None: random."""
+        """`seed`: base seed of requests without one, combined with the request's id; None: random."""
         try:
             self.model = ServedModel.read(settings)
             built = build_engine(settings, progress=True)
@@ -115,7 +115,7 @@ class OfflineEngine:
         return str(next(self._numbers))
 
     def reset_prefix_cache(self) -> bool:
-        """Let later requests find no earlier prefix; what is cached goes when its memory is needed. Return True."""
+        """Hide cached prefixes from later requests; the blocks are freed when memory is needed. Return True."""
         self._num_resets += 1
         return True
 
@@ -126,8 +126,10 @@ class OfflineEngine:
         lora: LoRARequest | None = None,
         model: ServedModel | None = None,
     ) -> PreparedRequest:
-        """Tokenize and resolve a request with one prompt, on any thread. `model`: with another chat template. Raises
-        ValueError."""
+        """Tokenize and resolve a request with one prompt, on any thread. Raises ValueError.
+
+        `model`: the model with another chat template.
+        """
         try:
             return self._prepared(request, request_id, lora, model or self.model)
         except RequestError as error:
@@ -147,16 +149,16 @@ class OfflineEngine:
         return opened
 
     def end_branch(self, request_id: str, branch: int) -> None:
-        """End a branch that a stop string completes."""
+        """End a branch that a stop string completed."""
         self._thread.send(Cancel(request_id, EndReason.STOP, branch))
 
     def close(self, request_id: str) -> None:
-        """Cancel a request unless it has ended; its later outputs are dropped."""
+        """Cancel a request unless it has ended; further outputs are dropped."""
         if self._open.pop(request_id, None) is not None:
             self._thread.send(Cancel(request_id, EndReason.CANCELLED))
 
     def check(self) -> None:
-        """Raises RuntimeError if the engine has ended, or is in the parent of this process."""
+        """Raises RuntimeError if the engine has ended, or belongs to the parent of this process."""
         if os.getpid() != self._process:
             raise RuntimeError("the engine is in the process that made it (after a fork, make an LLM in the child)")
         if self._death is not None:
@@ -165,7 +167,7 @@ class OfflineEngine:
             raise RuntimeError("the engine is shut down")
 
     def shut_down(self) -> None:
-        """End open requests and the thread. Callable twice."""
+        """End open requests and the thread. Idempotent."""
         if not self._is_shut_down:
             self._is_shut_down = True
             self._thread.send(Stop(EndReason.SHUTDOWN))
@@ -199,7 +201,7 @@ class OfflineEngine:
         return secrets.randbits(64) if self._seed is None else seed_of(f"{self._seed}/{request_id}")
 
     def _grammar(self, task: GrammarTask, request: GenerationRequest) -> str:
-        """Return a grammar that compiles, in this process: it is the caller's own. Raises RequestError."""
+        """Compile and return a grammar, in this process because it is the caller's own. Raises RequestError."""
         key = PackedTask.of(task).key
         if key not in self._grammars:
             asked = request.sampling.grammar

@@ -1,4 +1,4 @@
-"""One request from the engine's tokens to the caller's outputs, by the text stages of the HTTP API."""
+"""Turns a request's tokens from the engine into the caller's outputs, with the HTTP API's text stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CALLERS_FAULTS = (EndReason.TOO_LARGE, EndReason.GRAMMAR, EndReason.INVALID)
 
 
 class Generation:
-    """An open request. Used by one thread."""
+    """An open request. Not thread-safe."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Generation:
 
     @property
     def embedding(self) -> bytes:
-        """float32[H], known at the end."""
+        """float32[H], set at the end."""
         return self._assembler.embedding
 
     @property
@@ -52,9 +52,9 @@ class Generation:
         return self._assembler.num_tokens
 
     def advance(self) -> RequestOutput | None:
-        """Take the engine's new outputs. Return an output if there is something new to show.
+        """Take the engine's new outputs. Return an output if there is anything new.
 
-        Raises ValueError if the engine refuses the request, RuntimeError if it failed.
+        Raises ValueError if the engine refused the request, RuntimeError if it failed.
         """
         new = self._opened.drain()
         if new is None:

@@ -1,4 +1,4 @@
-"""`LLM`: batches of prompts in one call, in vLLM's words."""
+"""`LLM`: batches of prompts per call, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -42,16 +42,17 @@ from service.offline.vllm_names import VllmNames, named
 
 
 class LLM(VllmNames):
-    """A model in this process. Methods block until complete, and may be called from several threads.
+    """A model in this process. Methods block until done, and may be called from several threads.
 
     A context manager; `shutdown` or garbage collection ends the engine's thread.
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, *, seed: int | None = 0, **keywords: Any) -> None:
-        """`model`: a folder, or org/name of a Hugging Face model; None: the shipped demo model. `seed`: of requests
-        without one; None: random. `keywords`: flags of `quire serve` for model and engine, or vLLM's engine arguments.
+        """Load a model. Raises ValueError, one line, for an invalid keyword or a model that cannot be served.
 
-        Raises ValueError, one line, for a wrong keyword and a model that cannot be served.
+        `model`: a folder, or org/name of a Hugging Face model; None: the shipped demo model. `seed`: base seed of
+        requests without one; None: random. `keywords`: model and engine flags of `quire serve`, or vLLM's engine
+        arguments.
         """
         self.settings: Settings = read_keywords({"model": model, **keywords})
         self._engine = OfflineEngine(self.settings, seed)
@@ -67,10 +68,11 @@ class LLM(VllmNames):
         lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Return one output per prompt, in their order. `sampling_params` (None: the model's defaults), `lora_request`:
-        one, or one per prompt. `priority`: one per prompt; lower ones start first.
+        """Return one output per prompt, in order.
 
-        Raises ValueError for a wrong prompt or adapter, RuntimeError if the engine fails.
+        `sampling_params` (None: the model's defaults) and `lora_request`: one, or one per prompt. `priority`: one per
+        prompt; lower ones start first. Raises ValueError for an invalid prompt or adapter, RuntimeError if the engine
+        fails.
         """
         asked = listed(prompts)
         params = self._params(sampling_params, len(asked))
@@ -98,8 +100,10 @@ class LLM(VllmNames):
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Return one output per conversation, like `generate`. `chat_template`: a file or a text. Tools are only in the
-        prompt: calls and reasoning are part of the text."""
+        """Return one output per conversation, like `generate`. `chat_template`: a file or text.
+
+        Tools only appear in the prompt: tool calls and reasoning are part of the output text.
+        """
         model = self._engine.model if chat_template is None else with_template(self._engine.model, chat_template)
         options = {
             "add_generation_prompt": add_generation_prompt,
@@ -140,7 +144,7 @@ class LLM(VllmNames):
         use_tqdm: Progress = True,
         lora_request: LoRARequests = None,
     ) -> list[PoolingRequestOutput]:
-        """Return each prompt's pooled hidden states (keyword `pooling`), of length 1. Raises like `generate`."""
+        """Return each prompt's pooled hidden states (keyword `pooling`) as a unit vector. Raises like `generate`."""
         asked = listed(prompts)
         given = PoolingParams() if pooling_params is None else pooling_params
         params = each_params(given, PoolingParams, "pooling_params", len(asked))
@@ -176,7 +180,7 @@ class LLM(VllmNames):
         pooling_params: PoolingParams | None = None,
         lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Return the cosine of the embeddings of each pair. One `text_1` is compared with all of `text_2`."""
+        """Return the cosine similarity of each pair's embeddings. One `text_1` is compared with all of `text_2`."""
         left, right = listed(text_1), listed(text_2)
         if len(left) not in (1, len(right)):
             raise ValueError("'text_1' must be one text, or as many as 'text_2'")
@@ -196,11 +200,11 @@ class LLM(VllmNames):
         return LLMTokenizer(self._engine.model)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling that the model's folder recommends."""
+        """Return the sampling parameters recommended in the model's folder."""
         return default_sampling_params(self._engine.model.defaults)
 
     def reset_prefix_cache(self) -> bool:
-        """Let later prompts find no earlier prefix. Return True."""
+        """Hide cached prefixes from later prompts. Return True."""
         return self._engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
@@ -260,7 +264,7 @@ class LLM(VllmNames):
 
 
 def _requests(params: Sequence[AnyParams]) -> list[GenerationRequest]:
-    """Return each params' request, made once for the same object."""
+    """Return each params' request, built once per distinct object."""
     made = {id(each): each.request() for each in {id(one): one for one in params}.values()}
     return [made[id(each)] for each in params]
 

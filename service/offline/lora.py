@@ -1,4 +1,4 @@
-"""`LoRARequest`: the adapter of a prompt, in vLLM's words."""
+"""`LoRARequest`: a prompt's adapter, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from service.gateway.core.adapter_files import read_record
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """An adapter in PEFT's format. The engine distinguishes adapters by their content, not by name or id.
+    """An adapter in PEFT's format. The engine identifies adapters by content, not by name or id.
 
-    Raises ValueError with the name of a wrong value.
+    Raises ValueError that names the invalid value.
     """
 
     lora_name: str
     lora_int_id: int
     lora_path: str = ""  # folder
     base_model_name: str | None = None  # not checked
-    load_inplace: bool = False  # read the folder again
+    load_inplace: bool = False  # reread the folder
 
     def __post_init__(self) -> None:
         if not self.lora_name or not isinstance(self.lora_name, str):
@@ -65,7 +65,7 @@ def each_adapter(given: LoRARequests, num_prompts: int) -> Sequence[LoRARequest 
 
 
 class AdapterFiles:
-    """Adapters checked before a request may use them, each folder once. Callable from any thread."""
+    """Checks adapters before requests may use them, each folder once. Thread-safe."""
 
     def __init__(self, config: ModelConfig, settings: Settings) -> None:
         self._config = config
@@ -74,7 +74,7 @@ class AdapterFiles:
         self._digests: dict[str, str] = {}  # by folder
 
     def source(self, request: LoRARequest) -> AdapterSource:
-        """Raises ValueError for an adapter that is not supported."""
+        """Check an adapter. Raises ValueError if it is not supported."""
         if not self._settings.enable_lora:
             raise ValueError("'lora_request': adapters are off (enable_lora=True)")
         path = str(Path(request.lora_path).expanduser().absolute())

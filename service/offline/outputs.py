@@ -17,7 +17,7 @@ from service.offline.sampling_params import RequestOutputKind
 @dataclass
 class Logprob:
     logprob: float
-    rank: int | None = None  # from 1; None: beyond the alternatives asked for
+    rank: int | None = None  # from 1; None: beyond the requested alternatives
     decoded_token: str | None = None
 
 
@@ -30,7 +30,7 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    cumulative_logprob: float | None  # None unless log-probabilities were asked for
+    cumulative_logprob: float | None  # None unless log-probabilities were requested
     logprobs: list[PositionLogprobs] | None
     finish_reason: str | None = None  # "stop", "length"
     stop_reason: int | str | None = None  # the stop string or token id; None: EOS
@@ -44,7 +44,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[PositionLogprobs | None] | None  # the first token has none
+    prompt_logprobs: list[PositionLogprobs | None] | None  # None for the first token
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int | None = None
@@ -53,7 +53,7 @@ class RequestOutput:
 
 @dataclass
 class PoolingOutput:
-    data: np.ndarray  # float32[H], of length 1
+    data: np.ndarray  # float32[H], a unit vector
 
 
 @dataclass

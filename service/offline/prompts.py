@@ -1,4 +1,4 @@
-"""Prompts and conversations, in vLLM's forms, as requests."""
+"""Turns prompts and conversations, in vLLM's forms, into requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TextPrompt(TypedDict, total=False):
 
 class TokensPrompt(TypedDict, total=False):
     prompt_token_ids: list[int]
-    prompt: str  # its text, if known
+    prompt: str  # the ids' text, if known
     cache_salt: str
 
 
@@ -51,7 +51,7 @@ def with_prompt(request: GenerationRequest, prompt: Prompt) -> GenerationRequest
         content = prompt
     if isinstance(content, str) and content:
         return _with_content(request, content)
-    if isinstance(content, list) and set(map(type, content)) == {int}:  # nearly always
+    if isinstance(content, list) and set(map(type, content)) == {int}:  # the common case
         return _with_content(request, tuple(content))
     if isinstance(content, Iterable) and not isinstance(content, str | bytes | Mapping):
         ids = tuple(content)
@@ -61,14 +61,14 @@ def with_prompt(request: GenerationRequest, prompt: Prompt) -> GenerationRequest
 
 
 def _with_content(request: GenerationRequest, content: str | tuple[int, ...]) -> GenerationRequest:
-    """Do `replace`, which would read all fields one by one, in a tenth of its 10 us."""
+    """Do what `replace` does in a tenth of its 10 us; it reads all fields one by one."""
     copy = object.__new__(GenerationRequest)
     vars(copy).update(vars(request), prompts=(content,))
     return copy
 
 
 def text_of(prompt: Prompt) -> str | None:
-    """Return the prompt's text, None if it has only ids."""
+    """Return the prompt's text; None if it only has ids."""
     if isinstance(prompt, Mapping):
         return prompt.get("prompt")
     return prompt if isinstance(prompt, str) else None
@@ -83,9 +83,9 @@ def conversations(messages: Conversation | Sequence[Conversation]) -> list[Conve
 
 
 def with_conversation(request: GenerationRequest, fields: Mapping[str, Any]) -> GenerationRequest:
-    """Return the request with the prompt of a chat's HTTP fields. Raises ValueError.
+    """Return the request with the prompt from a chat's HTTP fields. Raises ValueError.
 
-    Tools are only in the prompt: a call is part of the answer's text, as in vLLM.
+    As in vLLM, tools only appear in the prompt: a tool call is part of the output text.
     """
     chat = checked_request(CHAT, {name: value for name, value in fields.items() if value is not None})
     return replace(request, endpoint=CHAT, prompts=chat.prompts)

@@ -1,4 +1,4 @@
-"""Many requests at once, until all have ended, with a progress bar."""
+"""Runs many requests at once until all have ended, with a progress bar."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from service.offline.lora import LoRARequest
 from service.offline.outputs import RequestOutput
 
 SHOW_EVERY_S = 0.1
-"""A bar is drawn no more often."""
+"""Minimum interval between redraws of the bar."""
 
 Progress = bool | Callable[..., Any]
 """True: show a bar; or a class like tqdm."""
@@ -26,13 +26,13 @@ Progress = bool | Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Requests of one call; the sequences are parallel."""
+    """Requests of one call. The sequences are parallel."""
 
     requests: Sequence[GenerationRequest]  # one prompt each
     request_ids: Sequence[str]
-    texts: Sequence[str | None]  # of the prompts, for the outputs
-    has_text: Sequence[bool]  # of the answers
-    order: Sequence[int]  # indices, in the order of their start
+    texts: Sequence[str | None]  # the prompts' texts, for the outputs
+    has_text: Sequence[bool]  # whether outputs have text
+    order: Sequence[int]  # indices in start order
     adapters: Sequence[LoRARequest | None]
     model: ServedModel | None = None  # with another chat template
 
@@ -43,7 +43,7 @@ class Finished(NamedTuple):
 
 
 class _Inbox:
-    """Requests that have new outputs."""
+    """Queue of requests that have new outputs."""
 
     def __init__(self) -> None:
         self._ready: SimpleQueue[Sequence[OpenRequest]] = SimpleQueue()
@@ -56,15 +56,15 @@ class _Inbox:
 
 
 def run_all(engine: OfflineEngine, work: Work, progress: Progress) -> list[Finished]:
-    """Return the results in the requests' order. Leaving early, by an error or Ctrl-C, cancels the others.
+    """Return the results in request order. An error or Ctrl-C cancels the other requests.
 
-    Raises ValueError for a wrong request, RuntimeError if one failed.
+    Raises ValueError for an invalid request, RuntimeError if one failed.
     """
     inbox, bar = _Inbox(), _Bar(len(work.requests), progress)
     running: dict[str, Generation] = {}
     finished: dict[str, Finished] = {}
     try:
-        for index in work.order:  # the engine starts with the first while others are tokenized
+        for index in work.order:  # the engine runs the first while others are tokenized
             generation = _start(engine, work, index, inbox)
             running[generation.request_id] = generation
         while running:

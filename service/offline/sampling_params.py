@@ -1,4 +1,4 @@
-"""vLLM's parameter classes. Each value is checked as the HTTP field of its name."""
+"""vLLM's parameter classes. Each value is validated like the HTTP field of its name."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ RANDOM_SEED = -1
 
 
 class RequestOutputKind(Enum):
-    """Content of an output of `AsyncLLM.generate`."""
+    """Contents of each output of `AsyncLLM.generate`."""
 
-    CUMULATIVE = 0  # all so far
+    CUMULATIVE = 0  # everything so far
     DELTA = 1  # what is new
-    FINAL_ONLY = 2  # all, once
+    FINAL_ONLY = 2  # everything, once
 
 
 @named_fields
 @dataclass(kw_only=True)
 class StructuredOutputsParams:
-    """The form of an answer: one of the first five."""
+    """The output's required format: one of the first five fields."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -55,7 +55,7 @@ GuidedDecodingParams = StructuredOutputsParams
 @named_fields
 @dataclass
 class SamplingParams:
-    """vLLM's fields, in its order, and `best_of`. Raises ValueError with the name of a wrong value."""
+    """vLLM's fields in order, and `best_of`. Raises ValueError that names the invalid value."""
 
     n: int = 1
     presence_penalty: float = 0.0
@@ -69,7 +69,7 @@ class SamplingParams:
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
-    max_tokens: int | None = 16  # None: up to the model's length
+    max_tokens: int | None = 16  # None: up to the model's context length
     min_tokens: int = 0
     logprobs: int | None = None  # alternatives per token, 0..20
     prompt_logprobs: int | None = None
@@ -93,14 +93,14 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **values: Any) -> Self:
-        """Return params in which None is a value's default. Raises ValueError."""
+        """Return params in which None means the default. Raises ValueError."""
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     def clone(self) -> Self:
         return deepcopy(self)
 
     def request(self) -> GenerationRequest:
-        """Return a completion of an empty prompt's place-holder. Raises ValueError."""
+        """Return a completion request with a placeholder prompt. Raises ValueError."""
         for name in ("logits_processors", "extra_args"):
             if getattr(self, name):
                 raise ValueError(f"'{name}' is not supported")
@@ -134,7 +134,7 @@ class SamplingParams:
 @named_fields
 @dataclass
 class BeamSearchParams:
-    """Raises ValueError with the name of a wrong value."""
+    """vLLM's beam-search parameters. Raises ValueError that names the invalid value."""
 
     beam_width: int
     max_tokens: int
@@ -155,7 +155,7 @@ class BeamSearchParams:
 @named_fields
 @dataclass
 class PoolingParams:
-    """Raises ValueError with the name of a wrong value."""
+    """vLLM's pooling parameters. Raises ValueError that names the invalid value."""
 
     truncate_prompt_tokens: int | None = None
 
@@ -172,7 +172,7 @@ Params = TypeVar("Params", bound=AnyParams)
 
 
 def each_params(given: Params | Sequence[Params], kind: type[Params], name: str, num_prompts: int) -> Sequence[Params]:
-    """Return one of `kind` per prompt; `name`: the argument's. Raises ValueError."""
+    """Return one `kind` per prompt. `name`: the argument's name. Raises ValueError."""
     if isinstance(given, kind):
         return [given] * num_prompts
     if not isinstance(given, Sequence) or not all(isinstance(each, kind) for each in given):
@@ -183,7 +183,7 @@ def each_params(given: Params | Sequence[Params], kind: type[Params], name: str,
 
 
 def checked_request(endpoint: str, fields: dict[str, Any]) -> GenerationRequest:
-    """Return the request of HTTP fields. Raises ValueError."""
+    """Return the request for HTTP fields. Raises ValueError."""
     try:
         return read_request(endpoint, fields)
     except RequestError as error:
@@ -191,7 +191,7 @@ def checked_request(endpoint: str, fields: dict[str, Any]) -> GenerationRequest:
 
 
 def default_sampling_params(defaults: Mapping[str, float]) -> SamplingParams:
-    """Return vLLM's defaults, with the values that a model's folder recommends."""
+    """Return vLLM's defaults, overridden by the values recommended in a model's folder."""
     known: dict[str, Any] = {name: value for name, value in defaults.items() if name in RECOMMENDED}
     if "top_k" in known:
         known["top_k"] = int(known["top_k"])

@@ -1,4 +1,4 @@
-"""Keywords of `LLM` as settings: flags of `quire serve` with "_", or vLLM's engine arguments."""
+"""Turns keywords of `LLM` into settings: flags of `quire serve` with "_", or vLLM's engine arguments."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ KEYWORDS = (
     "speculative_config", "tensor_parallel_size", "pooling", "enable_lora", "max_loras", "max_lora_rank",
     "lora_experts", "max_cpu_loras", "hf_overrides",
 )  # fmt: skip
-"""Settings of an engine without a service around it."""
+"""Settings that apply to an engine without a service."""
 
 EMBEDDING = {"task": ("embed", "embedding"), "runner": ("pooling",), "convert": ("embed",)}
-"""vLLM's keywords for a model that embeds: each model here generates and embeds."""
+"""vLLM's keywords for an embedding model, without effect: every model here generates and embeds."""
 
 MAX_BRANCHES = 128
 NO_LIMIT = 1 << 31
 
 
 def read_keywords(keywords: Mapping[str, Any]) -> Settings:
-    """Return the settings, with the model's folder; a download happens here. None means the default.
+    """Return the settings with the model's folder, downloading if needed. None means the default.
 
-    Reads no QUIRE_ variable and no settings file. Raises ValueError with the keyword's name.
+    Ignores QUIRE_ variables and settings files. Raises ValueError that names the keyword.
     """
     try:
         return _settings({name: value for name, value in keywords.items() if not _says_nothing(name, value)})
@@ -49,7 +49,7 @@ def read_keywords(keywords: Mapping[str, Any]) -> Settings:
 
 
 def in_keywords(error: StartupError) -> ValueError:
-    """Return the error with keywords in the place of flags."""
+    """Return the error with keywords in place of flags."""
     return ValueError(re.sub(r"--([a-z][a-z0-9-]*)", lambda flag: flag[1].replace("-", "_"), str(error)))
 
 

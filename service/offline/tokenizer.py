@@ -1,4 +1,4 @@
-"""The tokenizer of `get_tokenizer`, by transformers' names."""
+"""The tokenizer returned by `get_tokenizer`, with transformers' names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rendered = str | list[int]
 
 
 class LLMTokenizer(VllmNames):
-    """Text to token ids and back. Immutable and thread-safe."""
+    """Converts text to token ids and back. Immutable and thread-safe."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
@@ -56,16 +56,16 @@ class LLMTokenizer(VllmNames):
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja text."""
+        """The template's Jinja source."""
         return None if self._model.template is None else self._model.template.source
 
     def convert_tokens_to_ids(self, token: str) -> int | None:
-        """Return the id of a token as tokenizer.json spells it; None: there is none."""
+        """Return the id of a token as spelled in tokenizer.json; None if there is none."""
         return self._tokenizer.token_id(token)
 
     @named
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids; special tokens in `text` are recognised. Raises ValueError for a lone surrogate."""
+        """Return token ids; special tokens in `text` are parsed. Raises ValueError for a lone surrogate."""
         return self._tokenizer.encode(text, add_special_tokens, parse_special=True)
 
     @named
@@ -83,8 +83,11 @@ class LLMTokenizer(VllmNames):
         tokenize: bool = True,
         **variables: Any,
     ) -> Rendered | list[Rendered]:
-        """Return a conversation's prompt, or a list of several: token ids, in which special tokens of messages are
-        plain text, or a text. `chat_template`: a file or a text. `variables`: the template's own. Raises ValueError."""
+        """Return a conversation's prompt, or a list for several, as token ids or text. Raises ValueError.
+
+        In token ids, special tokens in messages are plain text. `chat_template`: a file or text. `variables`: the
+        template's.
+        """
         model = self._model if chat_template is None else with_template(self._model, chat_template)
         options: dict[str, Any] = {"tools": tools, "chat_template_kwargs": variables or None}
         options |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
@@ -94,7 +97,7 @@ class LLMTokenizer(VllmNames):
 
 
 def with_template(model: ServedModel, given: str) -> ServedModel:
-    """Return the model with another chat template, a file or a text. Raises ValueError."""
+    """Return the model with another chat template, a file or text. Raises ValueError."""
     try:
         return replace(model, template=ChatTemplate.read(Path(), model.tokenizer, given))
     except ModelError as error:

@@ -1,4 +1,4 @@
-"""Names of vLLM's Python API without a part here: values that change nothing, and reasons of what is refused."""
+"""Names of vLLM's Python API that have no counterpart here: values without effect, and reasons for refusals."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, NoReturn, TypeVar, cast
 
 
 class ArgumentError(TypeError, ValueError):
-    """A call with wrong names: TypeError as Python's own, ValueError as other refusals here."""
+    """A call with invalid argument names. A TypeError like Python's, a ValueError like other refusals here."""
 
 
 @dataclass(frozen=True)
 class Keyword:
-    reason: str  # why it is refused, and what to use
-    accepted: tuple[object, ...] = ()  # values that change nothing, as None
+    reason: str  # why it is refused, and the alternative
+    accepted: tuple[object, ...] = ()  # values without effect, like None
 
 
 _TEXT = "only text models are served"
@@ -93,7 +93,7 @@ class _VllmClassNames(type):
 
 
 class VllmNames(metaclass=_VllmClassNames):
-    """Base of a class that gives the reason for each of vLLM's attributes which it lacks."""
+    """Base class that raises with the reason for each missing vLLM attribute."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _lacks(type(self), name, self)
@@ -105,12 +105,12 @@ def _lacks(cls: type, name: str, owner: object) -> AttributeError:
 
 
 def named(function: Function) -> Function:
-    """Decorate a function: a call with wrong arguments raises ArgumentError with their names."""
+    """Decorate a function: invalid argument names raise ArgumentError, which lists them."""
     return cast(Function, _named(function, function.__qualname__))
 
 
 def named_fields(cls: type[Class]) -> type[Class]:
-    """Decorate a dataclass like its constructor."""
+    """Apply `named` to a dataclass's constructor."""
     type.__setattr__(cls, "__init__", _named(vars(cls)["__init__"], cls.__name__))
     return cls
 

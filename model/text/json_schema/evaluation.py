@@ -214,7 +214,7 @@ class Evaluation:
 IN_PLACE = frozenset({
     *REFERENCES, "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "dependencies",
 })  # fmt: skip
-"""In-place applicators: keywords that apply schemas to the value itself."""
+"""Keywords that apply schemas to the value itself: in-place applicators."""
 
 
 def _steps(value: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Cases of `quire bench kernels` for layers of experts."""
+"""Cases of `quire bench kernels` for expert layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INT4_SIZE = 4.6  # standard deviation of random 4-bit weights
 
 
 class ExpertCases:
-    """Routing, grouped products and their sum for numbers of rows; a stack of weights is made once."""
+    """Routing, grouped products and their sum, for several row counts. Each weight stack is created once."""
 
     def __init__(self, ops: Ops, experts: ExpertsConfig, hidden_size: int, rows: tuple[int, ...]):
         self._ops = ops
@@ -28,7 +28,7 @@ class ExpertCases:
         self._stacks: dict[tuple[WeightFormat, int, int], Weight] = {}
 
     def all(self) -> Iterator[Case]:
-        """Yield every case, in the order of a layer."""
+        """Yield every case, in layer order."""
         size = self._experts.intermediate_size
         for rows in self._rows:
             yield from self._routing(rows)
@@ -60,7 +60,7 @@ class ExpertCases:
         yield Case("group_by_expert", f"{rows} x {used}", 16 * rows * used, 0, group)
 
     def _product(self, name: str, kind: WeightFormat, rows: int, width: int, inner: int) -> Case:
-        """Return a case that reads each expert in use once; `down` has sorted rows."""
+        """Return a case that reads each used expert once; rows of `down` are sorted."""
         ops, num_pairs, is_sorted = self._ops, rows * self._experts.num_used, name == "down"
         num_in_use = len(np.unique(self._ids(rows)))
 
@@ -87,12 +87,12 @@ class ExpertCases:
         return Case("combine_experts", f"{rows} x {used}", rows * (used + 1) * hidden * ops.dtype.itemsize, 0, make)
 
     def _ids(self, rows: int, turn: int = 0) -> np.ndarray:
-        """Return int32[rows, k] different experts a row; other turns read other experts from memory."""
+        """Return int32[rows, k], distinct experts per row. Each turn uses other experts, to read them from memory."""
         scores = np.random.default_rng((rows, turn)).random((rows, self._experts.num_experts))
         return np.argsort(scores, axis=1)[:, : self._experts.num_used].astype(np.int32)
 
     def _groups(self, rows: int, turn: int) -> ExpertGroups:
-        """Return groups that outlive a scratch."""
+        """Return groups that outlive the scratch."""
         ops = self._ops
         with ops.scratch():
             found = ops.group_by_expert(ops.upload(self._ids(rows, turn)), self._experts.num_experts)
@@ -106,7 +106,7 @@ class ExpertCases:
         return self._stacks[key]
 
     def _random_stack(self, kind: WeightFormat, width: int, inner: int) -> Weight:
-        """Return equal experts in memory of their own."""
+        """Return identical experts, each in its own memory."""
         ops, num_experts, rng = self._ops, self._experts.num_experts, self._rng
 
         def stacked(matrix: np.ndarray) -> Array:

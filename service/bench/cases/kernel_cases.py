@@ -1,4 +1,4 @@
-"""Cases of `quire bench kernels`: operations of `Ops` where speed counts, with their least bytes and FLOPs."""
+"""Cases of `quire bench kernels`: speed-critical operations of `Ops`, with their minimum bytes and FLOPs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ Batch = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the cases. Input sets rotate until they fill `rotated_bytes`: on a GPU twice the largest L2; on a CPU
-    small cases stay in its cache, as in use."""
+    """Sizes of the cases.
+
+    Input sets rotate through `rotated_bytes`: on a GPU twice the largest L2; on a CPU small cases stay in cache, as in
+    practice.
+    """
 
     num_tokens: int
     rows: tuple[int, ...]
     decode: tuple[Batch, ...]
     prefill: tuple[tuple[int, int], ...]  # (prompts, tokens each)
-    tails: tuple[tuple[int, int], ...]  # (new tokens of a prompt, cached tokens before them)
+    tails: tuple[tuple[int, int], ...]  # (new tokens of a prompt, preceding cached tokens)
     sampled: tuple[int, ...]
     copied_blocks: int
     rotated_bytes: int
@@ -68,7 +71,7 @@ RANDOM_TILE = 1_000_003
 
 QUANTISED = (WeightFormat.FP8, WeightFormat.INT8, WeightFormat.INT4)
 GROUP_SIZE = 128
-FP8_SIZE = 97.0  # root of the mean square of random e4m3
+FP8_SIZE = 97.0  # root mean square of random e4m3
 
 CACHE_LAYERS = 2
 
@@ -77,8 +80,10 @@ Launch = Callable[[], object]
 
 @dataclass(frozen=True)
 class Case:
-    """One operation at one size, with its least work. `make(i)` returns the launch on the i-th input set. `peer`
-    describes it for `torch_reference.py`."""
+    """One operation at one size, with its minimum work.
+
+    `make(i)` returns the launch on the i-th input set. `peer` describes the case to `torch_reference.py`.
+    """
 
     op: str
     size: str
@@ -198,7 +203,7 @@ class KernelCases:
                 yield self._quantised_product(name, kind, rows, width, inner)
 
     def _quantised_product(self, name: str, kind: WeightFormat, rows: int, width: int, inner: int) -> Case:
-        """FLOPs count at 16 bits' rate; inputs of FP8 are e4m3 where the device has it."""
+        """Return a quantized product. FLOPs count at the 16-bit rate; FP8 inputs are e4m3 if the device supports it."""
         ops = self._ops
 
         def make(i: int) -> Launch:
@@ -229,7 +234,7 @@ class KernelCases:
         return self._quantised_weights[name]
 
     def _codes(self, shape: tuple[int, int]) -> Array:
-        """Return random bytes that are no NaN in e4m3."""
+        """Return random bytes without e4m3 NaNs."""
         return self._ops.upload(self._rng.integers(0, 256, shape, np.uint8) & np.uint8(0xF7))
 
     def _rope(self) -> Case:
@@ -247,7 +252,7 @@ class KernelCases:
         return Case("rope_kv_write", f"{tokens} x {width}", tokens * width * self._item + written, 0, make)
 
     def _plan(self, batch: Batch) -> Case:
-        """Yield operations that a step runs once for all layers."""
+        """Return the planning that a step runs once for all layers."""
         ops, num_heads = self._ops, self._config.num_heads
         tables, lengths = self._paged(batch)
 
@@ -257,7 +262,7 @@ class KernelCases:
         return Case("plan_decode_attention", _named(batch), 36 * len(tables), 0, make)
 
     def _decode(self, batch: Batch, *, planned: bool) -> Case:
-        """Return one layer's attention, planned beforehand as in a step, or by each call."""
+        """Return one layer's attention, planned beforehand as in a step, or in each call."""
         ops, num_heads, head_dim = self._ops, self._config.num_heads, self._config.head_dim
         tables, lengths = self._paged(batch)
         shape = (len(tables), num_heads, head_dim)
@@ -364,7 +369,7 @@ class KernelCases:
         return self._ops.upload(tables), self._ops.upload(lengths)
 
     def _peer(self, what: str, sequences: int, length: int) -> dict[str, Any] | None:
-        """Return PyTorch's attention, which has no e4m3 cache."""
+        """Describe PyTorch's attention; None for an e4m3 cache, which it lacks."""
         if self._kv_scales is not None:
             return None
         config = self._config
@@ -374,7 +379,7 @@ class KernelCases:
     def _keep(
         self, name: tuple[str | int, ...], shape: tuple[int, ...], scale: float, dtype: np.dtype[Any] | None = None
     ) -> Array:
-        """Return shared random numbers: making large ones takes longer than measuring."""
+        """Return shared random numbers: creating large ones takes longer than measuring."""
         if name not in self._kept:
             self._kept[name] = self._random(shape, scale, dtype)
         return self._kept[name]

@@ -1,4 +1,4 @@
-"""`quire bench memory`: the PagedAttention paper's comparison, on this engine and these kernels."""
+"""`quire bench memory`: the PagedAttention paper's comparison, on this engine and its kernels."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from service.config.settings import Settings
 from service.errors import StartupError
 
 SIMULATED_REQUESTS = 300
-"""Requests of a simulation by default."""
+"""Default number of requests in a simulation."""
 
 SHARES = ("tokens", "reserved", "internal", "external", "free")
 
 HEADROOM = 3.0
-"""Latency limits on the drawing's axis."""
+"""Range of the drawing's latency axis, in latency limits."""
 
 
 def add_memory_flags(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +99,7 @@ def _add_rate_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_memory_bench(settings: Settings, flags: argparse.Namespace) -> int:
-    """Return 0. Raises StartupError for conflicting flags or work that does not fit."""
+    """Run the bench. Return 0. Raises StartupError for conflicting flags or work that does not fit."""
     _check(flags)
     policies = [] if flags.sharing else read_policies(DEFAULT_POLICIES if flags.policies is None else flags.policies)
     sweep = Sweep(
@@ -224,7 +224,7 @@ def _print_sharing(rows: Sequence[SharingFigures]) -> None:
 
 
 def comparison_figure(comparison: Comparison, title: str) -> Figure:
-    """Draw use of the cache, and latency against rate, as in the paper."""
+    """Draw cache use, and latency against rate, as in the paper."""
     loaded = {row.policy: row.loaded.use for row in comparison.policies if row.loaded is not None}
     bars = [
         {"label": share, "x": list(loaded), "y": [100 * getattr(use, share) for use in loaded.values()]}
@@ -250,7 +250,7 @@ def comparison_figure(comparison: Comparison, title: str) -> Figure:
 
 
 def sharing_figure(rows: Sequence[SharingFigures], title: str) -> Figure:
-    """Return a bar per method and width."""
+    """Return a figure with a bar per method and width."""
     bars = {
         "label": "saved",
         "x": [f"{row.method}, {row.width}" for row in rows],

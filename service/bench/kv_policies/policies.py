@@ -1,8 +1,8 @@
-"""KV cache policies of `quire bench memory`: paging, and the baselines of the PagedAttention paper (Kwon et al., SOSP
-2023, sections 3.1 and 6.1).
+"""KV cache policies of `quire bench memory`: paging, and the PagedAttention paper's baselines.
 
-Each is a KV manager under the same scheduler, engine and kernels: a contiguous region is a block table of consecutive
-ids. The static policies also form batches. Prefixes are not cached.
+The paper is Kwon et al., SOSP 2023, sections 3.1 and 6.1. Each policy is a KV manager under the same scheduler, engine
+and kernels: a contiguous region is a block table of consecutive ids. Static policies also form batches. Prefixes are
+not cached.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from service.errors import StartupError
 
 
 class Regions(ABC):
-    """Allocator of ranges of block ids, with a `BlockPool`'s counts."""
+    """Allocator of block id ranges, with a `BlockPool`'s counts."""
 
     num_cached = num_shared = 0
 
@@ -39,7 +39,7 @@ class Regions(ABC):
 
     @property
     def num_used(self) -> int:
-        """Number of blocks in regions, rounding included."""
+        """Number of blocks in regions, including rounding."""
         return self.num_blocks - self.num_free
 
     @abstractmethod
@@ -48,7 +48,7 @@ class Regions(ABC):
 
     @abstractmethod
     def take(self, count: int) -> range:
-        """Allocate at least `count` blocks. Raises OutOfBlocks without a hole."""
+        """Allocate at least `count` blocks. Raises OutOfBlocks if no hole is large enough."""
 
     @abstractmethod
     def give_back(self, region: range) -> None:
@@ -56,11 +56,11 @@ class Regions(ABC):
 
     @abstractmethod
     def check_invariants(self) -> None:
-        """Check that regions and holes partition the pool, and holes are merged."""
+        """Check that regions and holes partition the pool and that adjacent holes are merged."""
 
 
 class BestFit(Regions):
-    """Best fit: cuts a region from the first smallest hole that is large enough; neighbouring holes merge."""
+    """Best fit: cuts a region from the first smallest hole that is large enough; adjacent holes merge."""
 
     def __init__(self, num_blocks: int):
         super().__init__(num_blocks)
@@ -103,8 +103,11 @@ class BestFit(Regions):
 
 
 class Buddy(Regions):
-    """Buddy: aligned regions of a power of two; a larger hole is halved until it fits, free halves merge. Another pool
-    is a row of such holes, the largest first."""
+    """Buddy allocator: aligned regions of power-of-two size.
+
+    Larger holes are halved until they fit; free halves merge. A pool of another size is a row of such holes, largest
+    first.
+    """
 
     def __init__(self, num_blocks: int):
         super().__init__(num_blocks)
@@ -176,16 +179,16 @@ ALLOCATORS: dict[str, Callable[[int], Regions]] = {"best-fit": BestFit, "buddy":
 
 
 class Holding(NamedTuple):
-    """Slots that one sequence holds."""
+    """Slots held by one sequence."""
 
     given: int  # requested by its policy
-    taken: int  # allocated, rounding included
+    taken: int  # allocated, including rounding
 
 
 class ContiguousKV(KVManager):
-    """KV manager with one region per sequence, of `wanted_slots` slots.
+    """KV manager with one region of `wanted_slots` slots per sequence.
 
-    With `grows` a region only reserves memory: a sequence gets slots as it fills them.
+    With `grows`, a region only reserves memory: slots count as held once a sequence fills them.
     """
 
     def __init__(
@@ -204,11 +207,11 @@ class ContiguousKV(KVManager):
         return wanted if self.regions.fits(wanted) else self.regions.num_blocks + 1
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        """A running sequence needs no more blocks."""
+        """Return 0 for a running sequence, whose region is complete."""
         return 0 if sequence in self._regions else self._wanted_blocks(sequence)
 
     def extend(self, sequence: Sequence, num_tokens: int) -> None:
-        """Allocate the region. Raises OutOfBlocks and then changes nothing."""
+        """Allocate the region. Raises OutOfBlocks, without changing anything."""
         if sequence not in self._regions:
             wanted = self._wanted_blocks(sequence)
             region = self._regions[sequence] = self.regions.take(wanted)
@@ -218,7 +221,7 @@ class ContiguousKV(KVManager):
         sequence.num_exclusive_tokens = len(sequence.block_table) * self.block_size
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Regions cannot be shared."""
+        """Raise AssertionError: regions cannot be shared."""
         raise AssertionError(f"{parent.request_id}: a contiguous region cannot be shared")
 
     def release(self, sequence: Sequence) -> None:
@@ -234,13 +237,13 @@ class ContiguousKV(KVManager):
         return Holding(self._wanted_slots(sequence), len(self._regions[sequence]) * self.block_size)
 
     def num_slots(self, sequences: Iterable[Sequence]) -> tuple[int, int]:
-        """Return (held, filled) slots of these sequences."""
+        """Return these sequences' (held, filled) slots."""
         sequences = list(sequences)
         held = sum(self.holding(sequence, sequence.num_computed_tokens).taken for sequence in sequences)
         return held, sum(sequence.num_computed_tokens for sequence in sequences)
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
-        """Check that exactly these sequences have regions, which contain their tables."""
+        """Check that exactly these sequences have regions, which contain their block tables."""
         self.regions.check_invariants()
         sequences = set(sequences)
         if sequences != set(self._regions):
@@ -257,7 +260,7 @@ class ContiguousKV(KVManager):
 
 class PagedKV(KVManager):
     def holding(self, sequence: Sequence, num_computed: int) -> Holding:
-        """Return as `ContiguousKV.holding`."""
+        """Like `ContiguousKV.holding`."""
         held = len(sequence.block_table) * self.block_size
         return Holding(held, held)
 
@@ -277,14 +280,17 @@ class Pool:
 
     @property
     def num_longest(self) -> int:
-        """Return how many longest sequences fit, in whole blocks."""
+        """Number of maximum-length sequences that fit, in whole blocks."""
         return self.num_blocks // -(-self.max_model_len // self.block_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """One policy. `max_batch` None: continuous batching; else batches of that size, padded to the longest prompt and
-    answer, done when all are."""
+    """A KV policy with its batching.
+
+    `max_batch` None: continuous batching; else batches of that size, padded to the longest prompt and output, and done
+    when all are.
+    """
 
     name: str
     make_kv: Callable[[Pool], ComparedKV]
@@ -352,7 +358,7 @@ def _policies() -> dict[str, Policy]:
 POLICIES = _policies()
 
 PAPERS_ALLOCATOR = "buddy"
-"""Allocator of all three Orcas in the paper, though best fit is kinder to them."""
+"""The paper's allocator for all three Orca variants, although best fit favours them."""
 
 DEFAULT_POLICIES = ",".join(
     ["paged", *WANTED, "static-ft", "static-hf", *(f"{name}:best-fit" for name in WANTED)],
@@ -371,7 +377,7 @@ def read_policies(text: str) -> list[Policy]:
 
 
 def check_room(policies: Iterable[Policy], pool: Pool) -> None:
-    """Raises StartupError if the longest sequence can never run."""
+    """Raises StartupError if a maximum-length sequence can never run."""
     if pool.num_longest < 1:
         raise StartupError(f"memory: {pool.num_slots} slots hold no sequence of {pool.max_model_len} tokens")
     num_blocks = -(-pool.max_model_len // pool.block_size)

@@ -1,7 +1,6 @@
-"""Replay of a trace through an engine under one policy, on a real or a simulated clock.
+"""Replays a trace through an engine under one policy, on a real or simulated clock.
 
-Requests arrive when they are due, open loop. A static policy forms a batch of the earliest waiting requests once the
-previous batch is done.
+Arrivals are open-loop. A static policy forms a batch of the earliest waiting requests once the previous batch is done.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class SlotUse:
 
     @property
     def held_waste(self) -> float:
-        """Empty slots of held ones."""
+        """Share of held slots that are empty."""
         held = self.tokens + self.reserved + self.internal
         return 1 - self.tokens / held if held else 0.0
 
@@ -55,7 +54,7 @@ class Slots(NamedTuple):
 
 
 def slots_of(sequence: Sequence, num_computed: int, holding: Holding, lengths: Lengths) -> Slots:
-    """Split the slots of a sequence by use. Padding is never used; no slot is while only the batch continues."""
+    """Split a sequence's slots by use. Padding is never useful, nor any slot while only the rest of the batch runs."""
     num_padding = sequence.num_prompt_tokens - lengths.num_prompt
     num_pads_held = min(num_padding, num_computed)
     is_needed = num_computed < sequence.num_prompt_tokens + lengths.num_output
@@ -106,8 +105,10 @@ class SlotLedger:
 def look_at(
     running: Mapping[Sequence, int], kv: ComparedKV, num_slots: int, lengths: Mapping[str, Lengths], *, is_short: bool
 ) -> Look:
-    """Split the pool's `num_slots` by use. `running`: computed tokens by sequence; `is_short`: a request waits for
-    memory."""
+    """Split the pool's `num_slots` by use.
+
+    `running`: computed tokens by sequence; `is_short`: a request waits for memory.
+    """
     tokens = reserved = internal = rounding = 0
     for sequence, num_computed in running.items():
         slots = slots_of(sequence, num_computed, kv.holding(sequence, num_computed), lengths[sequence.request_id])
@@ -121,10 +122,10 @@ def look_at(
 
 
 LOOK_EVERY = 4
-"""Steps between two looks, taken while a step runs."""
+"""Steps between looks, which are taken while a step runs."""
 
 WARM_SHARE = 0.2
-"""Share of requests to finish before a run counts as loaded."""
+"""Share of requests that must finish before a run counts as loaded."""
 
 
 class Clock(Protocol):
@@ -134,7 +135,7 @@ class Clock(Protocol):
     def now_s(self) -> float: ...
 
     def wait_until(self, due_s: float) -> None:
-        """Return at `due_s`, or at once if that is past."""
+        """Wait until `due_s`; return at once if it is past."""
 
 
 class WallClock:
@@ -154,7 +155,7 @@ Watch = Callable[[StepPlan], None]
 
 
 class WatchedExecutor:
-    """Executor that reports each step before it launches it."""
+    """Executor that reports each step before launching it."""
 
     def __init__(self, executor: Executor, on_launch: Watch):
         self._executor = executor
@@ -170,7 +171,7 @@ class WatchedExecutor:
 
 @dataclass(frozen=True)
 class Bench:
-    """Environment of a replay. `make_engine` returns a new engine over a KV manager and its clock at 0."""
+    """Environment of a replay. `make_engine` returns a new engine over a KV manager, with its clock at 0."""
 
     pool: Pool
     vocab_size: int
@@ -180,8 +181,11 @@ class Bench:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayFigures:
-    """One policy at one rate. A run is loaded while requests wait for memory and the first ones are done; without such
-    a time, the loaded figures are of the whole run."""
+    """One policy at one rate.
+
+    A run is loaded while requests wait for memory and the first ones are done. If it never is, the loaded figures cover
+    the whole run.
+    """
 
     policy: str
     rate: float | None  # requests/s; None: all at once
@@ -189,8 +193,8 @@ class ReplayFigures:
     total_s: float
     requests_per_s: float
     output_tokens_per_s: float
-    normalized_latency_s: float  # seconds from due to done per token of the answer, mean over requests
-    is_given_up: bool  # the latency is a lower bound, the rest is of the time until then
+    normalized_latency_s: float  # seconds from due to done per output token, mean over requests
+    is_given_up: bool  # latency is a lower bound; other figures cover the time until then
     loaded_s: float
     loaded_tokens_per_s: float
     mean_running: float
@@ -200,7 +204,7 @@ class ReplayFigures:
 
 
 def fit_lengths(requests: Iterable[TracedRequest], max_model_len: int) -> list[TracedRequest]:
-    """Cut prompts to half the longest sequence, answers to the rest."""
+    """Cut prompts to half the maximum length, and outputs to the rest."""
     fitted = []
     for request in requests:
         num_prompt = min(request.num_prompt_tokens, max_model_len // 2)
@@ -218,7 +222,7 @@ class _Seen(NamedTuple):
 
 
 class Replay:
-    """One run of requests from `fit_lengths`; `rate` None: all at once."""
+    """A run of requests from `fit_lengths`. `rate` None: all at once."""
 
     def __init__(
         self,
@@ -228,7 +232,7 @@ class Replay:
         rate: float | None,
         give_up_s: float = math.inf,
     ):
-        """Run to the end, or until the normalised latency must reach `give_up_s`."""
+        """Run to the end, or until the normalized latency is bound to reach `give_up_s`."""
         self._bench = bench
         self._policy = policy
         self._requests = requests
@@ -286,7 +290,7 @@ class Replay:
             self._add_batch(self._max_batch)
 
     def _add_batch(self, max_batch: int) -> None:
-        """Form a batch of the earliest requests; stop where the next would pad it beyond the longest sequence."""
+        """Form a batch of the earliest requests; stop before padding would exceed the maximum length."""
         batch: list[int] = []
         longest_prompt = longest_output = 0
         while self._queue and len(batch) < min(max_batch, self._bench.max_num_seqs):

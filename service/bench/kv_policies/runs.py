@@ -1,4 +1,4 @@
-"""Runs of a comparison, on the real engine or simulated, a process per core; and the rates to compare at."""
+"""Runs of a comparison, on the real engine or simulated with a process per core; and the rates to compare at."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from service.errors import StartupError
 from service.queue.embedded.die_with_parent import die_with_parent
 
 PAPER_MAX_LEN = 2048
-"""Default length of the longest sequence: the paper's."""
+"""Default maximum sequence length, from the paper."""
 
 SIMULATED_BATCHED_TOKENS = 8192
 SIMULATED_PREFILL_CHUNK = 512
@@ -45,7 +45,7 @@ Widths = Sequence[tuple[str, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A policy at a rate (None: all at once) with the requests of `seconds`, given up above a normalised latency."""
+    """A policy at a rate (None: all at once) with the requests of `seconds`; given up above a normalized latency."""
 
     policy: Policy
     rate: float | None = None
@@ -63,7 +63,7 @@ Runs = Sequence[Run]
 
 @dataclass(frozen=True)
 class Ground:
-    """Replays. `replay` yields figures in order; `share` those of a method and width, all requests at once."""
+    """Runs replays. `replay` returns figures in order; `share` those per method and width, all requests at once."""
 
     description: dict[str, Any]
     pool: Pool
@@ -152,7 +152,7 @@ def _share_in_processes(
 
 
 def _in_processes(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Open a pool of a process per core, which end with this process; it alone handles Ctrl-C."""
+    """Run tasks in a process per core. The processes end with this one, which alone handles Ctrl-C."""
     num_processes = min(os.cpu_count() or 1, len(tasks))
     if num_processes < 2:
         return [function(*task) for task in tasks]
@@ -176,7 +176,7 @@ def _end_with(parent: int) -> None:
 
 @contextmanager
 def _sigint_deferred() -> Iterator[None]:
-    """Block SIGINT in processes started inside."""
+    """Block SIGINT in processes started within the context."""
     received: list[int] = []
     # The signal is delivered to a thread that does not block it.
     before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
@@ -208,7 +208,7 @@ def _replay_in_turn(bench: Bench, requests: Sequence[TracedRequest], runs: Runs)
 def _share_in_turn(
     built: BuiltEngine, prefix_caching: bool, is_dummy: bool, requests: Sequence[TracedRequest], widths: Widths
 ) -> list[SharingFigures]:
-    """Random weights write prompts no better than random ones."""
+    """Measure sharing in turn. With random weights the prompts are random: written ones would be no better."""
     config, memory = built.config, built.memory
 
     def idle_engine() -> Engine:
@@ -228,10 +228,10 @@ def _share_in_turn(
 
 
 RATE_SHARES = (0.3, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25)
-"""Rates near the bend of the latency, as multiples of the loaded rate."""
+"""Default rates, around the knee of the latency curve, as multiples of the loaded rate."""
 
 LATENCY_FACTOR = 5.0
-"""Default latency limit, as a multiple of the first policy's least."""
+"""Default latency limit, as a multiple of the first policy's minimum."""
 
 PLAINLY_OVER = 2.0
 """Multiple of a given limit above which a run is given up."""
@@ -239,12 +239,12 @@ PLAINLY_OVER = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyFigures:
-    """One policy. Rates in requests/s, latencies normalised: seconds per token of the answer."""
+    """Figures of one policy. Rates are in requests/s; latencies are normalized: seconds per output token."""
 
     policy: str
-    loaded: ReplayFigures | None  # None without a run of all requests at once
+    loaded: ReplayFigures | None  # None if no run had all requests at once
     loaded_rate: float | None
-    curve: list[ReplayFigures]  # by rate
+    curve: list[ReplayFigures]  # in order of rate
     rate_at_limit: float | None  # None: over the limit at every rate
     is_limit_reached: bool  # False: the highest rate tried
     running_ratio: float | None  # the first policy's figure over this one's: sequences,
@@ -263,9 +263,9 @@ class Comparison:
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
     rates_of: Callable[[str, float | None], Sequence[float]]
-    """Rates of a policy, by name and loaded rate."""
+    """Maps a policy's name and loaded rate to its rates."""
     latency_limit_s: float | None = None
-    seconds: float = math.inf  # of arrivals, at each rate
+    seconds: float = math.inf  # of arrivals, per rate
     is_loaded: bool = True  # also run all requests at once
 
 
@@ -311,13 +311,16 @@ def compare(
 
 
 def _ratio(ours: float | None, theirs: float | None) -> float | None:
-    """Return None if one is unknown or all was done within one step."""
+    """Return None if one is unknown or everything ended within one step."""
     return None if ours is None or not theirs else ours / theirs
 
 
 def rate_at(curve: Sequence[ReplayFigures], latency_limit_s: float) -> float | None:
-    """Return the rate at which the curve crosses the limit, linear in rates and logarithms of latencies; the last rate
-    if it never does; None if it begins above. A given-up run counts with its lower bound."""
+    """Return the rate at which the curve crosses the limit.
+
+    Interpolates linearly in rate and log latency. Returns the last rate if the curve never crosses, None if it starts
+    above the limit. A run that was given up counts with its lower bound.
+    """
     if not curve or curve[0].normalized_latency_s > latency_limit_s:
         return None
     for below, above in pairwise(curve):
@@ -332,8 +335,10 @@ def rate_at(curve: Sequence[ReplayFigures], latency_limit_s: float) -> float | N
 
 
 def read_rates(text: str | None, policies: Collection[str]) -> Callable[[str, float | None], list[float]]:
-    """Parse `Sweep.rates_of` from "20,1.25x;oracle=9,10": rates without a name are for all other policies. Raises
-    StartupError."""
+    """Parse `Sweep.rates_of` from "20,1.25x;oracle=9,10". Raises StartupError.
+
+    Rates without a name apply to all other policies.
+    """
     if text is None:
         return lambda policy, loaded_rate: [_share_of(loaded_rate, share) for share in RATE_SHARES]
     if text.strip() == "0":

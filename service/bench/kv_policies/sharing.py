@@ -1,8 +1,7 @@
-"""Cache saved by block sharing in parallel sampling and beam search, as in the paper's figure 15, as a share of the
-blocks without sharing.
+"""Blocks saved by sharing in parallel sampling and beam search, as in the paper's figure 15.
 
-Every branch has the trace's answer length. A real model writes its own prompts: random ones do not show how long beams
-share.
+Savings are a share of the blocks without sharing. Every branch has the trace's output length. A real model writes its
+own prompts, because random ones do not show how long beams share blocks.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def measure_sharing(
 
 
 def written_prompts(engine: Engine, lengths: Sequence[int], first_token: int) -> list[tuple[int, ...]]:
-    """Return prompts that the engine's model writes after `first_token`."""
+    """Return prompts that the engine's model generates from `first_token`."""
     prompts = [[first_token] for _ in lengths]
     for number, length in enumerate(lengths):
         if length > 1:

@@ -1,8 +1,11 @@
 """Simulated GPU: each step advances a clock by its cost.
 
-A step costs `fixed_s`, the longer of reading the weights and computing its tokens, and reading its keys and values.
-`llama-3.1-8b-h200` fits measurements on an H200 at commit 99e3829 within 7 %: decode steps of 4.06, 6.83, 15.6 and
-29.0 ms for 1, 64, 256 and 512 sequences of 1.1k tokens, and 64 prompts of 1,024 in 1.487 s.
+A step costs `fixed_s`, plus the longer of reading the weights and computing its tokens, plus reading its keys and
+values.
+
+`llama-3.1-8b-h200` fits measurements on an H200 at commit 99e3829 within 7 %: decode steps of 4.06, 6.83, 15.6 and 29.0
+ms for 1, 64, 256 and 512 sequences of 1.1k tokens, and 64 prompts of 1,024 in 1.487 s.
+
 `opt-13b-a100` is the paper's first machine (table 1: 26 GB of weights, 12 GB of cache, 800 KiB a token, 15.7K slots):
 the A100-40GB's data sheet (1,555 GB/s, 312 TFLOP/s) times the shares that the H200 reached of its own: 0.86 of the
 bandwidth reading weights, 0.83 reading the cache, 0.72 of the bf16 rate.
@@ -20,7 +23,7 @@ from service.engine.step import FinishedTransfer, SampledToken, StepPlan, StepRe
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Rates in units per second, times in seconds."""
+    """Costs of a step. Times are in seconds."""
 
     fixed_s: float
     weights_s: float
@@ -28,13 +31,13 @@ class StepCosts:
     cached_token_s: float
 
     def step_s(self, num_tokens: int, num_cached_tokens: int) -> float:
-        """Return the seconds of a step; `num_cached_tokens` includes its tokens."""
+        """Return a step's seconds. `num_cached_tokens` includes the step's tokens."""
         return self.fixed_s + max(self.weights_s, num_tokens * self.token_s) + num_cached_tokens * self.cached_token_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Model on a card, and its default pool."""
+    """A model on a GPU, with its default pool."""
 
     name: str
     costs: StepCosts
@@ -43,7 +46,7 @@ class Machine:
 
 
 def _derived(weight_bytes: float, bytes_per_token: int, bytes_per_s: float, flops_per_s: float) -> StepCosts:
-    """Return costs from a multiply-add per weight of two bytes."""
+    """Return the costs, assuming one multiply-add per two-byte weight."""
     return StepCosts(
         fixed_s=0.16e-3,
         weights_s=weight_bytes / (0.86 * bytes_per_s),
@@ -59,7 +62,7 @@ MACHINES = {
         Machine(
             name="llama-3.1-8b-h200",
             costs=StepCosts(fixed_s=0.16e-3, weights_s=3.9e-3, token_s=22.6e-6, cached_token_s=32.8e-9),
-            num_blocks=3000,  # 48K slots; in a whole H200, 256 sequences of any policy fit
+            num_blocks=3000,  # 48K slots; a whole H200 fits 256 sequences under any policy
         ),
     )
 }
@@ -77,7 +80,7 @@ class SimulatedClock:
 
 
 class SimulatedExecutor:
-    """Only advances the clock. Every token is 0."""
+    """Executor that only advances the clock. Every token is 0."""
 
     runs_ahead = False
     num_host_blocks = 0
@@ -112,8 +115,11 @@ class SimulatedExecutor:
 
 
 class SimulatedSampler(SimulatedExecutor):
-    """Random tokens: the likeliest has a share from a beta distribution of mean 2/3, each further one half of the rest.
-    Means of 1/2 to 2/3 agree within 4 %."""
+    """Samples random tokens.
+
+    The top token's probability follows a beta distribution with mean 2/3; each further token gets half of the rest.
+    Means of 1/2 to 2/3 agree within 4 %.
+    """
 
     def __init__(self, clock: SimulatedClock, costs: StepCosts, vocab_size: int):
         super().__init__(clock, costs)

@@ -1,4 +1,4 @@
-"""Client of a running service for the terminal verbs: model, streams, metrics."""
+"""HTTP client of a running service, for the terminal verbs: model, streams, metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_EVENT_BYTES = 1 << 20
 
 
 class ServiceError(Exception):
-    """Error for the terminal, one line."""
+    """One-line error for the terminal."""
 
 
 def add_client_flags(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def add_client_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class EventLines:
-    """Parser of server-sent events."""
+    """SSE parser."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -47,7 +47,7 @@ class EventLines:
 
 
 class ServiceClient:
-    """Client of one service; open inside `connected`. Raises StartupError for a malformed URL."""
+    """Client of one service, opened by `connected`. Raises StartupError for a malformed URL."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
         self._http = http
@@ -64,7 +64,7 @@ class ServiceClient:
             return await response.text()
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the chunks of one answer; closing early cancels the request. Raises ServiceError."""
+        """Yield the chunks of one response; closing early cancels the request. Raises ServiceError."""
         events = EventLines()
         async with self._response("POST", path, json={**body, "stream": True}) as response:
             async for data in response.content.iter_any():
@@ -97,18 +97,18 @@ class ServiceClient:
 
 @asynccontextmanager
 async def connected(flags: argparse.Namespace) -> AsyncIterator[ServiceClient]:
-    """Open a client without sending anything."""
+    """Open a client. Sends nothing."""
     key = flags.api_key or os.environ.get(KEY, "").partition(",")[0].strip()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-    # The loop blocks while the user types: a kept connection may be closed meanwhile.
+    # The loop blocks while the user types, and an idle connection may be closed meanwhile.
     connector = aiohttp.TCPConnector(force_close=True)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as http:
         yield ServiceClient(http, flags.url)
 
 
 def unreachable(error: aiohttp.ClientConnectorError) -> str:
-    """Return the system's reason. Errors of name look-up have numbers below 0, TLS errors their own."""
+    """Return the system's reason. Name-resolution errors have negative numbers, TLS errors their own."""
     cause = error.os_error
     if isinstance(cause, ssl.SSLCertVerificationError):
         return f"{cause.verify_message} (SSL_CERT_FILE names the certificates to trust)"

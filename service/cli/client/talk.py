@@ -1,4 +1,4 @@
-"""`quire chat` and `quire complete`: answers of a running service in the terminal, token by token."""
+"""`quire chat` and `quire complete`: stream a running service's responses to the terminal."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from service.cli.client.api import ServiceClient, ServiceError, add_client_flags, connected
 
-with suppress(ImportError):  # not in every build of Python
-    import readline  # noqa: F401  (gives input() a history and editing)
+with suppress(ImportError):  # missing from some builds of Python
+    import readline  # noqa: F401  (gives input() history and editing)
 
 PROMPT_SIGN = "> "
 
@@ -137,8 +137,10 @@ def _user(text: str) -> dict[str, str]:
 
 
 def _line() -> str | None:
-    """Return the next typed line, or None after Ctrl-D or Ctrl-C. Not in a thread: there Ctrl-C would wait for the end
-    of the line."""
+    """Return the next typed line, or None after Ctrl-D or Ctrl-C.
+
+    Not in a thread: there Ctrl-C would wait for the end of the line.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return input(PROMPT_SIGN)

@@ -1,4 +1,4 @@
-"""`quire top`: live view of a service from its /metrics."""
+"""`quire top`: live view of a service's /metrics."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from service.observability.worker_metrics import (
 )
 
 TOTAL = "_total"
-"""Suffix of a counter's name in the exposition."""
+"""Suffix of counter names in the exposition."""
 
 CLEAR = "\x1b[H\x1b[J"
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -84,7 +84,7 @@ async def _watch(flags: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Scrape:
-    """Samples of one scrape: value by name and labels."""
+    """Samples of one scrape, by name and labels."""
 
     at_s: float
     samples: Mapping[tuple[str, frozenset[tuple[str, str]]], float]
@@ -109,7 +109,7 @@ class Scrape:
 
 
 def render(before: Scrape, now: Scrape, width: int) -> Iterator[str]:
-    """Yield the lines of the view: the gateway first, then a paragraph per worker."""
+    """Yield the lines of the view: the gateway, then a paragraph per worker."""
     span_s = max(now.at_s - before.at_s, 1e-6)
 
     def rate(name: str, **labels: str) -> float:
@@ -140,7 +140,7 @@ def render(before: Scrape, now: Scrape, width: int) -> Iterator[str]:
 
 
 def _percentiles(before: Scrape, now: Scrape, name: str) -> str:
-    """Return percentiles between two scrapes, as upper bounds of buckets."""
+    """Return the percentiles between two scrapes, as upper bucket bounds."""
     counts: dict[float, float] = {}
     for scrape, sign in ((now, 1), (before, -1)):
         for labels, value in scrape.each(name + "_bucket"):

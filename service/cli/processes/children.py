@@ -1,4 +1,4 @@
-"""Child processes: start, readiness, restarts, end."""
+"""Child processes: start, readiness, restarts, shutdown."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ log = logging.getLogger("quire.serve")
 ENTRY = f"{__name__.removesuffix('.processes.children')}.entry"
 
 EXIT_GRACE_S = 10.0
-"""Time after the drain time before a child is killed."""
+"""Time after the drain timeout until a child is killed."""
 
 RESTARTS_S = (0.2, 1.0, 3.0, 10.0, 30.0)
-"""Delays of a child's restarts; then it is given up. A request is dead-lettered after killing 3 engines."""
+"""Delays between a child's restarts, after which it is given up. A request is dead-lettered after killing 3 engines."""
 
 WELL_S = 60.0
-"""Ready time after which the delays begin again."""
+"""Ready time after which the restart delays start over."""
 
 STOPPED = (0, EXIT_AT_ONCE, -signal.SIGTERM, -signal.SIGINT)
-"""Exit statuses of a child that a signal asked to end."""
+"""Exit statuses of a child that was told to stop by a signal."""
 
 CRASHES_ARE_SEEN = {"PYTHONFAULTHANDLER": "1"}
-"""A crash in native code prints where each thread was."""
+"""A native crash prints every thread's stack."""
 
 NO_VARIABLES: Mapping[str, str] = {}
 
@@ -53,7 +53,7 @@ class ChildProcess:
 
     @classmethod
     async def start(cls, verb: str, settings: Settings, environ: Mapping[str, str] = NO_VARIABLES) -> ChildProcess:
-        """Start `quire <verb>` in its own session: Ctrl-C reaches it only through us. `environ` is added."""
+        """Start `quire <verb>` in its own session, so that Ctrl-C reaches it only through us. `environ` is added."""
         inherited = {name: value for name, value in os.environ.items() if name not in SUPERVISOR_VARIABLES}
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -79,7 +79,7 @@ class ChildProcess:
         return cls(environ.get(PROCESS_NAME, verb), process, settings.drain_timeout + EXIT_GRACE_S)
 
     async def wait_ready(self) -> str:
-        """Return the rest of the child's ready line. Raises StartupError if the child ends before, with its error."""
+        """Return the rest of the child's ready line. Raises StartupError, with the child's error, if it exits first."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             word, _, rest = line.decode().strip().partition(" ")
@@ -97,7 +97,7 @@ class ChildProcess:
         return await self._process.wait()
 
     async def stop(self, at_once: asyncio.Event) -> None:
-        """Send SIGTERM, and AT_ONCE when `at_once` is set; wait for the drain time, then send SIGKILL."""
+        """Send SIGTERM, and AT_ONCE once `at_once` is set. Send SIGKILL after the drain timeout."""
         self._send(signal.SIGTERM)
         hurrying = asyncio.create_task(self._hurry(at_once))
         try:
@@ -128,7 +128,7 @@ class RestartingChild:
         restarts_s: Sequence[float] = RESTARTS_S,
         on_end: OnEnd | None = None,
     ) -> None:
-        """`restarts_s`: delays of restarts. `on_end` gets the process id of a child that ended by itself."""
+        """`restarts_s`: restart delays. `on_end` gets the pid of a child that exited."""
         self._verb = verb
         self._settings = settings
         self._environ = environ
@@ -140,11 +140,11 @@ class RestartingChild:
         self._child = await ChildProcess.start(self._verb, self._settings, self._environ)
 
     async def wait_ready(self) -> str:
-        """Raises StartupError."""
+        """Wait for the ready line. Raises StartupError."""
         return await self._started_child().wait_ready()
 
     async def keep_running(self) -> int:
-        """Return the child's exit status once it is not restarted. An end that a signal asked for does not count."""
+        """Restart the child as needed; return its exit status once it is given up. Stops by a signal do not count."""
         num_ends, ready_at_s = 0, time.monotonic()
         while True:
             child = self._started_child()
@@ -169,7 +169,7 @@ class RestartingChild:
             await self._child.stop(at_once)
 
     def _restart_delay_s(self, status: int, num_ends: int) -> float | None:
-        """Return the delay of the restart and log it; None if there is none."""
+        """Return and log the restart delay; None: no restart."""
         if status in STOPPED:
             then = "; restarting" if self._restarts_s else ""
             log.info("%s was stopped%s %s", self._verb, then, self._shown(exit_status=status))
@@ -191,7 +191,7 @@ class RestartingChild:
 
 
 class ChildGroup:
-    """Children of one kind. The group runs while one of them does."""
+    """Children of one kind. The group runs as long as any child does."""
 
     def __init__(self, children: Sequence[RestartingChild]) -> None:
         self._children = children
@@ -201,11 +201,11 @@ class ChildGroup:
             await child.start()
 
     async def wait_ready(self) -> Sequence[str]:
-        """Raises StartupError."""
+        """Wait for all ready lines. Raises StartupError."""
         return await asyncio.gather(*(child.wait_ready() for child in self._children))
 
     async def keep_running(self) -> int:
-        """Return an exit status once no child is restarted: a failed one's, if there is one."""
+        """Return an exit status once no child is restarted: a failed child's, if any."""
         statuses = await asyncio.gather(*(child.keep_running() for child in self._children))
         return next((status for status in statuses if status not in STOPPED), 0)
 

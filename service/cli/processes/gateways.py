@@ -1,6 +1,6 @@
-"""The gateways of one port: one, or a group that shares it by SO_REUSEPORT.
+"""The gateways on a port: one, or a group that shares it by SO_REUSEPORT.
 
-The kernel spreads connections by a hash: 256 over four gateways were 59 to 72 each. On an inherited socket it wakes
+The kernel spreads connections by hash: of 256 over four gateways, each got 59 to 72. With an inherited socket it wakes
 the last waiter first: 2 to 195.
 """
 
@@ -24,14 +24,14 @@ from service.observability.logs import PROCESS_NAME
 
 MAX_PORT = 65535
 SHARED_BYTES = 2 << 20
-"""Files of a gateway that the others read: open requests and metrics, 1.1 MB, more after restarts."""
+"""Size of the files that a gateway shares (open requests, metrics): 1.1 MB, more after restarts."""
 
 _Address = tuple[Any, ...]
 
 
 @contextmanager
 def open_gateways(settings: Settings) -> Iterator[ChildGroup]:
-    """Yield the gateways, not yet started. A single one is not restarted. Raises StartupError."""
+    """Yield the gateways, not yet started. A single gateway is not restarted. Raises StartupError."""
     num = settings.api_server_count
     if num == 1:
         yield ChildGroup([RestartingChild(GATEWAY, settings, restarts_s=())])
@@ -43,8 +43,10 @@ def open_gateways(settings: Settings) -> Iterator[ChildGroup]:
 
 @contextmanager
 def _shared_folder(num_gateways: int) -> Iterator[Path]:
-    """Yield the folder of the files that gateways map; a write to such a file on a full disk would kill its process.
-    Raises StartupError."""
+    """Yield the folder of the files that gateways map. Raises StartupError.
+
+    On a full disk, writing to a mapped file would kill the process.
+    """
     try:
         folder = TemporaryDirectory(prefix="quire-", ignore_cleanup_errors=True)
     except OSError as error:
@@ -70,7 +72,7 @@ def require_ports(settings: Settings) -> None:
 def _member(settings: Settings, group: GatewayGroup) -> RestartingChild:
     async def on_end(pid: int) -> None:
         forget_open_requests(group)
-        for path in group.folder.glob(f"gauge_live*_{pid}.db"):  # prometheus_client's
+        for path in group.folder.glob(f"gauge_live*_{pid}.db"):  # files of prometheus_client
             path.unlink()
 
     environ = {
@@ -82,7 +84,7 @@ def _member(settings: Settings, group: GatewayGroup) -> RestartingChild:
 
 
 def share_of(settings: Settings, group: GatewayGroup) -> Settings:
-    """Return settings with the bounds of a process divided. Raises StartupError."""
+    """Return settings with per-gateway shares of the limits. Raises StartupError."""
 
     def part(whole: int) -> int:
         return -(-whole // group.size)
@@ -108,8 +110,10 @@ def share_of(settings: Settings, group: GatewayGroup) -> Settings:
 
 @contextmanager
 def reserved_port(host: str, port: int) -> Iterator[int]:
-    """Hold a port for processes that share it, without listening; yield its number. Raises StartupError if it is
-    taken."""
+    """Reserve a port, without listening, for processes that share it; yield its number.
+
+    Raises StartupError if it is taken.
+    """
     with ExitStack() as held:
         try:
             for family, address in _addresses(host, port):

@@ -1,4 +1,4 @@
-"""Handing over a dead worker's jobs. Imported by `quire serve` when one dies, as Redis' client takes long to import."""
+"""Hands over a dead worker's jobs. `quire serve` imports this on demand, because Redis' client is slow to import."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ log = logging.getLogger("quire.serve")
 
 
 async def hand_over_jobs(settings: Settings) -> None:
-    """Return a dead worker's jobs to the queue before its lease ends."""
+    """Return a dead worker's jobs to the queue before its lease expires."""
     try:
         async with open_queue(settings, partial(open_worker_queue, lease_s=settings.lease)) as queue:
             await queue.take_over()
-    except (StartupError, QueueUnavailable) as error:  # its successor does it
+    except (StartupError, QueueUnavailable) as error:  # the worker's successor does it
         log.warning("the dead worker's jobs wait for its restart: %s", error)

@@ -1,4 +1,4 @@
-"""The workers of `quire serve`: each a process with devices of its own."""
+"""The workers of `quire serve`, each a process with its own devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 def make_workers(
     settings: Settings, name: str, devices: Sequence[Mapping[str, str]], environ: Mapping[str, str]
 ) -> ChildGroup:
-    """Return the workers, not yet started; `devices` are their variables. Several add their number to `name`."""
+    """Return the workers, not yet started. `devices`: their variables. Several workers append a number to `name`."""
     threads = _blas_threads(environ, len(devices))
     if len(devices) == 1:
         only = replace(settings, worker_name=name)
@@ -47,10 +47,9 @@ def _member(settings: Settings, number: int, environ: Mapping[str, str]) -> Rest
 def devices_of_workers(
     settings: Settings, environ: Mapping[str, str], visible: Sequence[str]
 ) -> Sequence[Mapping[str, str]]:
-    """Return each worker's variables, which select `--tensor-parallel-size` of the `visible` devices; none on a CPU or
-    for a single worker.
+    """Return the variables that assign `--tensor-parallel-size` of the `visible` devices to each worker.
 
-    Raises StartupError if there are too few.
+    On a CPU and for a single worker they are empty. Raises StartupError if there are too few devices.
     """
     num, num_each = settings.data_parallel_size, settings.tensor_parallel_size
     if (
@@ -69,18 +68,18 @@ def devices_of_workers(
 
 
 def visible_devices(environ: Mapping[str, str], devices: Path = Path("/dev")) -> Sequence[str]:
-    """Return the names of the GPUs that CUDA would see, without loading CUDA."""
+    """Return the names of the GPUs visible to CUDA, without loading CUDA."""
     if VISIBLE not in environ:
         return [str(number) for number in range(len(list(devices.glob("nvidia[0-9]*"))))]
     names = []
     for name in map(str.strip, environ[VISIBLE].split(",")):
         if not name or name.startswith("-"):
-            break  # CUDA ignores it and all after it
+            break  # CUDA ignores this entry and all later ones
         names.append(name)
     return names
 
 
 def _blas_threads(environ: Mapping[str, str], num_workers: int) -> Mapping[str, str]:
-    """Leave one core to the gateway and Redis: BLAS threads spin."""
+    """Leave one core to gateway and Redis, because BLAS threads spin."""
     given = environ.get("OPENBLAS_NUM_THREADS")
     return {"OPENBLAS_NUM_THREADS": given or str(max(1, ((os.cpu_count() or 1) - 1) // num_workers))}

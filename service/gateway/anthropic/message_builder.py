@@ -1,4 +1,4 @@
-"""Answers of Anthropic's `/v1/messages`: the message, the events of its stream, errors."""
+"""Builds responses of Anthropic's `/v1/messages`: messages, stream events, errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Types by HTTP status; else invalid_request_error or api_error."""
+"""Error types by HTTP status; otherwise invalid_request_error or api_error."""
 
 
 def error_json(error: RequestError, request_id: str | None = None) -> Json:
@@ -48,7 +48,7 @@ class MessageOptions:
     num_prompt_tokens: int
     max_tokens: int
     is_streamed: bool
-    calls: CallOptions | None  # None: no calls
+    calls: CallOptions | None  # None: no tool calls
 
     @classmethod
     def of(cls, model: ServedModel, accepted: AcceptedRequest) -> MessageOptions:
@@ -73,7 +73,7 @@ class MessageBuilder:
         )
         self._content: list[Json] = []
         self._arguments = ""  # of the open tool_use
-        self._is_open = False  # the last part
+        self._is_open = False  # the last content block
         self._is_begun = False
         self._end: Json = {"stop_reason": None, "stop_sequence": None}
 
@@ -164,7 +164,7 @@ class MessageBuilder:
         self._is_open = False
         part, events = self._content[-1], []
         if part["type"] == "thinking":
-            part["signature"] = f"quire-{self._options.request_id}"  # clients expect one; nothing checks it
+            part["signature"] = f"quire-{self._options.request_id}"  # clients expect a signature; nothing checks it
             events.append(self._delta("signature_delta", signature=part["signature"]))
         if part["type"] == "tool_use" and not self._options.is_streamed:
             part["input"] = msgspec.json.decode(self._arguments or "{}")
@@ -187,7 +187,7 @@ _CACHE_USAGE = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 
 def _usage(outcome: Outcome) -> Json:
-    """Return the usage; cached tokens are not `input_tokens`, as at Anthropic."""
+    """Return the usage. As at Anthropic, `input_tokens` excludes cached tokens."""
     return {
         "input_tokens": outcome.prompt_tokens - outcome.cached_tokens,
         "output_tokens": outcome.completion_tokens,

@@ -1,4 +1,4 @@
-"""The body of Anthropic's `/v1/messages` as types; a null counts as absent."""
+"""Types of the body of Anthropic's `/v1/messages`. A null counts as absent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Content(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
 
 class TextContent(Content, frozen=True):
     text: str
-    citations: list[Any] = []  # sent back with an answer; not shown to the model
+    citations: list[Any] = []  # echoed from a response; not shown to the model
 
 
 class ThinkingContent(Content, frozen=True):
@@ -40,7 +40,7 @@ class ToolUseContent(Content, frozen=True):
 class ToolResultContent(Content, frozen=True):
     tool_use_id: str
     content: str | list[dict[str, Any]] = ""  # text parts
-    is_error: bool = False  # not shown to the model: the content is
+    is_error: bool = False  # not shown to the model; the content is
 
 
 PARTS: dict[str, type[Content]] = {
@@ -106,12 +106,12 @@ class CountBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
 
     model: str | None = None
     messages: list[Turn]
-    system: str | list[dict[str, Any]] = ""  # text parts
+    system: str | list[dict[str, Any]] = ""  # or text parts
     tools: list[dict[str, Any]] = []  # each a ClientTool
     tool_choice: ToolSelection | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
-    output_format: OutputFormat | None = None  # its older place
+    output_format: OutputFormat | None = None  # its former place
     cache_control: dict[str, Any] | None = None
 
 
@@ -127,15 +127,15 @@ class MessagesBody(CountBody, frozen=True):
     top_p: float | None = None
     top_k: int | None = None
     metadata: RequestMetadata = RequestMetadata()
-    diagnostics: Diagnostics = Diagnostics()  # of Anthropic's cache
+    diagnostics: Diagnostics = Diagnostics()  # for Anthropic's cache
     user_profile_id: str = ""
 
 
 NO_THREADS = "thread_unsupported_request"
-"""Anthropic's code of an error, after which its client sends whole conversations."""
+"""Anthropic's error code after which its client sends whole conversations."""
 
 KEPT_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-"""Claude Code's `context_management`, which changes nothing."""
+"""Claude Code's `context_management`, which has no effect."""
 
 IDLE_COUNT_FIELDS: Idle = {
     "container": (),

@@ -1,4 +1,4 @@
-"""Reads Anthropic's `/v1/messages` as the equivalent chat, with errors in its own field names."""
+"""Reads Anthropic's `/v1/messages` as the equivalent chat; errors use Anthropic's field names."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ MAX_BUDGET = 1 << 31
 
 
 def read_messages_body(data: bytes) -> GenerationRequest:
-    """Read a JSON body, with its `source`. Raises RequestError (400)."""
+    """Read a JSON body and set `source`. Raises RequestError (400)."""
     fields = decode_object(data)
     return replace(read_messages(fields), source=request_reader.make_source(MESSAGES, fields, SHORTEST))
 
 
 def read_messages(fields: Mapping[str, Any]) -> GenerationRequest:
     """Raises RequestError (400)."""
-    if fields.get("thread") is not None:  # the client's tool runner asks for one, and continues without it
+    if fields.get("thread") is not None:  # the client's tool runner requests one, and continues without it
         raise RequestError(400, "'thread' is not supported: send all messages.", param="thread", code=NO_THREADS)
     body = convert(without_idle_fields(fields, IDLE_MESSAGES_FIELDS), MessagesBody)
     check_ranges(body)
@@ -72,7 +72,7 @@ def read_messages(fields: Mapping[str, Any]) -> GenerationRequest:
 
 
 def read_count_body(data: bytes) -> tuple[str | None, Conversation]:
-    """Return the model and the prompt whose tokens are to be counted. Raises RequestError (400)."""
+    """Return the model and the prompt to count. Raises RequestError (400)."""
     body = convert(without_idle_fields(decode_object(data), IDLE_COUNT_FIELDS), CountBody)
     (prompt,) = _read(body, {}).prompts
     assert isinstance(prompt, Conversation)
@@ -107,7 +107,7 @@ def _read(body: CountBody, chat: Json) -> GenerationRequest:
 
 @dataclass
 class _Messages:
-    """A chat's messages, with the field that each came from. Messages of one role in a row are joined."""
+    """A chat's messages and the field each came from. Consecutive messages of one role are joined."""
 
     chat: list[Json] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
@@ -155,7 +155,7 @@ def _part(raw: Json, kinds: Sequence[str], param: str) -> Content:
 
 
 def _convert(raw: Json, kind: type[Struct], param: str) -> Struct:
-    """Convert the object at `param`, so that errors name the whole path."""
+    """Convert the object at `param`; errors name the full path."""
     try:
         return convert(raw, kind)
     except RequestError as error:
@@ -191,7 +191,7 @@ def _texts(parts: list[Json], param: str) -> list[Json]:
 
 
 def _thinking(thinking: Thinking | None, effort: str | None) -> Json:
-    """Return the chat's fields for `thinking`; without it the model does not think, where its template can say so."""
+    """Return the chat's fields for `thinking`. Without it, reasoning is off if the template can express that."""
     if effort not in (None, "low", "medium", "high", "xhigh", "max"):
         raise refusal("output_config.effort", "must be one of low, medium, high, xhigh, max")
     if thinking is None or thinking.type == "disabled":
@@ -246,7 +246,7 @@ _OWN_NAMES = (
 
 
 def _with_own_field_names(error: RequestError, messages: _Messages) -> RequestError:
-    """Rename the fields of the chat that a body was read as."""
+    """Rename the chat's fields in an error to those of the body."""
     if error.param is None:
         return error
     own = error.param

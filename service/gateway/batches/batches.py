@@ -25,7 +25,7 @@ from service.queue.records import Batch, BatchStatus, StorageFull, StorageLimits
 WINDOWS_S = {"24h": 24 * 3600}
 DEFAULT_PAGE, MAX_PAGE = 20, 100
 MAX_OPEN_BATCHES = 100
-"""Per tenant. All but a few wait; their storage is bounded in bytes."""
+"""Maximum per tenant. Most of them wait; their storage is limited in bytes."""
 
 
 class BatchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):

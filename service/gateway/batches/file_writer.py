@@ -1,4 +1,4 @@
-"""Writes a file to the queue in pieces, never whole in memory."""
+"""Writes a file to the queue in pieces; it is never whole in memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from service.queue.records import PIECE_BYTES, StorageFull, StorageLimits, Store
 
 
 class FileWriter:
-    """A new file of a tenant. Drop it unless finished; the queue expires it anyway.
+    """A tenant's new file. Drop it unless finished; the queue expires it anyway.
 
-    It reserves room in advance: of files that together are too long, some are written, rather than a part of each.
+    Space is reserved in advance, so that of files which do not all fit, some are written whole instead of each in part.
     """
 
     def __init__(self, queue: GatewayQueue, tenant: str, limits: StorageLimits) -> None:
@@ -26,12 +26,12 @@ class FileWriter:
         self._rest = bytearray()
 
     async def reserve(self, num_bytes: int) -> None:
-        """Reserve room for the file. Raises StorageFull, QueueUnavailable."""
+        """Reserve space for the file. Raises StorageFull, QueueUnavailable."""
         await self._queue.batches.reserve_file(self.file_id, self._tenant, num_bytes, self._limits)
         self._reserved_bytes = num_bytes
 
     async def write(self, data: bytes) -> None:
-        """Raises StorageFull, QueueUnavailable."""
+        """Append `data`. Raises StorageFull, QueueUnavailable."""
         self._rest += data
         while len(self._rest) >= PIECE_BYTES:
             piece = bytes(self._rest[:PIECE_BYTES])
@@ -54,14 +54,14 @@ class FileWriter:
         return file
 
     async def drop(self) -> None:
-        """Raises QueueUnavailable."""
+        """Delete the file. Raises QueueUnavailable."""
         await self._queue.batches.drop_file(self.file_id, self._tenant)
 
     async def _append(self, piece: bytes) -> None:
         self.num_bytes += len(piece)
         self._num_pieces += 1
         if self.num_bytes > self._reserved_bytes:
-            with suppress(StorageFull):  # then piece by piece, while there is room
+            with suppress(StorageFull):  # then piece by piece, while there is space
                 await self.reserve(2 * self.num_bytes)
         is_reserved = self.num_bytes <= self._reserved_bytes
         found = await self._queue.batches.append_file(

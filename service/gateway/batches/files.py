@@ -1,4 +1,4 @@
-"""`/v1/files`: input and output of batches, stored in Redis for all gateways."""
+"""`/v1/files`: batch input and output, stored in Redis for all gateways."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ log = logging.getLogger("quire.gateway")
 
 INPUT, OUTPUT = "batch", "batch_output"
 MAX_FILES = 1000
-"""Per tenant."""
+"""Maximum per tenant."""
 MAX_FORM_BYTES = 64 << 10
-"""Size of a form without its file."""
+"""Maximum size of a form without its file."""
 WINDOW_BYTES = 1 << 20
-"""Memory reserved for an upload or download: a few pieces, for any size of file."""
+"""Memory reserved for an upload or download: a few pieces, whatever the file's size."""
 CHUNK_BYTES = 64 << 10
 SLOWEST_UPLOAD_BYTES_PER_S = 1 << 20
 MAX_NAME_CHARS = 255
@@ -63,7 +63,7 @@ class Files:
         return json_response(file_json(stored))
 
     async def _store(self, http: web.Request, writer: FileWriter) -> StoredFile:
-        """Raises RequestError, StorageFull, QueueUnavailable."""
+        """Store an upload. Raises RequestError, StorageFull, QueueUnavailable."""
         await http[BODY_RESERVATION].grow(WINDOW_BYTES)
         if len(await self._queue.batches.list_files(http[TENANT])) >= MAX_FILES:
             raise RequestError(400, f"You have {MAX_FILES} files, the maximum; delete some.", code="too_many_files")
@@ -75,7 +75,7 @@ class Files:
             raise RequestError(408, "The body did not arrive in time.", code="request_timeout") from None
         except (RequestError, StorageFull, QueueUnavailable, ConnectionError, web.HTTPException):
             raise
-        except Exception as error:  # aiohttp's form parser raises anything: an unknown charset is a LookupError
+        except Exception as error:  # an unknown charset, for example, is a LookupError from aiohttp's form parser
             log.debug("a form could not be read: %r", error)
             raise RequestError(400, "The body is not a valid form.", code="invalid_body") from None
         if form.get("purpose") != INPUT:
@@ -85,9 +85,9 @@ class Files:
         return await writer.finish(form["file"][:MAX_NAME_CHARS], INPUT)
 
     async def _form(self, http: web.Request, writer: FileWriter, patience: asyncio.Timeout) -> dict[str, str]:
-        """Return the fields `purpose` and `file` (its name); the content goes to `writer`.
+        """Return the fields `purpose` and `file` (its name); write the content to `writer`.
 
-        Raises RequestError (400, 413), the writer's errors, and any error for a malformed form.
+        Raises RequestError (400, 413), the writer's errors, and any exception for a malformed form.
         """
         form: dict[str, str] = {}
         reader = await http.multipart()
@@ -112,7 +112,7 @@ class Files:
                 raise self._too_large()
             began_at_s = loop.time()
             await writer.write(chunk)
-            # Neither a long file nor a slow queue is the client's delay.
+            # Do not count a long file or a slow queue as the client's delay.
             extra_s = loop.time() - began_at_s + len(chunk) / SLOWEST_UPLOAD_BYTES_PER_S
             patience.reschedule((patience.when() or loop.time()) + extra_s)
 
@@ -154,7 +154,7 @@ class Files:
         return response
 
     async def _send(self, response: web.StreamResponse, file: StoredFile, pieces: Sequence[bytes]) -> None:
-        """Raises QueueUnavailable (also if the file was deleted), TimeoutError, ConnectionError."""
+        """Send the file. Raises QueueUnavailable (also if the file was deleted), TimeoutError, ConnectionError."""
         num_pieces = num_bytes = 0
         while pieces:
             for piece in pieces:
@@ -179,7 +179,7 @@ class Files:
 
 
 async def find_file(store: BatchStore, file_id: str, tenant: str, param: str = "file_id") -> StoredFile:
-    """Return a tenant's file. Raises RequestError: 404 if missing or another tenant's, 503."""
+    """Return a tenant's file. Raises RequestError: 404 if it is missing or another tenant's, 503."""
     try:
         file = await store.get_file(file_id)
     except QueueUnavailable:
@@ -221,6 +221,6 @@ async def _drop(writer: FileWriter) -> None:
 
 
 def _cut_off(http: web.Request) -> None:
-    """Nothing else reports that the rest of a begun answer is missing."""
+    """Abort the connection: nothing else reports that a response is incomplete."""
     if http.transport is not None:
         http.transport.abort()

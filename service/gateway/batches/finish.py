@@ -1,4 +1,4 @@
-"""Ends a batch: its answers become files, in input order, in bounded steps."""
+"""Ends a batch: writes its results to files, in input order, in bounded steps."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ NOT_RUN_REASONS: Mapping[BatchStatus | None, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class _Files:
-    """Ids derived from the batch's, so that every gateway writes the same files."""
+    """File ids derived from the batch's, so that every gateway writes the same files."""
 
     output: str
     error: str
 
 
 async def write_result_files(queue: GatewayQueue, batch: Batch, input_file: InputFile) -> Batch:
-    """Write the batch's files, or resume, and return it with their ids. Raises QueueUnavailable."""
+    """Write or resume the batch's files; return the batch with their ids. Raises QueueUnavailable."""
     files = _Files(*(f"file-{batch.batch_id.removeprefix('batch_')}-{kind}" for kind in ("output", "error")))
     marks = await queue.batches.line_marks(batch.batch_id)
     number = (await queue.batches.moved_lines(batch.batch_id)).num_lines
@@ -62,7 +62,7 @@ async def write_result_files(queue: GatewayQueue, batch: Batch, input_file: Inpu
 async def _move_lines(
     queue: GatewayQueue, batch: Batch, input_file: InputFile, files: _Files, marks: bytes, first: int
 ) -> int:
-    """Return the first line that is not in the files yet."""
+    """Append a bounded number of results. Return the first line that is not in the files yet."""
     sizes = await queue.batches.line_sizes(batch.batch_id, first, min(LINES_AT_ONCE, batch.num_total - first))
     sizes = sizes[: _num_that_fit(sizes)]
     answers = await queue.batches.lines(batch.batch_id, first, len(sizes))
@@ -87,7 +87,7 @@ async def _move_lines(
 
 
 def _num_that_fit(sizes: Sequence[int]) -> int:
-    """Return how many lines to move, at least one."""
+    """Return the number of lines to move, at least one."""
     total = 0
     for place, size in enumerate(sizes):
         total += size

@@ -1,4 +1,4 @@
-"""A batch's input file: finds its lines and reads them in pieces from the queue."""
+"""A batch's input file: indexes its lines and reads them from the queue in pieces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROW = re.compile(rb"\S[^\n]*")
 
 @dataclass(frozen=True)
 class LineIndex:
-    """16 bytes per line."""
+    """Offset and length of each line, 16 bytes per line."""
 
     starts: array[int] = field(default_factory=lambda: array("Q"))  # offsets in the file
     lengths: array[int] = field(default_factory=lambda: array("L"))  # in bytes
@@ -29,23 +29,23 @@ class LineIndex:
 
 
 class LineScanner:
-    """Finds the lines of a file fed in pieces and checks them unless that was done."""
+    """Indexes the lines of a file that is fed in pieces, and checks them if `checks`."""
 
     def __init__(self, endpoint: str, max_line_bytes: int, *, checks: bool = True) -> None:
         self.index = LineIndex()
-        self.num_id_bytes = 0  # all custom_ids as JSON
+        self.num_id_bytes = 0  # of all custom_ids as JSON
         self._endpoint = endpoint
         self._max_line_bytes = max_line_bytes
         self._checks = checks
-        self._ids: set[int] = set()  # hashes of 64 bits, salted by the process
+        self._ids: set[int] = set()  # 64-bit hashes, salted per process
         self._errors: list[BatchError] = []
         self._rest = b""  # an incomplete line
-        self._is_too_long = False  # the incomplete line
-        self._offset = 0  # of `_rest` in the file
-        self._number = 1  # its line number
+        self._is_too_long = False  # `_rest` is
+        self._offset = 0  # offset of `_rest` in the file
+        self._number = 1  # line number of `_rest`
 
     def feed(self, piece: bytes) -> None:
-        """Scan a piece. Raises BadInput once MAX_ERRORS are found."""
+        """Scan a piece. Raises BadInput after MAX_ERRORS errors."""
         data = self._rest + piece
         end = data.rfind(b"\n") + 1
         self._scan(data, end)
@@ -59,7 +59,7 @@ class LineScanner:
             self._rest = b""
 
     def finish(self) -> None:
-        """Scan the rest. Raises BadInput with all errors."""
+        """Scan the remainder. Raises BadInput with all errors."""
         self._scan(self._rest, len(self._rest))
         if self._errors:
             raise BadInput(tuple(self._errors))
@@ -108,7 +108,7 @@ class LineScanner:
 
 
 class InputFile:
-    """Reads lines by number, best in order: it caches one piece."""
+    """Reads lines by number. Caches one piece, so reads in order are fastest."""
 
     def __init__(self, store: BatchStore, file_id: str, index: LineIndex) -> None:
         self.index = index
@@ -117,7 +117,7 @@ class InputFile:
         self._cached = (-1, b"")  # (number, piece)
 
     async def row(self, number: int) -> bytes:
-        """Raises BadInput if the file is gone, QueueUnavailable."""
+        """Return a line. Raises BadInput if the file was deleted, QueueUnavailable."""
         if number >= len(self.index):
             raise file_is_gone()
         start, length = self.index.starts[number], self.index.lengths[number]
@@ -139,7 +139,7 @@ class InputFile:
 
 
 async def scan_file(store: BatchStore, file_id: str, scanner: LineScanner, run: Callable[..., Awaitable[Any]]) -> None:
-    """Scan a whole file; `run` calls a function off the event loop. Raises BadInput, QueueUnavailable."""
+    """Scan a whole file; `run` runs a function off the event loop. Raises BadInput, QueueUnavailable."""
     number = 0
     while pieces := await store.file_pieces(file_id, number, 1):
         await run(scanner.feed, pieces[0])

@@ -1,4 +1,4 @@
-"""The lines of a batch: requests to read, answers to write."""
+"""Lines of a batch: reads requests, writes results."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MAX_LINES = 50_000  # OpenAI's limit
 MAX_ERRORS = 20
 MAX_ID_CHARS = 512
 NOT_RUN_LINE_BYTES = 512
-"""Longest line of a request that was not run, without its custom_id."""
+"""Maximum size of the result line of a request that was not run, without its custom_id."""
 MAX_ANSWER_BYTES = 8 << 20
-"""The queue accepts values of at most 16 MiB."""
+"""The queue accepts values up to 16 MiB."""
 
 
 class BatchLine(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -31,7 +31,7 @@ class BatchLine(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
 
 
 class RequestLine(msgspec.Struct, kw_only=True, frozen=True):
-    """A checked line, with its body unparsed."""
+    """A validated line with an unparsed body."""
 
     custom_id: str
     body: msgspec.Raw
@@ -39,7 +39,7 @@ class RequestLine(msgspec.Struct, kw_only=True, frozen=True):
 
 @dataclass(frozen=True)
 class BadInput(Exception):
-    """The file cannot be a batch; none of it was run."""
+    """The file is not a valid batch; no line was run."""
 
     errors: tuple[BatchError, ...]
 
@@ -76,7 +76,7 @@ def refusal_line(name: str, custom_id: str, error: RequestError) -> bytes:
 
 
 def not_run_line(name: str, custom_id: str | None, code: str, message: str) -> bytes:
-    """Return the line of a request that was not run."""
+    """Return the result line of a request that was not run."""
     return _line(name, custom_id, None, {"code": code, "message": message})
 
 

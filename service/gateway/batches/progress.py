@@ -1,4 +1,4 @@
-"""Runs the requests of one batch, with retries, until their answers are stored."""
+"""Runs one batch's requests, with retries, until their results are stored."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from service.queue.records import ANSWERED_BADLY, ANSWERED_WELL, Batch, BatchSta
 HEARTBEAT_S = 1.0
 RETRY_S = 2.0
 RETRYABLE = frozenset({429, 503, 504})
-"""Refusals that are retried while the batch lasts: they do not depend on the request.
+"""Errors that are retried while the batch lasts, since they do not depend on the request.
 
-A 504 is final if the line sets its own `timeout`, or if its answer had begun at MAX_LATE timeouts.
+A 504 is final if the line sets its own `timeout`, or after MAX_LATE timeouts of responses that had begun.
 """
 MAX_LATE = 3
 
 
 @dataclass
 class _Line:
-    """A line without an answer."""
+    """A line without a result."""
 
     number: int
     attempt: int = 0
@@ -39,16 +39,16 @@ class _Line:
 
 @dataclass(frozen=True)
 class _LineResult:
-    """The result of a line for the output or error file."""
+    """A line's result, for the output or error file."""
 
     answer: bytes
     mark: bytes
-    key: str  # idempotency key of the request
-    request_id: str | None = None  # of an answered request
+    key: str  # the request's idempotency key
+    request_id: str | None = None  # set if the request was answered
 
 
 class BatchProgress:
-    """Runs a batch held by this gateway. Keeps one byte per finished line."""
+    """Runs a batch that this gateway leases. Keeps one byte per finished line."""
 
     def __init__(self, service: InferenceService, batch: Batch, input_file: InputFile, slots: LineSlots) -> None:
         self._service = service
@@ -67,13 +67,13 @@ class BatchProgress:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """(lines answered well, lines answered badly)."""
+        """Numbers of (successful, failed) lines."""
         return self._marks.count(ANSWERED_WELL), self._marks.count(ANSWERED_BADLY)
 
     async def run(self) -> BatchStatus:
-        """Run until the batch is completed, cancelled, expired or (FAILED) out of its tenant's storage.
+        """Run until the batch is completed, cancelled, expired, or FAILED because its tenant's storage is full.
 
-        Raises BadInput if the input file is gone, QueueUnavailable.
+        Raises BadInput if the input file was deleted, QueueUnavailable.
         """
         marks = await self._queue.batches.line_marks(self._batch.batch_id)
         self._marks = bytearray(marks.ljust(len(self._input.index), b"\0"))
@@ -90,7 +90,7 @@ class BatchProgress:
             await asyncio.gather(work, end, return_exceptions=True)
 
     async def _wait_for_end(self) -> BatchStatus:
-        """Wait for cancellation or expiry; meanwhile store the counts."""
+        """Wait for cancellation or expiry, storing the counts meanwhile."""
         stored = (0, 0)
         while True:
             with suppress(QueueUnavailable):
@@ -151,7 +151,7 @@ class BatchProgress:
             self._changed.set()
 
     async def _store_result(self, line: _Line, result: _LineResult | None) -> None:
-        """Raises StorageFull."""
+        """Store a line's result. Raises StorageFull."""
         if result is None:
             return
         await self._store_line(line.number, result.answer, result.mark)
@@ -159,7 +159,7 @@ class BatchProgress:
             await self._requests.forget(result.request_id, self._batch.tenant, result.key)
 
     async def _run_line(self, line: _Line, request: RequestLine) -> _LineResult | None:
-        """Return None if the line must be retried."""
+        """Run a line. Return None if it must be retried."""
         name = line_name(self._batch, line.number)
         key = f"{name}/{line.attempt}"
         try:
@@ -176,7 +176,7 @@ class BatchProgress:
                 return _LineResult(
                     refusal_line(name, request.custom_id, replace(error, message=message)), ANSWERED_BADLY, key
                 )
-            # its old key would only time out again, or be lost
+            # with the old key it would time out again, or stay lost
             line.attempt += error.status == 504 or error.code == EndReason.LOST
             self._retry_later(line, error.retry_after_s or RETRY_S)
             return None
@@ -188,7 +188,7 @@ class BatchProgress:
         return _LineResult(refusal_line(name, request.custom_id, refused), ANSWERED_BADLY, key, request_id)
 
     async def _ask(self, key: str, request: RequestLine) -> tuple[str, Json]:
-        """Raises RequestError, QueueUnavailable."""
+        """Get the response; cancel the request with its batch. Raises RequestError, QueueUnavailable."""
         batch = self._batch
         try:
             return await self._requests.answer(batch.endpoint, bytes(request.body), batch.tenant, key)
@@ -198,12 +198,12 @@ class BatchProgress:
             raise
 
     def _retry_later(self, line: _Line, wait_s: float) -> None:
-        """Retry a line. The whole batch pauses: its other lines would be refused too."""
+        """Retry a line. The whole batch pauses: other lines would be refused too."""
         self._retries.append(line)
         self._pause_until_s = max(self._pause_until_s, asyncio.get_running_loop().time() + wait_s)
 
     async def _store_line(self, number: int, answer: bytes, mark: bytes) -> None:
-        """Raises StorageFull if the tenant's storage is used up."""
+        """Store a line, retrying. Raises StorageFull if the tenant's storage is full."""
         while True:
             try:
                 await self._queue.batches.put_line(self._batch, number, answer, mark, self._service.storage)

@@ -1,4 +1,4 @@
-"""Runs one line of a batch through its endpoint's own parsing and response format."""
+"""Runs one batch line through its endpoint's own parsing and response format."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class BatchRequests:
         self._store = ResponseStore(service)
 
     async def answer(self, endpoint: str, body: bytes, tenant: str, key: str) -> tuple[str, Json]:
-        """Return the request's id and its answer; the same `key` returns the same answer.
+        """Return the request's id and response. The same `key` returns the same response.
 
-        Raises RequestError, with RanLate, RanPastOwnTimeout and NotStored as special cases.
+        Raises RequestError; RanLate, RanPastOwnTimeout and NotStored are special cases.
         """
         service = self._service
         if endpoint == EMBEDDINGS:
@@ -93,7 +93,7 @@ class BatchRequests:
         return answer
 
     async def forget(self, request_id: str, tenant: str, key: str) -> None:
-        """Drop the request's record, its answer being stored."""
+        """Drop the request's record, once its result is stored."""
         try:
             await self._service.request_store.forget(request_id, tenant, key)
         except QueueUnavailable:
@@ -101,19 +101,19 @@ class BatchRequests:
 
 
 class RanLate(RequestError):
-    """The answer had begun at the timeout: the request did not only wait."""
+    """The request timed out after its response had begun, so not just from waiting."""
 
 
 class RanPastOwnTimeout(RequestError):
-    """The request sets its own timeout, which it would exceed again."""
+    """The request exceeded its own timeout, and would again."""
 
 
 class NotStored(RequestError):
-    """The response is complete, but its tenant's storage is used up."""
+    """The response is complete, but the tenant's storage is full."""
 
 
 class Interrupted(asyncio.CancelledError):
-    """The batch no longer waits for this request, which continues unless cancelled too."""
+    """The batch stopped waiting for this request, which continues unless it is cancelled too."""
 
     def __init__(self, accepted: AcceptedRequest) -> None:
         super().__init__()

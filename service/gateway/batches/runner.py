@@ -1,8 +1,7 @@
-"""Runs batches. Each gateway looks for open ones and holds a lease on each batch it runs.
+"""Runs batches. Each gateway polls for open batches and holds a lease on each batch it runs.
 
-State is in the queue: an answered line is never asked again, and another gateway finds a dead gateway's request by its
-Idempotency-Key. In memory are only a few batches: the offsets of their lines, a byte per finished line, and the lines
-in flight.
+All state is in the queue: an answered line is never run again, and a dead gateway's requests are found by their
+Idempotency-Keys. For a few batches, memory holds line offsets, one byte per finished line, and the lines in flight.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ POLL_INTERVAL_S = 5.0
 LEASE_S = 15.0
 HEARTBEAT_S = 1.0
 NO_MEMORY_RETRY_S = 30.0
-"""Retry delay of a batch for which the queue has no memory."""
+"""Retry delay of a batch that the queue has no memory for."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class BatchRunner:
         self._running: dict[str, _RunningBatch] = {}
         self._turns = BatchTurns()
         self._slots = LineSlots()
-        self._reading = asyncio.Lock()  # read one file at a time
+        self._reading = asyncio.Lock()  # only one file is read at a time
         self._not_before_s: dict[str, float] = {}
         self._wake_up = asyncio.Event()
 
@@ -58,7 +57,7 @@ class BatchRunner:
         self._wake_up.set()
 
     async def run(self) -> None:
-        """Run until cancelled; running batches are left to other gateways."""
+        """Run until cancelled, which leaves running batches to other gateways."""
         try:
             while True:
                 try:
@@ -115,7 +114,7 @@ class BatchRunner:
             await asyncio.gather(work, return_exceptions=True)
 
     async def _fail_on_bug(self, batch_id: str, error: RequestError) -> None:
-        """Fail a batch on an internal error, which every retry would meet."""
+        """Fail a batch on an internal error, since a retry would hit it again."""
         with suppress(QueueUnavailable):
             batch = await self._queue.batches.get_batch(batch_id)
             if batch is not None and batch.is_open:
@@ -142,7 +141,7 @@ class BatchRunner:
         )
 
     async def _scan_input(self, batch: Batch) -> tuple[Batch, InputFile]:
-        """Scan the input and reserve room for its results. Raises BadInput, QueueUnavailable, StorageFull."""
+        """Scan the input and reserve space for the results. Raises BadInput, QueueUnavailable, StorageFull."""
         is_new = batch.status is BatchStatus.VALIDATING
         scanner = LineScanner(batch.endpoint, self._service.settings.max_body_bytes, checks=is_new)
         async with self._reading:

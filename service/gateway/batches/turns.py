@@ -1,4 +1,4 @@
-"""Chooses the batches that a gateway works on, and bounds their lines in flight."""
+"""Chooses the batches that a gateway runs, and limits their lines in flight."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from service.queue.records import OpenBatch
 
 MAX_BATCHES = 4
 MAX_BATCHES_PER_TENANT = 2
-"""Per gateway; others wait in the queue, outside its memory."""
+"""Both limits are per gateway; other batches wait in the queue, outside its memory."""
 MAX_LINES_IN_FLIGHT = 64
-"""All batches of a gateway: enough for an idle machine, few enough to yield it soon."""
+"""Over all batches of a gateway: enough to fill an idle machine, few enough to yield it soon."""
 MAX_LINE_BYTES_IN_FLIGHT = 16 << 20
 
 
 class BatchTurns:
-    """Tenants take turns; a tenant's batches are started by age."""
+    """Round-robin over tenants; oldest batch first within a tenant."""
 
     def __init__(self) -> None:
         self._last_turn: dict[str, int] = {}
         self._num_turns = 0
 
     def next_batches(self, waiting: Sequence[OpenBatch], running: Collection[str]) -> Iterator[OpenBatch]:
-        """Yield the batches to start, in order, while there is room.
+        """Yield the batches to start, in order, up to the limits.
 
-        `running` holds the tenants of running batches; the caller adds each batch that it starts.
+        `running`: the tenants of running batches, to which the caller adds each batch it starts.
         """
         by_tenant: dict[str, deque[OpenBatch]] = {}
         for batch in waiting:
@@ -48,16 +48,16 @@ class BatchTurns:
 
 
 class LineSlots:
-    """Bounds the lines in flight. Slots are granted in order of request; each batch requests one at a time."""
+    """Limits the lines in flight. Slots are granted first come, first served; each batch requests one at a time."""
 
     def __init__(self, num_lines: int = MAX_LINES_IN_FLIGHT, num_bytes: int = MAX_LINE_BYTES_IN_FLIGHT) -> None:
         self._num_lines = num_lines
         self._num_bytes = num_bytes
-        self._turn = asyncio.Lock()  # fair: held by the first waiter
+        self._turn = asyncio.Lock()  # a fair lock, held by the first waiter
         self._freed = asyncio.Event()
 
     async def acquire(self, num_bytes: int) -> None:
-        """Wait for a slot. A line longer than all room counts as all of it."""
+        """Wait for a slot. A line above the byte limit counts as the limit."""
         async with self._turn:
             while not self._num_lines or self._num_bytes < self._counted(num_bytes):
                 self._freed.clear()

@@ -1,4 +1,4 @@
-"""An admitted request, built at admission or again from its record."""
+"""An admitted request, built at admission or rebuilt from its record."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class AcceptedRequest:
     created_s: float  # queue time, Unix seconds
     timeout_s: float  # time left
     num_prompt_tokens: tuple[int, ...]  # by job
-    prompt_texts: tuple[str, ...]  # by prompt, if the answer repeats them; else empty
-    first_ids: tuple[int, ...] = ()  # by prompt, if the answer has prompt log-probabilities
-    prompt_ids: tuple[tuple[int, ...], ...] = ()  # by prompt, if the answer has them
+    prompt_texts: tuple[str, ...]  # by prompt, if the response echoes them; else empty
+    first_ids: tuple[int, ...] = ()  # by prompt, if the response has prompt log-probabilities
+    prompt_ids: tuple[tuple[int, ...], ...] = ()  # by prompt, if the response has them
     reasoning: ReasoningState = ReasoningState.OFF
-    jobs: tuple[Job, ...] = ()  # to submit; empty if that is done
+    jobs: tuple[Job, ...] = ()  # to submit; empty once submitted
     record: RequestRecord | None = None  # to write with the first job
-    client_id: str | None = None  # the client's name for the request, unique among the tenant's
-    idempotency: str | None = None  # digest of the client's key or name
-    is_repeat: bool = False  # of a key: the client may have its events
+    client_id: str | None = None  # the client's id for the request, unique within the tenant
+    idempotency: str | None = None  # digest of the client's key or id
+    is_repeat: bool = False  # repeats an idempotency key: the client may have its events already
 
     def with_timeout(self, timeout_s: float) -> AcceptedRequest:
         return replace(self, timeout_s=timeout_s)
 
     @property
     def public_id(self) -> str:
-        """Id in answers: the client's, if it gave one."""
+        """Id in responses: the client's, if it sent one."""
         return self.client_id or self.request_id
 
     @property
@@ -73,7 +73,7 @@ def record_of(accepted: AcceptedRequest) -> RequestRecord:
 
 
 def accepted_from(record: RequestRecord, now_s: float, read_outline: OutlineReader) -> AcceptedRequest:
-    """Rebuild the request, with the shortest prompts. `now_s`: queue time."""
+    """Rebuild the request, with placeholder prompts of minimum length. `now_s`: queue time."""
     request = read_outline(record.endpoint, record.outline)
     return AcceptedRequest(
         request=replace(
@@ -100,22 +100,22 @@ def _split(ids: Sequence[int], lengths: Sequence[int]) -> tuple[tuple[int, ...],
 
 
 def is_client_id(name: str) -> bool:
-    """Return whether `name`, which goes into headers and log lines, has 1 to 128 visible ASCII characters."""
+    """Return whether `name`, which appears in headers and logs, has 1 to 128 visible ASCII characters."""
     return _CLIENT_ID.fullmatch(name) is not None
 
 
 def new_request_id() -> str:
-    """Return 128 random bits in Crockford's base 32: no client guesses another's id."""
+    """Return 128 random bits in Crockford's base 32, so that ids cannot be guessed."""
     return _in_base_32(secrets.randbits(128))
 
 
 def request_id_of(*names: str) -> str:
-    """Return an id determined by `names`."""
+    """Return the id that `names` determine."""
     return _in_base_32(int.from_bytes(sha256("\0".join(names).encode()).digest()[:16]))
 
 
 def seed_of(request_id: str) -> int:
-    """Return the default seed, the same in every gateway."""
+    """Return the default seed, which is the same in every gateway."""
     return int.from_bytes(sha256(b"seed" + request_id.encode()).digest()[:8])
 
 

@@ -1,4 +1,4 @@
-"""Adapters' folders, checked before a request may name them."""
+"""Checks adapter folders before requests may use them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from service.queue.records import AdapterRecord
 
 
 def read_record(module: LoraModule, config: ModelConfig, settings: Settings) -> AdapterRecord:
-    """Check an adapter's files in float32; workers check again in their own type. Raises ModelError."""
-    from model.weights.lora.adapter import read_digest  # with NumPy, which no other gateway needs
+    """Check an adapter's files in float32; workers check again in their own dtype. Raises ModelError."""
+    from model.weights.lora.adapter import read_digest  # imports NumPy; other gateways do not need it
 
     path = Path(module.path).expanduser().absolute()
     digest = read_digest(path, config, settings.max_lora_rank, with_experts=settings.lora_experts)
@@ -23,7 +23,7 @@ def read_record(module: LoraModule, config: ModelConfig, settings: Settings) -> 
 
 
 def read_modules(config: ModelConfig, settings: Settings) -> Mapping[str, AdapterRecord]:
-    """Check --lora-modules. Raises StartupError, ModelError."""
+    """Check --lora-modules. Raises StartupError or ModelError."""
     modules = settings.lora_modules.modules
     if not settings.enable_lora and (modules or settings.lora_dir):
         raise StartupError("--lora-modules and --lora-dir: adapters are off (--enable-lora)")

@@ -1,4 +1,4 @@
-"""LoRA adapters by name: those of --lora-modules, and those loaded at run time, which all gateways share."""
+"""LoRA adapters by name: those in --lora-modules, and those loaded at run time, which all gateways share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from service.queue.interface import GatewayQueue, QueueUnavailable
 from service.queue.records import AdapterRecord
 
 MAX_ADAPTERS = 1024
-"""Loaded at run time."""
+"""Maximum number of adapters loaded at run time."""
 
 
 class Adapters:
@@ -33,7 +33,7 @@ class Adapters:
         return self._settings.enable_lora and self._settings.lora_dir is not None
 
     async def find(self, name: str | None) -> AdapterRecord | None:
-        """Return the adapter, None for the base model. Raises RequestError: 404, 503."""
+        """Return the adapter; None: the base model. Raises RequestError (404, 503)."""
         if self._model.is_base(name):
             return None
         record = self._model.adapters.get(name or "")
@@ -47,7 +47,7 @@ class Adapters:
         return record
 
     async def records(self) -> Sequence[AdapterRecord]:
-        """Raises RequestError (503)."""
+        """Return all adapters. Raises RequestError (503)."""
         own = list(self._model.adapters.values())
         if not self.loads_at_run_time:
             return own
@@ -58,13 +58,13 @@ class Adapters:
         return own + [record for record in loaded if record.name not in self._model.adapters]
 
     async def loaded_names(self) -> Collection[str]:
-        """Raises RequestError (503)."""
+        """Return all names, none without run-time loading. Raises RequestError (503)."""
         return {record.name for record in await self.records()} if self.loads_at_run_time else ()
 
     async def load(self, name: str, path: str, *, in_place: bool) -> None:
-        """Serve an adapter below --lora-dir under `name` in every gateway, once checked.
+        """Check an adapter below --lora-dir and serve it under `name` in every gateway.
 
-        Raises RequestError: 400 for a name in use, another folder, or an adapter that is not supported; 503.
+        Raises RequestError: 400 for a name in use, a path outside the folder or an unsupported adapter; 503.
         """
         if not is_adapter_name(name):
             raise refusal("lora_name", "must have 1 to 128 characters, none of them blank, ',' or '='")
@@ -81,7 +81,7 @@ class Adapters:
                 is_written = await self._store.put_adapter(record, replaces=in_place)
             except QueueUnavailable:
                 raise unavailable() from None
-            if not is_written:  # another gateway was quicker
+            if not is_written:  # another gateway was faster
                 raise _already_loaded(name)
 
     async def unload(self, name: str) -> None:

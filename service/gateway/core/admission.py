@@ -1,4 +1,4 @@
-"""A `GenerationRequest` becomes an `AcceptedRequest` with its jobs, or one error."""
+"""Admission: turns a `GenerationRequest` into an `AcceptedRequest` with its jobs, or raises one error."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from service.queue.records import AdapterRecord
 
 MAX_IDS_AT_ONCE = 4096
 MAX_SHOWN_IDS = 1 << 19
-"""Half of what a record holds."""
+"""Half of a record's capacity."""
 
 
 class TextStage:
-    """Tokenizes prompts and compiles grammars, long ones off the event loop."""
+    """Tokenizes prompts and compiles grammars; slow work runs off the event loop."""
 
     def __init__(self, model: ServedModel, settings: Settings, threads: TextThreads, grammars: GrammarPool) -> None:
         self.model = model
@@ -42,7 +42,7 @@ class TextStage:
         self._reader = PromptReader(model, settings)
 
     def check(self, request: GenerationRequest) -> None:
-        """Raises RequestError for what the model cannot do."""
+        """Raises RequestError for features that the model lacks."""
         self._reader.check(request)
 
     async def read(self, request: GenerationRequest, tenant: str, max_model_len: int) -> tuple[Tokenized, str | None]:
@@ -80,7 +80,7 @@ class Admission:
         self._fleet = fleet
         self._pressure = pressure
         self._adapters = adapters
-        self._feed = f"gateway-{secrets.token_hex(8)}"  # of the events of this gateway's jobs
+        self._feed = f"gateway-{secrets.token_hex(8)}"  # for the events of this gateway's jobs
         self._max_timeout_s = text.settings.request_timeout
         self._sampling = SamplingResolver(text.model.defaults, text.settings)
         self._draining = False
@@ -90,13 +90,14 @@ class Admission:
         return self._draining
 
     def close(self) -> None:
-        """Refuse every request with 503 from now on."""
+        """Refuse all further requests with 503."""
         self._draining = True
 
     async def admit(self, request: GenerationRequest, tenant: str, request_id: str | None = None) -> AcceptedRequest:
-        """Raises RequestError: 400, 404, or 429 or 503 with Retry-After while the queue is full or away.
+        """Admit a request.
 
-        `request_id`: of a request that another gateway may have admitted; its default seed follows from the id.
+        `request_id` is set if another gateway may have admitted the request; it determines the default seed. Raises
+        RequestError: 400; 404; 429 or 503 with Retry-After if the queue is full or unavailable.
         """
         adapter = await self._adapters.find(request.model)
         if not self._model.generates and not request.sampling.embeds:

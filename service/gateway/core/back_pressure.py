@@ -1,4 +1,4 @@
-"""Refuses requests while the queue is full, and estimates Retry-After."""
+"""Back-pressure: refuses requests while the queue is full and estimates Retry-After."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from service.queue.interface import Bounds, QueueFull
 
 MAX_RETRY_AFTER_S = 60
 REMEMBERED_S = 0.25
-"""A full queue counts as full this long: a flood costs neither parsing nor Redis calls."""
+"""Time for which a full queue is assumed to stay full. Meanwhile a flood costs no parsing and no Redis calls."""
 FORGOTTEN_AFTER_S = 5.0
 DRAINED_SHARE = 0.1
-"""Retry-After is the time to work off this share of the queue."""
+"""Retry-After is the time to process this share of the queue."""
 RATE_OVER_S = 2.0
 ALL = ""
-"""The whole queue's key among the tenants'."""
+"""Key of the whole queue; the other keys are tenants."""
 
 
 class NoRoom(RequestError):
-    """The queue is full; no job was accepted."""
+    """Refusal by a full queue; no job was accepted."""
 
 
 class BackPressure:
@@ -36,12 +36,12 @@ class BackPressure:
             max_tokens_per_tenant=settings.max_waiting_tokens_per_tenant,
         )
         self._clock = clock
-        self._full: dict[str, tuple[float, QueueFull]] = {}  # by tenant, or ALL: until when, and the refusal
-        self._worked_off = (0.0, 0.0)  # seen at (queue time), tokens
+        self._full: dict[str, tuple[float, QueueFull]] = {}  # by tenant or ALL: (assumed full until, refusal)
+        self._worked_off = (0.0, 0.0)  # (queue time, tokens) at the last observation
         self._tokens_per_s = 0.0
 
     def check(self, tenant: str, num_jobs: int) -> None:
-        """Raises RequestError (429, 503) while the queue counts as full. After REMEMBERED_S one request probes it."""
+        """Raises RequestError (429, 503) while the queue is assumed full. Every REMEMBERED_S one request probes it."""
         now_s = self._clock()
         for key in (tenant, ALL):
             if key not in self._full:
@@ -54,7 +54,7 @@ class BackPressure:
             raise self._refusal(QueueFull(of_tenant=False, num_jobs=num_jobs, num_tokens=0))
 
     def check_unread(self, tenant: str) -> None:
-        """`check` before the body is parsed, without a probe. Raises RequestError (429, 503)."""
+        """Like `check`, but before the body is parsed, and never probes. Raises RequestError (429, 503)."""
         for key in (tenant, ALL):
             if key in self._full and self._full[key][0] > self._clock():
                 raise self._refusal(self._full[key][1])
@@ -64,7 +64,7 @@ class BackPressure:
             self._full.pop(key, None)
 
     def refused(self, tenant: str, full: QueueFull) -> NoRoom:
-        """Remember a full queue. Return the error to send."""
+        """Remember that the queue is full, and return the error to send."""
         now_s = self._clock()
         self._full = {key: entry for key, entry in self._full.items() if entry[0] > now_s - FORGOTTEN_AFTER_S}
         self._full[tenant if full.of_tenant else ALL] = (now_s + REMEMBERED_S, full)
@@ -85,7 +85,7 @@ class BackPressure:
         return min(MAX_RETRY_AFTER_S, max(1, math.ceil(num_tokens * DRAINED_SHARE / self._tokens_per_s)))
 
     def observe(self, view: FleetView) -> None:
-        """Update the token rate from the workers' counters, which restart with them."""
+        """Update the token rate from the workers' counters, which restart with the workers."""
         counters = (STAT_PROMPT_TOKENS_TOTAL, STAT_GENERATION_TOKENS_TOTAL)
         tokens = sum(card.stats.get(name, 0.0) for card in view.cards for name in counters)
         seen_at_s, before = self._worked_off

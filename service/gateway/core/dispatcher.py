@@ -1,4 +1,4 @@
-"""Submits accepted requests' jobs, follows their events, and cancels jobs that no request needs."""
+"""Submits the jobs of accepted requests, follows their events and cancels jobs that are no longer needed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def read_to_end(stream: ResponseStream) -> None:
 
 
 Reader = Callable[[ResponseStream], Coroutine[Any, Any, None]]
-"""Consumes an answer without a client."""
+"""Consumes a response that has no client."""
 
 
 class RequestDispatcher:
@@ -58,7 +58,7 @@ class RequestDispatcher:
         self._metrics = metrics
         self._tracing = tracing
         self._open: set[_Scope] = set()
-        self._grace_s = settings.resume_grace  # how long a resumable request continues without a client
+        self._grace_s = settings.resume_grace  # how long a resumable request runs on without a client
         self._limits = storage_limits(settings)
         self._keepers: set[asyncio.Task[None]] = set()
         self.background = BackgroundWrites()
@@ -69,10 +69,10 @@ class RequestDispatcher:
 
     @asynccontextmanager
     async def open(self, accepted: AcceptedRequest, *, is_shared: bool = False) -> AsyncIterator[ResponseStream]:
-        """Submit the jobs; leaving before their end cancels them.
+        """Submit the jobs. Leaving the context before they end cancels them.
 
-        Jobs of an `is_shared` request continue if this gateway leaves or loses the queue. Raises RequestError: 429
-        or 503 for a refused job or a closing gateway, 504 past the deadline.
+        With `is_shared`, jobs continue if this gateway stops or loses the queue. Raises RequestError: 429 or 503 for a
+        refused job or a closing gateway, 504 past the deadline.
         """
         scope = _Scope(asyncio.timeout(accepted.timeout_s), owns_jobs=True, is_shared=is_shared)
         async with self._opened(accepted, scope) as stream:
@@ -80,8 +80,10 @@ class RequestDispatcher:
 
     @asynccontextmanager
     async def view(self, accepted: AcceptedRequest) -> AsyncIterator[ResponseStream]:
-        """Read a submitted request's answer from its beginning; leaving ends nothing. A resumable request counts as
-        watched. Raises RequestError like `open`."""
+        """Read a submitted request's response from its beginning; leaving cancels nothing.
+
+        A resumable request counts as watched meanwhile. Raises RequestError like `open`.
+        """
         watching = asyncio.create_task(self._watch(accepted)) if accepted.request.resumable else None
         try:
             scope = _Scope(asyncio.timeout(accepted.timeout_s), owns_jobs=False)
@@ -93,10 +95,13 @@ class RequestDispatcher:
                 self._mark_last(accepted)
 
     async def keep(self, accepted: AcceptedRequest, read: Reader = read_to_end) -> None:
-        """Submit the jobs and follow them without a client: a background request to its end, others until unwatched for
-        `resume_grace` seconds. Return once the jobs are queued. Raises RequestError."""
+        """Submit the jobs and follow them without a client; return once they are queued.
+
+        A background request runs to its end, any other until it was unwatched for `resume_grace` seconds. Raises
+        RequestError.
+        """
         submitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        submitted.add_done_callback(asyncio.Future.exception)  # the client may have left before it is read
+        submitted.add_done_callback(asyncio.Future.exception)  # retrieves the exception even if the client has left
         task = asyncio.create_task(self._keep(accepted, submitted, read))
         self._keepers.add(task)
         task.add_done_callback(self._keepers.discard)
@@ -125,7 +130,7 @@ class RequestDispatcher:
                 submitted.set_exception(unavailable())
 
     async def _end_unwatched(self, accepted: AcceptedRequest, scope: _Scope) -> None:
-        """End the scope after NUM_MISSING_MARKS missing marks: one may be lost, or expire early with Redis' clock."""
+        """End the scope after NUM_MISSING_MARKS missing marks: one may get lost, or expire early by Redis' clock."""
         num_missing = 0
         while num_missing < NUM_MISSING_MARKS:
             await asyncio.sleep(self._grace_s / LOOKS_PER_GRACE)
@@ -167,13 +172,13 @@ class RequestDispatcher:
                     await self._submit(accepted, jobs, span.traceparent, scope)
                 yield stream
         except NoRoom as error:
-            is_kept, refused = True, error.code  # `_withdraw` ends the jobs that were accepted
+            is_kept, refused = True, error.code  # `_withdraw` cancels the accepted jobs
             raise
         except RequestError as error:
             is_kept, refused = False, error.code  # a job failed
             raise
         except QueueUnavailable:
-            # The jobs may exist.
+            # The jobs may have been queued.
             reason = EndReason.INTERNAL
             raise unavailable() from None
         except TimeoutError:
@@ -191,7 +196,7 @@ class RequestDispatcher:
     async def _submit(
         self, accepted: AcceptedRequest, job_streams: Sequence[JobStream], traceparent: str | None, scope: _Scope
     ) -> None:
-        """Raises NoRoom, RequestError (429, 503) for full storage, QueueUnavailable."""
+        """Raises NoRoom; RequestError (429, 503) if storage is full; QueueUnavailable."""
         by_id = {job_stream.job_id: job_stream for job_stream in job_streams}
         for number, job in enumerate(accepted.jobs):
             job_stream = by_id[job.job_id]
@@ -203,7 +208,7 @@ class RequestDispatcher:
             except (QueueFull, StorageFull) as full:
                 job_stream.note_refused()
                 is_new = len(accepted.jobs) == len(job_streams)
-                if is_new and not scope.is_shared:  # else a gateway will retry it
+                if is_new and not scope.is_shared:  # else a gateway retries it
                     self.background.spawn(self._withdraw(accepted, number))
                 if isinstance(full, StorageFull):
                     raise storage_refusal(full) from None
@@ -212,12 +217,12 @@ class RequestDispatcher:
             job_stream.note_accepted(self._track(job))
 
     async def _withdraw(self, accepted: AcceptedRequest, num_accepted: int) -> None:
-        """Forget a refused request, so that a flood leaves no records; only then cancel its jobs."""
+        """Drop a refused request's record, so that a flood leaves none, and only then cancel its jobs."""
         if num_accepted == 0 and accepted.idempotency is None:
             return  # no record was written
 
         def forget() -> Awaitable[None]:
-            # Unless a concurrent request under the same key was accepted.
+            # Keep the record if a concurrent request with the same key was accepted.
             unless_there = None if num_accepted else accepted.request_id
             return self._queue.requests.drop_request(
                 accepted.request_id, accepted.tenant, accepted.idempotency, unless_there
@@ -246,23 +251,23 @@ class RequestDispatcher:
             scope.end(EndReason.SHUTDOWN)
 
     async def close(self) -> None:
-        """Wait up to CLOSE_TIMEOUT_S for the last cancels."""
+        """Wait up to CLOSE_TIMEOUT_S for pending cancels."""
         if self._keepers:
             await asyncio.wait(self._keepers, timeout=CLOSE_TIMEOUT_S)
         await self.background.close()
 
     def _cancel(self, cancel: Cancel) -> None:
-        # In a task of its own: the request's task may itself be cancelled.
+        # In its own task: the request's task may itself be cancelled.
         self.background.repeat(lambda: self._queue.cancel(cancel), "cancel not sent", job=cancel.job_id)
 
 
 @dataclass(eq=False)
 class _Scope:
-    """An open request's deadline, and the fate of its jobs."""
+    """The deadline of an open request, and whether its jobs survive it."""
 
     timeout: asyncio.Timeout
-    owns_jobs: bool  # leaving cancels them
-    is_kept: bool = False  # has no client of its own
+    owns_jobs: bool  # leaving cancels the jobs
+    is_kept: bool = False  # runs without a client
     is_shared: bool = False  # any gateway can continue it
     reason: EndReason = EndReason.DEADLINE
 

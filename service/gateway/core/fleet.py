@@ -1,4 +1,4 @@
-"""A cached view of workers and queue, read at most four times a second."""
+"""A cached view of workers and queue, refreshed at most four times a second."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class FleetView:
 
     @property
     def num_ready(self) -> int:
-        """Ready workers with a recent heartbeat; a dead worker's card expires later."""
+        """Number of ready workers with a recent heartbeat; a dead worker's card expires later."""
         return sum(card.ready and self.seen_at_s - card.beat_at_s < CARD_LATE_S for card in self.cards)
 
     def oldest_wait_s(self, lane: str) -> float:
-        """Return the age of the lane's first job; 0 if empty."""
+        """Return the age of the lane's oldest job; 0 if the lane is empty."""
         since_s = self.queue.lanes[lane].oldest_at_s
         return 0.0 if since_s is None else max(0.0, self.seen_at_s - since_s)
 
     def max_model_len(self, limit: int) -> int:
-        """Return the smallest of `limit` and the workers' limits: any worker may claim a job."""
+        """Return the minimum of `limit` and the workers' limits: any worker may claim a job."""
         return min([limit, *(card.max_model_len for card in self.cards)])
 
 
@@ -48,7 +48,7 @@ class Fleet:
         self._reading: asyncio.Task[FleetView] | None = None
 
     async def request_block_maps(self) -> None:
-        """Ask the workers for block maps on their cards. Raises QueueUnavailable."""
+        """Ask the workers to add block maps to their cards. Raises QueueUnavailable."""
         await self._queue.request_block_maps()
 
     async def rough_view(self) -> FleetView:
@@ -57,11 +57,12 @@ class Fleet:
         if self._view is None or age_s > MAX_LATE_S:
             return await self.view()
         if age_s > MAX_AGE_S:
-            self._read_soon()  # a failure surfaces once this view is too old
+            self._read_soon()  # an error surfaces once this view is too old
         return self._view
 
     async def view(self) -> FleetView:
-        """Return a view at most MAX_AGE_S old. Callers share one read, and its timeout. Raises QueueUnavailable."""
+        """Return a view at most MAX_AGE_S old. Concurrent callers share one read and its timeout. Raises
+        QueueUnavailable."""
         if self._view is not None and self._clock() - self._seen_at_s <= MAX_AGE_S:
             return self._view
         return await asyncio.shield(self._read_soon())
@@ -80,6 +81,6 @@ class Fleet:
 
 
 def _retrieve_exception(reading: asyncio.Task[FleetView]) -> None:
-    """Keep asyncio quiet if no caller is left."""
+    """Retrieve the exception, so that asyncio does not log it if no caller is left."""
     if not reading.cancelled():
         reading.exception()

@@ -1,4 +1,4 @@
-"""Everything of a request that needs the tokenizer: prompts, token rules, the grammar to compile."""
+"""The parts of a request that need the tokenizer: prompts, token rules, the grammar to compile."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from service.gateway.core.served_model import NO_EFFORT, ServedModel
 @dataclass(frozen=True)
 class Tokenized:
     prompts: list[list[int]]  # token ids
-    texts: tuple[str, ...]  # of the prompts, if the answer repeats them
+    texts: tuple[str, ...]  # the prompts' texts, if the response echoes them
     reasoning: ReasoningState
     rules: TokenRules | None
     task: GrammarTask | None  # the grammar to compile
 
 
 class PromptReader:
-    """Immutable and shared by all threads."""
+    """Reads prompts. Immutable; shared by all threads."""
 
     def __init__(self, model: ServedModel, settings: Settings) -> None:
         self._model = model
         self._settings = settings
 
     def check(self, request: GenerationRequest) -> None:
-        """Raises RequestError (400) for too many choices or ids outside the vocabulary."""
+        """Raises RequestError (400) for too many choices or token ids outside the vocabulary."""
         max_n, params = self._settings.max_n, request.sampling
         for name, value in (("n", params.n), ("best_of", params.best_of)):
             if value > max_n:
@@ -42,7 +42,7 @@ class PromptReader:
         self._model.check_ids(tuple(token for token, _ in params.logit_bias), "logit_bias")
 
     def read(self, request: GenerationRequest, max_model_len: int) -> Tokenized:
-        """Slow: call it off the event loop for a long prompt. Raises RequestError (400)."""
+        """Tokenize the prompts. Slow for long ones: call it off the event loop. Raises RequestError (400)."""
         prompts = self._encode(request, max_model_len)
         reasoning = self._reasoning_state(request, prompts[0])
         return Tokenized(
@@ -63,7 +63,7 @@ class PromptReader:
             )
             prompts.append(self._truncated(request, ids, max_model_len))
             num_tokens += len(prompts[-1])
-            if num_tokens > self._settings.max_request_tokens:  # do not encode the rest for nothing
+            if num_tokens > self._settings.max_request_tokens:  # do not encode the rest in vain
                 raise too_costly(self._settings.max_request_tokens)
         return prompts
 
@@ -76,7 +76,7 @@ class PromptReader:
         return prompt[-num_kept:]
 
     def _prompt_texts(self, request: GenerationRequest, prompts: Sequence[list[int]]) -> tuple[str, ...]:
-        """Return the prompts that the answer repeats: as sent, or decoded if truncated or parsed for specials."""
+        """Return the prompts to echo: as sent, or decoded if truncated or parsed for special tokens."""
         if not request.echo:
             return ()
         decode = self._model.tokenizer.decode
@@ -87,7 +87,7 @@ class PromptReader:
         )
 
     def _reasoning_state(self, request: GenerationRequest, prompt_ids: Sequence[int]) -> ReasoningState:
-        """Return what the prompt leaves to the answer."""
+        """Return the reasoning state at the end of the prompt."""
         prompt = request.prompts[0]
         if self._model.reasoning_format is None or not isinstance(prompt, Conversation):
             return ReasoningState.OFF
@@ -97,7 +97,7 @@ class PromptReader:
         return state_after(self._model.reasoning_format, end)
 
     def _token_rules(self, request: GenerationRequest, reasoning: ReasoningState) -> TokenRules | None:
-        """Raises RequestError (400) for a bad word without tokens."""
+        """Raises RequestError (400) for a bad word that has no tokens."""
         params = request.sampling
         bad_words = tuple(ids for word in params.bad_words for ids in self._spellings(word))
         budget = self._reasoning_budget(request, reasoning)
@@ -106,7 +106,7 @@ class PromptReader:
         return TokenRules(allowed_token_ids=params.allowed_token_ids, bad_words=bad_words, reasoning=budget)
 
     def _spellings(self, word: str) -> set[tuple[int, ...]]:
-        """Return a bad word's token ids at the start of a text and after a space."""
+        """Return a bad word's token ids, at the start of a text and after a space."""
         bare = word.lstrip(" ")
         spellings = {tuple(self._model.tokenizer.encode(text, add_special_tokens=False)) for text in (bare, " " + bare)}
         if not bare or () in spellings:
@@ -119,7 +119,7 @@ class PromptReader:
         prompt = request.prompts[0]
         is_off = isinstance(prompt, Conversation) and prompt.hints.get("reasoning_effort") == NO_EFFORT
         if is_off:
-            max_tokens = 0  # the template had no switch, or the answer would not reason
+            max_tokens = 0  # the template had no switch, or the model would not reason
         if markers is None or max_tokens is None or reasoning is ReasoningState.OFF:
             return None
         special = self._model.tokenizer.special_id(markers.end)
@@ -134,7 +134,7 @@ class PromptReader:
         )
 
     def _grammar_task(self, request: GenerationRequest, reasoning: ReasoningState) -> GrammarTask | None:
-        """Raises RequestError (400) for tools that this model cannot call."""
+        """Raises RequestError (400) for tools if this model cannot call any."""
         grammar, tools = request.sampling.grammar, request.tools
         spec = None if grammar is None else grammar.spec
         calls = None if tools is None else self._call_spec(tools, spec)

@@ -1,4 +1,4 @@
-"""Writes to the queue, retried through short outages."""
+"""Writes to the queue, retried during short outages."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ log = logging.getLogger("quire.gateway")
 REPEAT_FOR_S = 60.0
 RETRY_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 MAX_REPEATED = 4096
-"""Background writes that may retry at once; beyond, each gets one try."""
+"""Background writes that may retry at once; any further write gets one attempt."""
 CLOSE_TIMEOUT_S = 2.0
 WRITE_WITHIN_S, WRITE_RETRY_S = 6.0, 0.2
 
 
 async def write(attempt: Callable[[], Awaitable[Any]], within_s: float = WRITE_WITHIN_S) -> None:
-    """Run an idempotent write, again while the queue is away. Raises QueueUnavailable after `within_s`."""
+    """Run an idempotent write; retry while the queue is unavailable. Raises QueueUnavailable after `within_s`."""
     loop = asyncio.get_running_loop()
     give_up_s = loop.time() + within_s
     while True:
@@ -40,7 +40,7 @@ async def write(attempt: Callable[[], Awaitable[Any]], within_s: float = WRITE_W
 
 
 async def stored(call: Awaitable[Answer]) -> Answer:
-    """Return what a store call returns. Raises RequestError (429, 503) if the store is full or away."""
+    """Await a store call. Raises RequestError (429, 503) if the store is full or unavailable."""
     try:
         return await call
     except QueueUnavailable:
@@ -67,13 +67,13 @@ class BackgroundWrites:
     def repeat(
         self, attempt: Callable[[], Awaitable[Any]], what: str, for_s: float = REPEAT_FOR_S, **about: Any
     ) -> None:
-        """Run an idempotent write in the background, again while the queue is away, for `for_s`."""
+        """Run an idempotent write in the background; retry for `for_s` while the queue is unavailable."""
         self.spawn(self.until_known(attempt, what, for_s, **about))
 
     async def until_known(
         self, attempt: Callable[[], Awaitable[Any]], what: str, for_s: float = REPEAT_FOR_S, **about: Any
     ) -> bool:
-        """Do and await what `repeat` does. Return whether the queue answered; if not, log `what`."""
+        """Like `repeat`, but wait for it. Return whether the queue answered; log `what` if not."""
         loop = asyncio.get_running_loop()
         give_up_s, num_tries = loop.time() + for_s, 0
         while True:
@@ -91,7 +91,7 @@ class BackgroundWrites:
                 await asyncio.sleep(wait_s)
 
     async def close(self) -> None:
-        """Wait up to CLOSE_TIMEOUT_S for open writes, then cancel them."""
+        """Wait up to CLOSE_TIMEOUT_S for pending writes, then cancel them."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT_S)
         for task in list(self._tasks):

@@ -14,13 +14,13 @@ log = logging.getLogger("quire.gateway")
 
 RETRY_AFTER_S = 2
 STORAGE_RETRY_AFTER_S = 60
-"""Stored data expires slowly."""
+"""Long, because stored data expires slowly."""
 UNAVAILABLE = "unavailable"
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 
 def refusal(param: str, why: str) -> RequestError:
-    """Return the 400 for a bad value."""
+    """Return the 400 for an invalid value."""
     return RequestError(400, f"'{param}' {why}.", param=param)
 
 
@@ -33,10 +33,10 @@ def grammar_refusal(error: GrammarError, param: str) -> RequestError:
 
 
 def too_long(max_model_len: int, param: str, num_tokens: tuple[int, int] | None = None) -> RequestError:
-    """Return the 400 for a request above the model's context.
+    """Return the 400 for a request that exceeds the model's context.
 
-    `num_tokens`: of prompt and output; None: the prompt alone exceeds the context, and was not counted. Clients find
-    the error by its first words, which are OpenAI's.
+    `num_tokens`: (prompt, output); None: the prompt alone exceeds the context and was not counted. The message begins
+    with OpenAI's words, by which clients recognize it.
     """
     asked = "the prompt is longer"
     if num_tokens is not None:
@@ -62,14 +62,14 @@ def unavailable() -> RequestError:
 
 
 def failure(reason: EndReason) -> RequestError:
-    """Return the error of a job that ended with `reason`."""
+    """Return the error for a job that ended with `reason`."""
     ending = ENDINGS[reason]
     kind = "invalid_request_error" if ending.status < 499 else "server_error"
     return RequestError(ending.status, ending.message, kind, code=reason.value)
 
 
 def storage_refusal(full: StorageFull) -> RequestError:
-    """Return the 429 of a tenant's storage quota, or the 503 of the gateway's."""
+    """Return the 429 for a tenant's storage quota, or the 503 for the gateway's."""
     if full.of_tenant:
         message = (
             f"Storage quota: {full.num_bytes} of {full.max_bytes} bytes are taken by your files, batches and stored "
@@ -83,7 +83,7 @@ def storage_refusal(full: StorageFull) -> RequestError:
 
 
 def incident(error: BaseException, where: str) -> RequestError:
-    """Log a bug's traceback under a random number, and return a 500 with only the number."""
+    """Log a bug's traceback under a random number; return a 500 that shows only the number."""
     number = secrets.token_hex(6)
     log.error("bug %s", fields(incident=number, where=where), exc_info=error)
     return RequestError(500, f"Internal error, incident {number}.", "server_error", code="internal_error")

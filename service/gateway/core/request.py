@@ -1,4 +1,4 @@
-"""A validated generation request, free of any API's JSON."""
+"""A validated generation request, independent of any API's JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 EMBEDDINGS = "/v1/embeddings"
 POOLING = "/pooling"
-"""vLLM's body and answer for an EMBEDDINGS request."""
+"""vLLM's request and response format for embeddings."""
 ENDPOINTS = (COMPLETIONS, CHAT)
 """Endpoints that queue producers may name."""
 BATCH_ENDPOINTS = (*ENDPOINTS, RESPONSES, EMBEDDINGS)
@@ -25,13 +25,13 @@ BATCH_ENDPOINTS = (*ENDPOINTS, RESPONSES, EMBEDDINGS)
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
     messages: tuple[dict[str, Any], ...]  # role, content, name: text; tool_calls: with parsed arguments
-    tools: tuple[dict[str, Any], ...] = ()  # OpenAI's objects, which templates expect
+    tools: tuple[dict[str, Any], ...] = ()  # OpenAI's objects, as templates expect
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # extends the last message, without a generation prompt
     template_options: Mapping[str, Any] = field(default_factory=dict)  # JSON values
     hints: Mapping[str, str] = field(
         default_factory=dict
-    )  # `reasoning_effort`, `verbosity`: set if the template has them
+    )  # `reasoning_effort`, `verbosity`: set if the template uses them
 
 
 Prompt = str | tuple[int, ...] | Conversation
@@ -40,7 +40,7 @@ Prompt = str | tuple[int, ...] | Conversation
 @dataclass(frozen=True)
 class RequestedGrammar:
     spec: GrammarSpec  # not yet compiled
-    param: str  # the request field that it came from
+    param: str  # the request field with the grammar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +54,10 @@ class ToolSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedSampling:
-    """Parameters in checked ranges. None: the model's default."""
+    """Sampling parameters in checked ranges. None: the model's default."""
 
     max_tokens: int | None = None
-    fits_context: bool = False  # lower max_tokens to what the context holds
+    fits_context: bool = False  # lower max_tokens to fit the context
     min_tokens: int = 0
     temperature: float | None = None
     top_k: int | None = None  # 0: no limit
@@ -69,8 +69,8 @@ class RequestedSampling:
     seed: int | None = None  # 0..2^64-1
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # K: of the sampled token and K likeliest; None: off
-    prompt_logprobs: int | None = None  # likewise for the prompt's tokens
+    logprobs: int | None = None  # K: log-probabilities of the sampled token and the top K; None: off
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: RequestedGrammar | None = None
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
@@ -93,10 +93,10 @@ class RequestedSampling:
 
 @dataclass(frozen=True)
 class Source:
-    """A request's body, kept to read it again."""
+    """A request's body, kept to parse it again."""
 
-    outline: bytes  # the body's JSON with the shortest possible prompts
-    digest: bytes  # SHA-256 of endpoint and whole body
+    outline: bytes  # the body's JSON with minimum-length prompts
+    digest: bytes  # SHA-256 of the endpoint and the whole body
 
 
 NO_SOURCE = Source(b"", b"")
@@ -104,34 +104,34 @@ NO_SOURCE = Source(b"", b"")
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """Token ids and lengths are not yet checked against the model."""
+    """A generation request. Token ids and lengths are not yet checked against the model."""
 
     endpoint: str  # one of BATCH_ENDPOINTS, or MESSAGES
-    model: str | None  # None: the served one
-    prompts: tuple[Prompt, ...]  # at least one; exactly one for a chat
+    model: str | None  # None: the served model
+    prompts: tuple[Prompt, ...]  # at least one; exactly one in a chat
     sampling: RequestedSampling
     tools: ToolSpec | None = None
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    add_special_tokens: bool = True  # to a text prompt
-    parse_special: bool = False  # in a text prompt
+    add_special_tokens: bool = True  # for text prompts
+    parse_special: bool = False  # for text prompts
     truncate_prompt_tokens: int | None = None  # keep the last N; -1: as many as fit
     echo: bool = False
-    only_echoes: bool = False  # generated text is dropped
+    only_echoes: bool = False  # drop generated text
     tokens_as_ids: bool = False  # in log-probabilities
-    include_reasoning: bool = True  # in the answer
+    include_reasoning: bool = True  # in the response
     has_prompt_logprobs_field: bool = False  # vLLM's field, not OpenAI's echo
-    has_token_ids: bool = False  # of prompt and answer, in the answer
+    has_token_ids: bool = False  # of prompt and output, in the response
     stream: bool = False
     include_usage: bool = False
     usage_in_chunks: bool = False
     timeout_s: float | None = None
-    client_id: str = ""  # the client's name for it
-    cache_salt: str = ""  # prefixes are shared only within a salt
+    client_id: str = ""  # the client's id for it
+    cache_salt: str = ""  # prefix sharing only within a salt
     priority: int = 0  # within the tenant; lower runs first
-    is_batch: bool = False  # runs only while no other request waits
-    resumable: bool = False  # outlives its client by `resume_grace` seconds
+    is_batch: bool = False  # runs only if no other request waits
+    resumable: bool = False  # survives without a client for `resume_grace` seconds
     background: bool = False  # needs no client
     source: Source = NO_SOURCE
 
@@ -145,13 +145,13 @@ class GenerationRequest:
 
     @property
     def begins_a_text(self) -> bool:
-        """True unless the answer continues a text."""
+        """False if the response continues a text."""
         prompt = self.prompts[0]
         return isinstance(prompt, Conversation) and not prompt.continue_final_message
 
     @property
     def hides_special_tokens(self) -> bool:
-        """False with tools: a special token may open a call."""
+        """False with tools: a special token may open a tool call."""
         return self.skip_special_tokens and self.tools is None
 
     @property
@@ -160,4 +160,4 @@ class GenerationRequest:
 
 
 OutlineReader = Callable[[str, bytes], GenerationRequest]
-"""Parses (endpoint, Source.outline) into the request, with the shortest prompts."""
+"""Parses (endpoint, Source.outline) into the request, with minimum-length prompts."""

@@ -1,4 +1,4 @@
-"""Requests that any gateway finds again by id or idempotency key."""
+"""Requests that any gateway can find by id or idempotency key."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from service.queue.records import StorageFull, StorageLimits
 
 _PREFIX = re.compile("^(chatcmpl-|cmpl-|msg_)")
 SLACK_S = 5.0
-"""Time to read a complete answer past its deadline."""
+"""Time left for reading a complete response after its deadline."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestState:
-    """A request's progress; `deltas` and `outcome`, or `error`, at its end."""
+    """A request's progress, with `deltas` and `outcome`, or `error`, once it ended."""
 
     status: str  # queued | in_progress | completed | cancelled | failed
-    queue_position: int | None = None  # the tenant's jobs queued before it
+    queue_position: int | None = None  # number of the tenant's jobs queued before it
     deltas: Sequence[ChoiceDelta] = ()
     outcome: Outcome | None = None
     error: RequestError | None = None
@@ -58,10 +58,10 @@ class RequestStore:
         self._read_outline = read_outline
 
     async def accept(self, request: GenerationRequest, tenant: str, idempotency_key: str | None) -> AcceptedRequest:
-        """Admit a request that any gateway can find: at once with a key or a client's id, else once submitted. It has
-        no jobs if an earlier request had the key.
+        """Admit a request that any gateway can find.
 
-        Raises RequestError like `admit`; 409 for a key with another body.
+        With a key or client id it can be found at once, else once submitted. It has no jobs if an earlier request used
+        the key. Raises RequestError like `admit`; 409 if the key was used with another body.
         """
         accepted = await self._admission.admit(request, tenant, new_request_id())
         if idempotency_key is None:
@@ -83,14 +83,14 @@ class RequestStore:
         earlier = replace(earlier, is_repeat=True)
         if all(events):
             return earlier
-        # Its gateway may have died before all jobs were queued. The queue accepts no job twice, and a missing one
-        # generates the same: a default seed follows from the request's id.
+        # Its gateway may have died before all jobs were queued. The queue accepts no job twice, and a missing job
+        # generates the same output: the default seed is derived from the request's id.
         again = await self._admission.admit(request, tenant, earlier.request_id)
         unsubmitted = tuple(job for job, event in zip(again.jobs, events, strict=True) if event is None)
         return replace(earlier, jobs=unsubmitted, idempotency=digest)
 
     async def _named(self, accepted: AcceptedRequest) -> AcceptedRequest:
-        """Give a request its client's id unless it is taken. Raises RequestError."""
+        """Give a request the client's id unless that is taken. Raises RequestError."""
         if not accepted.request.client_id:
             return accepted
         named = replace(accepted, client_id=accepted.request.client_id)
@@ -101,7 +101,7 @@ class RequestStore:
         try:
             holder = await self._queue.requests.put_request(record_of(named), digest, limits)
         except StorageFull:
-            return named  # it cannot be found by its id
+            return named  # it cannot be found by its client id
         except QueueUnavailable:
             raise unavailable() from None
         if holder != accepted.request_id:
@@ -118,11 +118,11 @@ class RequestStore:
                 return record
 
     async def forget(self, request_id: str, tenant: str, idempotency_key: str) -> None:
-        """Drop the record of a request whose answer is stored elsewhere. Raises QueueUnavailable."""
+        """Drop the record of a request whose response is stored elsewhere. Raises QueueUnavailable."""
         await self._queue.requests.drop_request(request_id, tenant, _key_digest(tenant, idempotency_key))
 
     async def find(self, request_id: str, tenant: str) -> AcceptedRequest:
-        """Raises RequestError: 404 for an unknown id or another tenant's, 503."""
+        """Raises RequestError: 404 for an unknown id or one of another tenant, 503."""
         plain = _PREFIX.sub("", request_id)
         try:
             record = await self._record(plain, tenant)
@@ -144,8 +144,10 @@ class RequestStore:
         return None if record is None or record.tenant != tenant else record
 
     async def state(self, accepted: AcceptedRequest, *, was_accepted: bool = False) -> RequestState:
-        """`was_accepted`: it was just accepted, and counts as queued while the queue is away. Else raises RequestError
-        (503)."""
+        """Return the request's progress. Raises RequestError (503) unless `was_accepted`.
+
+        `was_accepted`: it was just accepted, so it counts as queued if the queue is unavailable.
+        """
         try:
             events = await self._queue.last_events(accepted.job_ids)
             position = None if any(events) else await self._queue.queue_position(accepted.request_id)
@@ -166,7 +168,7 @@ class RequestStore:
         return RequestState(status="completed", queue_position=position, deltas=deltas, outcome=stream.outcome)
 
     async def cancel(self, accepted: AcceptedRequest) -> None:
-        """Raises RequestError (503)."""
+        """Cancel the request's jobs. Raises RequestError (503)."""
         try:
             for job_id in accepted.job_ids:
                 await self._queue.cancel(Cancel(job_id=job_id, reason=EndReason.CANCELLED))
@@ -185,7 +187,7 @@ class RequestStore:
 
 
 def _name_digest(tenant: str, client_id: str) -> str:
-    return hashlib.sha256(f"{tenant}\0id\0{client_id}".encode()).hexdigest()  # no key of a client has a NUL
+    return hashlib.sha256(f"{tenant}\0id\0{client_id}".encode()).hexdigest()  # a client's key cannot contain NUL
 
 
 def _key_digest(tenant: str, key: str) -> str:

@@ -1,4 +1,4 @@
-"""One job's answer: events in, `ChoiceDelta`s out, the same in every gateway."""
+"""Assembles one job's response: turns events into `ChoiceDelta`s, identically in every gateway."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from service.queue.messages import Event, Part
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token and the likeliest tokens at its position."""
+    """A token and the top tokens at its position."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
-    is_silent: bool = False  # ends the answer; not part of its text
+    is_silent: bool = False  # ends the response; not part of its text
     is_reasoning: bool = False  # not part of its text either
 
 
-@dataclass(slots=True)  # frozen, one per token takes longer to make
+@dataclass(slots=True)  # creating a frozen one takes longer, and there is one per token
 class ChoiceDelta:
-    """The next part of one choice. Text may come later than its tokens' `logprobs`."""
+    """The next part of one choice. Text may follow its tokens' `logprobs` later."""
 
-    index: int  # of the choice in the request
+    index: int  # of the choice within the request
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: str | None = None  # OpenAI's word, in the choice's last delta
+    finish_reason: str | None = None  # OpenAI's value, in the choice's last delta
     num_tokens: int = 0  # generated since the previous delta
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # prompt tokens but the first; in the choice's first delta
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # all prompt tokens but the first; in the choice's first delta
     reasoning: str = ""  # precedes `text`
     stop: str | int | None = None  # the stop string or id that ended the choice, in its last delta; None: EOS, length
-    token_ids: tuple[int, ...] = ()  # the `num_tokens` generated, if the request asks for them
+    token_ids: tuple[int, ...] = ()  # the `num_tokens` generated, if requested
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Outcome:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    reasoning_tokens: int | None = None  # of `completion_tokens`; None: the answer is not parsed for reasoning
+    reasoning_tokens: int | None = None  # part of `completion_tokens`; None: reasoning is not parsed
     accepted_drafts: int = 0
     rejected_drafts: int = 0
 
 
 class ResponseAssembler:
-    """Turns one job's events, fed in order until `reason` is set, into deltas."""
+    """Turns one job's events into deltas. Events are pushed in order until `reason` is set."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class ResponseAssembler:
         first_index: int = 0,
         reasoning: ReasoningState = ReasoningState.OFF,
     ) -> None:
-        """`first_index`: index of the job's first choice in the request."""
+        """`first_index`: the request-wide index of the job's first choice."""
         self._request = request
         self._reasoning = reasoning
         self._is_ranked = request.sampling.is_ranked
@@ -73,17 +73,17 @@ class ResponseAssembler:
         self._stop_ids = frozenset(request.sampling.stop_token_ids) - _end_ids(request, model)
         self._branches: dict[int, _Branch] = {}
         self._prompt_logprobs: list[TokenLogprob] = []  # complete before any branch has text
-        self._started: set[int] = set()  # choices whose first delta is out
-        self._chosen: Sequence[int] = ()  # returned branches, best first; known at a good end
+        self._started: set[int] = set()  # choices whose first delta was sent
+        self._chosen: Sequence[int] = ()  # returned branches, best first; set on success
         self.num_tokens = 0
-        self.cached_tokens = 0  # from the first event: a stop string may end the job before its last
+        self.cached_tokens = 0  # from the first event: a stop string may end the job before its last event
         self.accepted_drafts = self.rejected_drafts = 0  # from the last event
-        self.embedding = b""  # float32[H], known at the end
+        self.embedding = b""  # float32[H], set at the end
         self.reason: EndReason | None = None
-        """The last event's, or STOP once stop strings ended every choice."""
+        """The last event's reason, or STOP once every choice ended with a stop string."""
 
     def push(self, event: Event) -> tuple[list[ChoiceDelta], list[int]]:
-        """Return the event's deltas and the branches that a stop string ended."""
+        """Return the event's deltas and the branches ended by a stop string."""
         stopped = []
         if event.number == 1 and event.usage is not None:
             self.cached_tokens = event.usage.cached_tokens
@@ -119,7 +119,7 @@ class ResponseAssembler:
             request, tokenizer = self._request, self._model.tokenizer
             reasoning = self._model.reasoning_stream(self._reasoning)
             shown_ids = frozenset() if reasoning is None else self._model.reasoning_ids
-            # A completion continues its prompt, leading space included.
+            # A completion continues its prompt, so it keeps a leading space.
             detokenizer = tokenizer.detokenizer(request.hides_special_tokens, request.begins_a_text, shown_ids)
             stop, include_stop = request.stop, request.include_stop_str_in_output
             text = TextStream(detokenizer, stop, include_stop, request.sampling.min_tokens)
@@ -130,14 +130,14 @@ class ResponseAssembler:
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Number over all branches; None: not parsed for reasoning."""
+        """Reasoning tokens of all branches; None: reasoning is not parsed."""
         if self._reasoning is ReasoningState.OFF:
             return None
         return sum(branch.num_reasoning_tokens for branch in self._branches.values())
 
     @property
     def most_tokens(self) -> int:
-        """Number of the longest branch."""
+        """Token count of the longest branch."""
         return max((branch.num_tokens for branch in self._branches.values()), default=0)
 
     def _end(self, event: Event, reason: EndReason) -> None:
@@ -154,7 +154,7 @@ class ResponseAssembler:
             self._branch(number).end(word)
 
     def _best(self, event: Event) -> Sequence[int]:
-        """Rank without the tokens after a stop string, which the worker counts."""
+        """Return the chosen branches, best first: the worker also ranks by tokens after a stop string."""
         params, branches = self._request.sampling, self._branches
         if params.beam is None and self._is_ranked and self._request.stop:
             return sorted(branches, key=lambda number: (-branches[number].mean_logprob, number))[: params.n]
@@ -169,7 +169,7 @@ class ResponseAssembler:
         return deltas
 
     def _ranked_deltas(self) -> list[ChoiceDelta]:
-        """Return one delta per choice, at the end. Tokens of dropped branches count too."""
+        """Return one delta per choice, at the end. Tokens of discarded branches count too."""
         chosen = self._chosen
         if not chosen:
             return []
@@ -186,7 +186,7 @@ class _Form(NamedTuple):
     has_logprobs: bool
     has_token_ids: bool
     shows_reasoning: bool
-    stop_ids: frozenset[int]  # of the request, without EOS
+    stop_ids: frozenset[int]  # the request's, without EOS
 
 
 class _Branch:
@@ -207,7 +207,7 @@ class _Branch:
         self._last_id: int | None = None
 
     def push(self, part: Part, silent_ids: frozenset[int]) -> bool:
-        """Return whether a stop string ended the branch; its worker does not know."""
+        """Return whether a stop string ended the branch, which the worker cannot know."""
         ids = unpack_ids(part.tokens)
         self._last_id = ids[-1] if ids else self._last_id
         visible = without_end_token(ids, silent_ids)
@@ -235,7 +235,7 @@ class _Branch:
                 self._stop = self._last_id
 
     def _decode(self, ids: Sequence[int]) -> tuple[int, DecodedText]:
-        """Decode `ids`; return how many precede the content."""
+        """Decode `ids`; return also how many precede the content."""
         if self._reasoning is None:
             decoded = self._text.push(ids)
             self._unsent += decoded.text
@@ -265,7 +265,7 @@ class _Branch:
 
     @property
     def mean_logprob(self) -> float:
-        """Mean over unsent tokens: all of a ranked branch."""
+        """Mean over unsent tokens, which are all tokens of a ranked branch."""
         scores = [one.logprob for one in self._unsent_logprobs]
         return sum(scores) / max(1, len(scores))
 
@@ -299,14 +299,15 @@ def _silent_ids(request: GenerationRequest, model: ServedModel) -> frozenset[int
 
 
 def _end_ids(request: GenerationRequest, model: ServedModel) -> frozenset[int]:
-    """Return the ids of EOS, if it ends the answer."""
+    """Return the EOS ids if they end the response."""
     return frozenset() if request.sampling.ignore_eos else frozenset(model.eos_token_ids)
 
 
 def _logprobs(
     part: Part, ids: Sequence[int], num_thought: int = 0, num_visible: int | None = None
 ) -> list[TokenLogprob]:
-    """The first `num_thought` ids are reasoning; those from `num_visible` on are not part of the text."""
+    """Unpack log-probabilities. The first `num_thought` ids are reasoning; ids from `num_visible` on are not in the
+    text."""
     if part.logprobs is None:
         return []
     chosen = unpack_floats(part.logprobs.chosen)

@@ -1,4 +1,4 @@
-"""An open request's deltas, from the events of its jobs."""
+"""Streams an open request's deltas from its jobs' events."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from service.queue.interface import EventStream, QueueUnavailable
 from service.queue.messages import Cancel, Event
 
 MAX_AHEAD = 16
-"""Unread lists of deltas of a request with several prompts."""
+"""Maximum number of unread delta lists of a request with several prompts."""
 
 
 class JobStream:
-    """The deltas of one job of an open request; each list arrived at once."""
+    """Deltas of one job. Each list contains deltas that arrived together."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class JobStream:
         cancel: Callable[[Cancel], None],
         is_queued: bool,
     ) -> None:
-        """`is_queued`: another owner has submitted the job and measures it."""
+        """`is_queued`: another owner submitted the job and records its metrics."""
         self.job_id = job_id
         self.assembler = assembler
         self._is_queued = is_queued
@@ -49,7 +49,7 @@ class JobStream:
         return self
 
     async def __anext__(self) -> list[ChoiceDelta]:
-        """Raises RequestError for a failed job, QueueUnavailable for unreadable events."""
+        """Raises RequestError for a failed job, QueueUnavailable if events cannot be read."""
         deltas: list[ChoiceDelta] = []
         while not deltas:
             reason = self.assembler.reason
@@ -63,7 +63,7 @@ class JobStream:
                 raise QueueUnavailable("the events stopped before the end") from None
             deltas = self._deltas_of(event)
             for arrived in self._events.take_arrived():
-                if self.assembler.reason is None:  # else a stop string has ended the answer
+                if self.assembler.reason is None:  # else a stop string has ended the response
                     deltas += self._deltas_of(arrived)
         return deltas
 
@@ -81,8 +81,10 @@ class JobStream:
         return deltas
 
     def leave(self, reason: EndReason, *, job_goes_on: bool) -> None:
-        """Stop reading. Cancel a running job unless it goes on, and always after a stop string. `reason`: why the
-        request ends, if not by itself."""
+        """Stop reading. Cancel a running job unless `job_goes_on`; after a stop string, always.
+
+        `reason`: why the request ends, if the job has not ended.
+        """
         reason = self.assembler.reason or reason
         if self._is_queued and not self._ended_by_worker and (reason is EndReason.STOP or not job_goes_on):
             sent = reason if reason in (EndReason.STOP, EndReason.DEADLINE) else EndReason.CANCELLED
@@ -95,7 +97,7 @@ class JobStream:
 
 
 class ResponseStream:
-    """The deltas of an open request; each list arrived at once."""
+    """Deltas of an open request. Each list contains deltas that arrived together."""
 
     def __init__(self, jobs: Sequence[JobStream], num_prompt_tokens: int) -> None:
         self._jobs = jobs
@@ -110,7 +112,7 @@ class ResponseStream:
 
     @property
     def has_ended(self) -> bool:
-        """True once all jobs have ended well: the rest needs no waiting."""
+        """True if all jobs have ended successfully: reading on will not wait."""
         for job in self._jobs:
             reason = job.assembler.reason
             if reason is None or ENDINGS[reason].finish_reason is None:
@@ -128,12 +130,12 @@ class ResponseStream:
             await job.close()
 
     def reasons(self, reason: EndReason) -> list[EndReason]:
-        """Return each job's end reason, `reason` if it has not ended."""
+        """Return each job's end reason, or `reason` if it has not ended."""
         return [job.assembler.reason or reason for job in self._jobs]
 
     @property
     def embeddings(self) -> list[bytes]:
-        """Each prompt's vector float32[H], after a good end. Raises ValueError if one is missing."""
+        """Each prompt's vector, float32[H], after success. Raises ValueError if one is missing."""
         vectors = [job.assembler.embedding for job in self._jobs]
         if not all(vectors):
             raise ValueError("a job ended without its embedding")
@@ -141,7 +143,7 @@ class ResponseStream:
 
     @property
     def outcome(self) -> Outcome:
-        """Counts, valid after the last delta."""
+        """Token counts, valid after the last delta."""
         assemblers = [job.assembler for job in self._jobs]
         return Outcome(
             prompt_tokens=self._num_prompt_tokens,

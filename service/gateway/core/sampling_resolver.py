@@ -1,4 +1,4 @@
-"""A request's sampling parameters with the model's defaults, bounded by its context and budget."""
+"""Resolves sampling parameters against the model's defaults, context and token budget."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.gateway.core.request import GenerationRequest, RequestedSampling
 
 
 class SamplingResolver:
-    """Fills in the model's sampling defaults and bounds a request's tokens."""
+    """Fills in the model's sampling defaults and limits a request's tokens."""
 
     def __init__(self, defaults: Mapping[str, float], settings: Settings) -> None:
         self._defaults = defaults
@@ -21,7 +21,7 @@ class SamplingResolver:
     def by_prompt(
         self, request: GenerationRequest, seed: int, lengths: Sequence[int], max_model_len: int
     ) -> list[SamplingParams]:
-        """`lengths`: the prompts' tokens. Raises RequestError (400)."""
+        """Return one set of parameters per prompt. `lengths`: prompt tokens. Raises RequestError (400)."""
         params, param = request.sampling, "messages" if request.is_chat else "prompt"
         budget = self._settings.max_request_tokens
         fair_share = (budget - sum(lengths)) // (params.num_branches * len(lengths))

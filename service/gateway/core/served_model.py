@@ -1,4 +1,4 @@
-"""The served model's text half: limits, tokenizer, chat template, tool-call format."""
+"""The served model as text: limits, tokenizer, chat template, tool-call format."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from service.queue.records import AdapterRecord
 LONG_TEXT_CHARS = 256 << 10
 CHUNK_CHARS = 64 << 10
 CHUNK_SLACK_TOKENS = 1024
-"""Chunks may have a few tokens more than the whole text."""
+"""Chunks may encode to a few more tokens than the whole text."""
 MAX_ESCAPE_BYTES = 6
-"""JSON's longest escape of a one-byte character."""
+"""Length of JSON's longest escape for a one-byte character."""
 
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""Template variables that turn reasoning on or off."""
+"""Template variables that switch reasoning on or off."""
 NO_EFFORT = "none"
 
 Rendered = TypeVar("Rendered", str, list[int])
@@ -42,36 +42,36 @@ Rendered = TypeVar("Rendered", str, list[int])
 @dataclass(frozen=True)
 class CallOptions:
     format: CallFormat
-    schemas: Mapping[str, Any]  # of the arguments, by function name
+    schemas: Mapping[str, Any]  # of arguments, by function name
     only_one: bool
     is_named: bool  # the client chose the function
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """Immutable and shared by all threads."""
+    """The served model. Immutable; shared by all threads."""
 
     name: str
-    aliases: tuple[str, ...] = ()  # other names that requests may use
-    vocab_size: int  # width of the logits; bounds every token id
-    max_model_len: int  # tokens of prompt and output; workers may allow less
-    generates: bool = True  # False: a base model without a head, which only embeds
+    aliases: tuple[str, ...] = ()  # other names accepted in requests
+    vocab_size: int  # width of the logits; upper bound of token ids
+    max_model_len: int  # prompt plus output tokens; workers may allow fewer
+    generates: bool = True  # False: a base model without a head, for embeddings only
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer
     template: ChatTemplate | None
     tokens: TokenTable  # for the grammar processes
-    call_format: CallFormat | None  # None: the chat template knows no tools
+    call_format: CallFormat | None  # None: the chat template has no tools
     reasoning_format: ReasoningFormat | None  # None: all text is content
-    reasoning_ids: frozenset[int]  # special tokens among its markers
-    defaults: Mapping[str, float]  # the checkpoint's recommended sampling
-    template_defaults: Mapping[str, Any] = field(default_factory=dict)  # of requests' chat_template_kwargs
+    reasoning_ids: frozenset[int]  # special tokens in its markers
+    defaults: Mapping[str, float]  # the checkpoint's recommended sampling parameters
+    template_defaults: Mapping[str, Any] = field(default_factory=dict)  # for chat_template_kwargs
     created_s: int  # Unix seconds
-    adapters: Mapping[str, AdapterRecord] = field(default_factory=dict)  # of --lora-modules
+    adapters: Mapping[str, AdapterRecord] = field(default_factory=dict)  # from --lora-modules
     fingerprint: str
 
     @classmethod
     def read(cls, settings: Settings) -> ServedModel:
-        """Raises StartupError, one line that names the file."""
+        """Read the model folder. Raises StartupError with one line that names the file."""
         directory = settings.model
         if directory is None:
             raise StartupError("no model folder is given (--model)")
@@ -116,16 +116,18 @@ class ServedModel:
         }
 
     def is_base(self, name: str | None) -> bool:
-        """Return whether a request with this `model` is the base model's."""
+        """Return whether `name` in a request's `model` field is the base model."""
         return name in (None, self.name, *self.aliases)
 
     def answer_name(self, name: str | None) -> str:
-        """Return the name in answers to a request with this `model`: the model's first, or the adapter's."""
+        """Return the name for responses: the base model's first name, or the adapter's."""
         return self.name if name is None or self.is_base(name) else name
 
     def require(self, name: str | None, loaded: Container[str] = ()) -> None:
-        """Raises RequestError (404) unless `name` is None, one of this model's, or an adapter's (`loaded`: at run
-        time)."""
+        """Raises RequestError (404) unless `name` is None, a name of this model or an adapter.
+
+        `loaded`: adapters loaded at run time.
+        """
         if not self.is_base(name) and name not in self.adapters and name not in loaded:
             message = "The model does not exist; GET /v1/models lists the names that are served."
             raise RequestError(404, message, param="model", code="model_not_found")
@@ -133,10 +135,10 @@ class ServedModel:
     def encode(
         self, prompt: Prompt, add_special_tokens: bool = True, *, parse_special: bool = False, keeps_end: bool = False
     ) -> list[int]:
-        """Return at least one token id, each inside the vocabulary. Raises RequestError (400).
+        """Return at least one token id, each within the vocabulary. Raises RequestError (400).
 
-        Slow: call it off the event loop. A text with more bytes than the longest prompt is refused unread. One with too
-        many tokens is refused early, or with `keeps_end` only its end is encoded.
+        Slow: call it off the event loop. A text with more bytes than any valid prompt is refused without encoding. One
+        with too many tokens is refused early; with `keeps_end`, only its end is encoded.
         """
         if isinstance(prompt, str):
             self._check_bytes(len(prompt.encode()), "prompt")
@@ -156,12 +158,14 @@ class ServedModel:
         return self._checked(self._by_template(prompt, ChatTemplate.encode), "messages")
 
     def render(self, conversation: Conversation) -> str:
-        """Return the prompt as text, special tokens in messages included. Raises RequestError (400)."""
+        """Return the prompt as text, including special tokens in messages. Raises RequestError (400)."""
         return self._by_template(conversation, ChatTemplate.render)
 
     def _end_of(self, texts: Sequence[str]) -> str:
-        """Return the joined texts; of a long text only its end, with more tokens than a prompt may have. Encodes in
-        chunks: a whole text takes 200 bytes per byte, and 1 to 2 s per MB."""
+        """Return the joined texts; of a long text only the end, with more tokens than a prompt may have.
+
+        Encodes in chunks: encoding a whole text takes 200 bytes of memory per byte, and 1 to 2 s per MB.
+        """
         if sum(map(len, texts)) <= LONG_TEXT_CHARS:
             return "".join(texts)
         end: list[str] = []
@@ -175,30 +179,30 @@ class ServedModel:
         return "".join(reversed(end))
 
     def check_ids(self, ids: list[int] | tuple[int, ...], param: str) -> None:
-        """Raises RequestError (400) for an id outside the vocabulary."""
+        """Raises RequestError (400) for a token id outside the vocabulary."""
         if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
             raise refusal(param, "has a token id outside the vocabulary")
 
     def reasoning_stream(self, state: ReasoningState) -> ReasoningStream | None:
-        """Return a parser; None: all text is content."""
+        """Return a reasoning parser; None: all text is content."""
         if self.reasoning_format is None or state is ReasoningState.OFF:
             return None
         return ReasoningStream(self.reasoning_format, state)
 
     def check_tools(self, tools: ToolSpec | None) -> None:
-        """Raises RequestError (400) for tools if the chat template knows none."""
+        """Raises RequestError (400) for tools if the chat template does not support them."""
         if tools is not None:
             self.require_call_format()
 
     def call_options(self, tools: ToolSpec | None) -> CallOptions | None:
-        """Return how to find calls in an answer; None: it has none."""
+        """Return how to parse tool calls; None: the response has none."""
         if tools is None or self.call_format is None:
             return None
         schemas = {function.name: function.parameters for function in tools.callable}
         return CallOptions(self.call_format, schemas, tools.only_one, tools.is_named)
 
     def require_call_format(self) -> tuple[CallFormat, ChatTemplate]:
-        """Return the format and the chat template. Raises RequestError (400) if this model cannot call tools."""
+        """Return call format and chat template. Raises RequestError (400) if this model cannot call tools."""
         if self.call_format is None or self.template is None:
             raise refusal("tools", "are not supported: this model's chat template has none")
         return self.call_format, self.template
@@ -224,7 +228,7 @@ class ServedModel:
             raise RequestError(400, str(error), param="messages") from None
 
     def _template_options(self, conversation: Conversation) -> dict[str, Any]:
-        """Return the template's variables; a `reasoning_effort` sets its switch where it has one."""
+        """Return the template's variables. `reasoning_effort` also sets the template's reasoning switch, if any."""
         wanted: dict[str, Any] = dict(conversation.hints)
         if "reasoning_effort" in wanted:
             wanted |= dict.fromkeys(THINKING_SWITCHES, wanted["reasoning_effort"] != NO_EFFORT)
@@ -257,7 +261,7 @@ def _template_defaults(settings: Settings) -> Mapping[str, Any]:
 
 def _reasoning_format(settings: Settings, template: ChatTemplate | None) -> ReasoningFormat | None:
     if settings.reasoning_parser is not None:
-        return REASONING_FORMATS.get(settings.reasoning_parser)  # "none" is no format
+        return REASONING_FORMATS.get(settings.reasoning_parser)  # None for "none"
     return None if template is None else detect_reasoning(template.source)
 
 

@@ -32,7 +32,7 @@ log = logging.getLogger("quire.gateway")
 
 DRAIN_POLL_S = 0.05
 COMPILE_DRAIN_S = 1.0
-"""Drain time for compiling grammars."""
+"""Drain time for grammars that are compiling."""
 
 
 class InferenceService:
@@ -45,7 +45,7 @@ class InferenceService:
         tracing: Tracing = NO_TRACING,
         group: GatewayGroup | None = None,
     ) -> None:
-        """`group`: gateways on the same port."""
+        """`group`: the gateways on the same port."""
         self.settings = settings
         self.group = group
         self.tracing = tracing
@@ -67,7 +67,7 @@ class InferenceService:
         )
 
     async def text_faults(self, within_s: float) -> list[str]:
-        """Return what is wrong with the text threads and grammar processes, one line each."""
+        """Return the faults of text threads and grammar processes, one line each."""
         missing = [] if self.grammars.num_ready else ["no process that compiles grammars is ready"]
         if not await self.threads.responds(within_s):
             missing.append("the threads that read requests are busy")
@@ -107,7 +107,7 @@ class InferenceService:
         return self.dispatcher.open(accepted, is_shared=is_shared)
 
     async def drain(self, at_once: asyncio.Event) -> None:
-        """Refuse new requests and wait `drain_timeout` for the open ones, or until `at_once`, then end them."""
+        """Refuse new requests, wait for open ones until `drain_timeout` or `at_once`, then end them."""
         self.admission.close()
         self.dispatcher.release_kept()
         compile_until_s = asyncio.get_running_loop().time() + COMPILE_DRAIN_S

@@ -1,4 +1,4 @@
-"""Spans of requests, named by OpenTelemetry's conventions for HTTP and generative AI."""
+"""Request spans, named by OpenTelemetry's conventions for HTTP and generative AI."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ PROVIDER = "quire"
 def http_span(
     tracing: Tracing, *, method: str, route: str, scheme: str, traceparent: str | None
 ) -> Iterator[Callable[[int], None]]:
-    """Open an HTTP request's span; yield a function to call with the response's status. Spans and log lines inside
-    belong to the trace of `traceparent`, or to a new one."""
+    """Open an HTTP request's span; yield a function that takes the response's status.
+
+    Spans and log lines inside belong to the trace in `traceparent`, or to a new one.
+    """
     attributes: Attributes = {}
     if tracing.is_on:
         attributes = {"http.request.method": method, "http.route": route, "url.scheme": scheme}
@@ -83,7 +85,7 @@ def admission_span(tracing: Tracing) -> Iterator[Callable[[AcceptedRequest], Non
 
 
 def begin_generation(tracing: Tracing, accepted: AcceptedRequest) -> Span:
-    """Begin the span of a request's jobs."""
+    """Begin the span that covers a request's jobs."""
     operation = OPERATIONS[accepted.request.endpoint]
     attributes = _request_attributes(accepted, operation) if tracing.is_on else {}
     return tracing.start_span(
@@ -92,7 +94,7 @@ def begin_generation(tracing: Tracing, accepted: AcceptedRequest) -> Span:
 
 
 def end_generation(span: Span, stream: ResponseStream, reason: EndReason, refused: str | None) -> None:
-    """`reason`: for jobs that have not ended; `refused`: code of the error."""
+    """End the span. `reason`: for jobs that have not ended; `refused`: the error's code."""
     reasons = stream.reasons(reason)
     outcome = stream.outcome
     span.set_attributes(
@@ -132,5 +134,5 @@ def _request_attributes(accepted: AcceptedRequest, operation: str) -> Attributes
 
 
 def _signed(seed: int | None) -> int | None:
-    """Map 0..2^64-1 to the signed 64-bit integers that an attribute can hold."""
+    """Map 0..2^64-1 to signed 64-bit integers, the range of an attribute."""
     return seed - (1 << 64) if seed is not None and seed >= 1 << 63 else seed

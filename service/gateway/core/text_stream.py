@@ -1,4 +1,4 @@
-"""Incremental detokenizing up to a stop string; emitted text is final."""
+"""Incremental detokenization up to a stop string; emitted text is final."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from model.text.detokenizer import Detokenizer
 
 class DecodedText(NamedTuple):
     text: str
-    num_tokens: int  # pushed tokens that belong to the answer
-    stop: str | None = None  # the complete stop string; push nothing more
+    num_tokens: int  # pushed tokens that belong to the response
+    stop: str | None = None  # the matched stop string; push nothing after it
 
     @property
     def stopped(self) -> bool:
@@ -19,7 +19,7 @@ class DecodedText(NamedTuple):
 
 
 class TextStream:
-    """One branch's text. `push` and `end` emit every character once, in order."""
+    """Text of one branch. `push` and `end` emit every character once, in order."""
 
     def __init__(
         self, detokenizer: Detokenizer, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0
@@ -35,7 +35,7 @@ class TextStream:
         if not self._matchers:
             return DecodedText(self._detokenizer.push(ids), len(ids))
         decoded = ""
-        # One at a time: the answer ends with the token that completes a stop string.
+        # One at a time: the response ends with the token that completes a stop string.
         for count, token in enumerate(ids, 1):
             self._num_unstoppable -= 1
             text, stop = self._match(self._detokenizer.push((token,)))
@@ -52,10 +52,10 @@ class TextStream:
         return DecodedText(text + held, 0)
 
     def _match(self, text: str) -> tuple[str, str | None]:
-        """Return the final text, and the longest complete stop string."""
+        """Return the final text, and the longest completed stop string."""
         pending = self._held + text
         for index, char in enumerate(text, len(self._held) + 1):
-            # A list, not a generator: every matcher must see the character.
+            # Not a generator: every matcher must see the character.
             complete = [matcher.string for matcher in self._matchers if matcher.feed(char)]
             if complete and self._num_unstoppable < 0:
                 self._held = ""
@@ -68,7 +68,7 @@ class TextStream:
 
 
 class _Matcher:
-    """Knuth-Morris-Pratt: the longest prefix of the string that ends the fed text."""
+    """Knuth-Morris-Pratt matcher: tracks the longest prefix of `string` that ends the fed text."""
 
     def __init__(self, string: str) -> None:
         self.string = string
@@ -98,5 +98,5 @@ def _borders(string: str) -> list[int]:
 
 
 def without_end_token(ids: Sequence[int], end_ids: Collection[int]) -> Sequence[int]:
-    """Return `ids` without a final end token."""
+    """Return `ids` without a trailing end token."""
     return ids[:-1] if ids and ids[-1] in end_ids else ids

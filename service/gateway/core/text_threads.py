@@ -1,4 +1,4 @@
-"""Threads for parsing, validating and tokenizing, fair between tenants."""
+"""Threads for parsing, validation and tokenization, shared fairly by tenants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 NUM_THREADS = 4
 SMALL_BYTES = 8 << 10
-"""Read in at most a millisecond, less than a trip to a thread."""
+"""Parsed within a millisecond, which is less than a thread switch costs."""
 OWN = ""
 """The tenant of the gateway's own calls."""
 
@@ -29,11 +29,11 @@ class _Call:
 
 
 class TextThreads:
-    """A tenant has at most NUM_THREADS - 1 threads at a time; waiting tenants take turns."""
+    """Thread pool in which waiting tenants take turns. One tenant occupies at most NUM_THREADS - 1 threads."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waiting: dict[str, deque[_Call]] = {}  # by tenant, in the order of their turns
+        self._waiting: dict[str, deque[_Call]] = {}  # by tenant, in turn order
         self._running: Counter[str] = Counter()  # by tenant
         self._is_closed = False
         self._probe: asyncio.Task[None] | None = None
@@ -41,7 +41,7 @@ class TextThreads:
             threading.Thread(target=self._work, name=f"text_{number}", daemon=True).start()
 
     async def run(self, tenant: str, call: Callable[..., Result], *args: Any) -> Result:
-        """Return or raise what `call` does. Cancelling dequeues it."""
+        """Return or raise what `call` does. Cancelling removes a waiting call."""
         loop = asyncio.get_running_loop()
         entry = _Call(tenant, call, args, loop, loop.create_future())
         with self._changed:
@@ -55,7 +55,7 @@ class TextThreads:
                 self._remove(entry)
             raise
         finally:
-            # Breaks the cycle error -> traceback -> frame -> entry -> error, which would keep a body until garbage
+            # Break the cycle error -> traceback -> frame -> entry -> error, which would keep a body alive until garbage
             # collection.
             del entry
 
@@ -64,7 +64,7 @@ class TextThreads:
         return call(*args) if num_bytes <= SMALL_BYTES else await self.run(tenant, call, *args)
 
     async def responds(self, within_s: float) -> bool:
-        """Return whether a thread takes up a new call in time."""
+        """Return whether a thread picks up a new call in time."""
         with self._changed:
             if self._running.total() < NUM_THREADS:
                 return True

@@ -1,7 +1,7 @@
-"""A process that compiles untrusted grammars under kernel limits: exceeding them kills it.
+"""A process that compiles untrusted grammars under kernel limits, which kill it when exceeded.
 
-Started by `process.py`: python -P -m service.gateway.grammars.child <socket's descriptor> <parent's pid>. It holds no
-secret, writes only its replies, and ends with its parent.
+`process.py` starts it: python -P -m service.gateway.grammars.child <socket's descriptor> <parent's pid>. It has no
+secrets, writes only its replies, and ends with its parent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from service.queue.embedded.die_with_parent import die_with_parent
 NICENESS = 3
 """The event loop and the engine take precedence."""
 SPENT_BYTES = 64 << 20
-"""Growth after which the process is replaced: freed memory stays with it."""
+"""Growth after which the process is replaced, since it does not return freed memory."""
 TOO_BIG = "The grammar takes more than {} MiB to compile."
 
 
@@ -33,7 +33,7 @@ def main() -> None:
     if os.getppid() != parent:
         return
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a process group may get them; the gateway drains first
+        signal.signal(number, signal.SIG_IGN)  # sent to the process group; the gateway drains first
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -53,7 +53,7 @@ def _serve(link: socket.socket) -> None:
     idle_bytes = _peak_bytes()
     link.sendall(framed(encode_reply(Reply())))
     while (data := _receive(link)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, hello.max_cpu_s)  # SIGPROF ends this process, even inside llguidance
+        signal.setitimer(signal.ITIMER_PROF, hello.max_cpu_s)  # SIGPROF kills this process, even inside llguidance
         text, error = _compiled(data, hello, compiler)
         signal.setitimer(signal.ITIMER_PROF, 0)
         is_spent = _peak_bytes() - idle_bytes > SPENT_BYTES
@@ -76,7 +76,7 @@ def _compiled(data: bytes, hello: Hello, compiler: TextCompiler) -> tuple[str | 
 
 
 def _receive(link: socket.socket) -> bytes | None:
-    """Return the next frame; None once the gateway has closed."""
+    """Return the next frame; None once the gateway has closed the socket."""
     head = _receive_exactly(link, LENGTH.size)
     return None if head is None else _receive_exactly(link, LENGTH.unpack(head)[0])
 

@@ -16,25 +16,25 @@ MAX_FRAME_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Hello:
-    """The first frame to a new process."""
+    """The first frame sent to a new process."""
 
     tokens: TokenTable
     max_cpu_s: float  # per grammar
-    max_memory_bytes: int  # beyond what an idle process uses
+    max_memory_bytes: int  # beyond an idle process's usage
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The grammar's text, or the task's error; neither in reply to Hello."""
+    """The grammar's text or the task's error; neither in reply to Hello."""
 
     text: str | None = None
     error: str | None = None
-    is_spent: bool = False  # the process has grown and exits
+    is_spent: bool = False  # the process has grown and will exit
 
 
 encode_hello = msgspec.msgpack.Encoder().encode
 decode_hello = msgspec.msgpack.Decoder(Hello).decode
-encode_task = msgspec.json.Encoder().encode  # JSON, since msgpack has no integers beyond 64 bits
+encode_task = msgspec.json.Encoder().encode  # msgpack has no integers beyond 64 bits
 decode_task = msgspec.json.Decoder(GrammarTask).decode
 encode_reply = msgspec.msgpack.Encoder().encode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode

@@ -1,6 +1,6 @@
 """A pool of processes that compile grammars with bounded time and memory, fairly between tenants.
 
-No client's grammar is compiled elsewhere before it has compiled here.
+A client's grammar is compiled here before it is compiled anywhere else.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ log = logging.getLogger("quire.grammars")
 
 PREEMPTION_CHECK_S = 0.05
 RESTART_DELAYS_S = (0.0, 0.2, 1.0, 5.0)
-"""Delays before restarting a process that ended before it was ready."""
+"""Delays before restarting a process that died before it was ready."""
 
 
 @dataclass(frozen=True)
 class CompileLimits:
     num_processes: int = 2
     max_cpu_s: float = 2.0
-    max_wall_s: float = 10.0  # wall-clock time, on a busy machine
-    max_memory_bytes: int = 160 << 20  # per process, beyond what an idle one uses
-    max_wait_s: float = 20.0  # longest wait before a request is refused
-    long_s: float = 0.25  # CPU time after which a job may be interrupted for another tenant
+    max_wall_s: float = 10.0  # a busy machine can be slow
+    max_memory_bytes: int = 160 << 20  # per process, beyond an idle one's usage
+    max_wait_s: float = 20.0  # before a request is refused
+    long_s: float = 0.25  # CPU time after which a job may be preempted for another tenant
     start_s: float = 30.0
 
     @property
@@ -49,14 +49,14 @@ class CompileLimits:
 
 @dataclass(frozen=True)
 class PackedTask:
-    """An encoded task."""
+    """An encoded task and its hash."""
 
     key: bytes
     data: bytes
 
     @classmethod
     def of(cls, task: GrammarTask) -> PackedTask:
-        """Encode a task, which takes long if it is large: call off the event loop."""
+        """Encode a task. Slow if it is large: call it off the event loop."""
         data = encode_task(task)
         return cls(hashlib.sha256(data).digest(), data)
 
@@ -76,7 +76,7 @@ class GrammarPool:
         self._on_result = on_result
         self._queue = CompileQueue(self.limits.num_processes, clock)
         self._results = ResultCache(clock)
-        self._jobs: dict[tuple[str, bytes], CompileJob] = {}  # waiting or running, by tenant and key
+        self._jobs: dict[tuple[str, bytes], CompileJob] = {}  # waiting or running, by (tenant, key)
         self._slots: list[_Slot] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Condition()
@@ -93,16 +93,16 @@ class GrammarPool:
 
     @property
     def num_waiting(self) -> int:
-        """Grammars that requests wait for."""
+        """Number of grammars with waiting requests."""
         return sum(job.num_waiting > 0 for job in self._jobs.values())
 
     def refuse(self, error: RequestError) -> None:
-        """Refuse all waiting and future requests with this error."""
+        """Refuse all waiting and future requests with `error`."""
         self._refusal = error
         for job in self._jobs.values():
             if not job.result.done():
                 job.result.set_exception(error)
-                job.result.exception()  # retrieved, so that asyncio does not warn when no request waits
+                job.result.exception()  # retrieved, so that asyncio does not warn if no request waits
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -122,7 +122,7 @@ class GrammarPool:
             raise StartupError("the grammar processes did not start in time") from None
 
     async def compile(self, task: PackedTask, tenant: str) -> str:
-        """Return the task's grammar, known to compile. Raises GrammarError, RequestError (429, 503)."""
+        """Return the task's grammar, which compiles. Raises GrammarError, RequestError (429, 503)."""
         if self._refusal is not None:
             raise self._refusal
         result = self._results.get(task.key) or await self._compiled(task, tenant)
@@ -150,19 +150,18 @@ class GrammarPool:
                 self._drop_unwanted(job)
 
     def _drop_unwanted(self, job: CompileJob) -> None:
-        """Drop a job that no request waits for; a running one's result is kept."""
+        """Drop a job that no request waits for; if it runs, its result is kept."""
         self._queue.remove(job)
         if job.slot is None:
             self._jobs.pop((job.tenant, job.key), None)
 
     def _preempt_for(self, job: CompileJob) -> None:
-        """Interrupt a long job, to be restarted later, if a tenant without recent jobs waits and all processes are
-        busy."""
+        """If all processes are busy and a light tenant waits, interrupt a long job; it is restarted later."""
         if job.slot is not None or job.num_waiting == 0 or self._queue.is_heavy(job.tenant):
             return
         running = [(slot, slot.job) for slot in self._slots if slot.job is not None]
         if len(running) < len(self._slots):
-            return  # one is or will be free
+            return  # a process is or will be free
         last, last_job = max(running, key=lambda pair: pair[1].started_s)
         used_s = last.used_s()
         if used_s < self.limits.long_s:
@@ -211,7 +210,7 @@ class GrammarPool:
         return self._queue.next_job([slot.job for slot in self._slots if slot.job is not None])
 
     async def _run(self, slot: _Slot, job: CompileJob) -> bool:
-        """Return whether the process can continue."""
+        """Run a job. Return whether the process can continue."""
         job.started_s = self._clock()
         slot.idle_cpu_s = slot.process.cpu_s()
         result, goes_on = self._results.get(job.key), True
@@ -227,7 +226,7 @@ class GrammarPool:
         return goes_on
 
     async def _ask(self, slot: _Slot, job: CompileJob) -> tuple[Result | None, bool]:
-        """Return the result, None if the job was interrupted and waits again; and whether the process can continue."""
+        """Return the result and whether the process can continue. None: the job was interrupted and waits again."""
         try:
             async with asyncio.timeout(self.limits.max_wall_s):
                 reply = await slot.process.ask(job.task)
@@ -236,7 +235,7 @@ class GrammarPool:
         except TimeoutError:
             result = Result(None, self.limits.out_of_time, is_final=False, ending="out_of_time")
         except ProcessEnded as ended:
-            # A first crash does not prove the grammar at fault.
+            # The first crash may not be the grammar's fault.
             is_crash = not (ended.was_out_of_time or ended.was_out_of_memory)
             if slot.is_interrupted or (is_crash and job.num_crashes == 0):
                 job.num_crashes += is_crash and not slot.is_interrupted
@@ -266,14 +265,14 @@ class GrammarPool:
 
 
 class _Slot:
-    """The slot of one process."""
+    """A place for one process at a time."""
 
     def __init__(self) -> None:
         self._process: GrammarProcess | None = None
         self.job: CompileJob | None = None
         self.is_ready = False
         self.is_interrupted = False
-        self.idle_cpu_s = 0.0  # CPU time before its job
+        self.idle_cpu_s = 0.0  # the process's CPU time before its job
         self.has_started = asyncio.Event()
 
     @property
@@ -283,7 +282,7 @@ class _Slot:
         return self._process
 
     async def start(self, hello: bytes, within_s: float) -> Reply:
-        """Raises ProcessEnded, OSError, TimeoutError."""
+        """Start the process. Raises ProcessEnded, OSError, TimeoutError."""
         self.is_interrupted = False
         self._process = GrammarProcess()
         try:
@@ -297,7 +296,7 @@ class _Slot:
         return reply
 
     def used_s(self) -> float:
-        """Return the CPU time of its job."""
+        """Return the CPU time of the current job."""
         return self.process.cpu_s() - self.idle_cpu_s
 
     def interrupt(self) -> None:

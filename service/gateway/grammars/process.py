@@ -18,7 +18,7 @@ from service.import_root import python_path
 
 CHILD = f"{__package__}.child"
 PASSED_ON = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
-"""Environment variables passed on; others may be secret."""
+"""Environment variables to pass on; others may be secret."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class ProcessEnded(Exception):
 
     @property
     def was_out_of_memory(self) -> bool:
-        """Rust aborts when an allocation fails."""
+        """True on SIGABRT: Rust aborts when an allocation fails."""
         return self.status == -signal.SIGABRT
 
 
 class GrammarProcess:
     def __init__(self) -> None:
-        """Start the process, which ends with the calling thread: call on the main thread. Raises OSError."""
+        """Start the process. It ends with the calling thread: call this on the main thread. Raises OSError."""
         self._started_s = time.monotonic()
         ours, its = socket.socketpair()
         ours.setblocking(False)
@@ -64,7 +64,7 @@ class GrammarProcess:
         return self._process.pid
 
     def cpu_s(self) -> float:
-        """Return its CPU seconds; where /proc is missing, its age."""
+        """Return the process's CPU seconds, or its age without /proc."""
         try:
             with open(f"/proc/{self.pid}/stat", encoding="utf-8") as stat:
                 words = stat.read().rpartition(")")[2].split()
@@ -73,7 +73,7 @@ class GrammarProcess:
         return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
     async def ask(self, frame: bytes) -> Reply:
-        """Send a frame and return the reply. Kills the process if cancelled. Raises ProcessEnded."""
+        """Send a frame and return the reply. Cancelling kills the process. Raises ProcessEnded."""
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_sendall(self._link, framed(frame))
@@ -91,8 +91,8 @@ class GrammarProcess:
         self._process.kill()
 
     async def end(self) -> int:
-        """Return the exit status, after killing the process unless it exits by itself."""
-        self._link.close()  # it exits if it waits for a frame
+        """Return the exit status; kill the process if it does not exit by itself."""
+        self._link.close()  # a process that waits for a frame exits
         try:
             return await asyncio.to_thread(self._process.wait, 0.2)
         except subprocess.TimeoutExpired:

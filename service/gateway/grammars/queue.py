@@ -1,6 +1,6 @@
 """Schedules grammar compilations fairly between tenants, bounded in jobs and bytes.
 
-1. Tenants with fewer running jobs go first, then those with less recent compile time, then the first to arrive.
+1. Tenants with fewer running jobs go first, then those with less recent compile time, then first come, first served.
 2. Tenants with more than HEAVY_S of recent compile time share all processes but one.
 """
 
@@ -19,7 +19,7 @@ MAX_BYTES_PER_TENANT = 16 << 20
 MAX_BYTES = 64 << 20
 RETRY_AFTER_S = 2
 FREE_S = 0.05
-"""Uncharged seconds of each grammar: ordinary ones make no tenant heavy."""
+"""Seconds of each compilation that are not charged, so that ordinary grammars make no tenant heavy."""
 HEAVY_S = 0.5
 HALF_LIFE_S = 15.0
 MAX_TENANTS_KNOWN = 4096
@@ -34,25 +34,25 @@ class CompileJob:
     task: bytes
     result: asyncio.Future[Result] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     num_waiting: int = 0
-    num_crashes: int = 0  # of processes compiling it
+    num_crashes: int = 0  # of processes that compiled it
     started_s: float = 0.0
-    slot: object | None = None  # its process slot
+    slot: object | None = None  # the slot it runs in
 
 
 class CompileQueue:
     def __init__(self, num_processes: int, clock: Callable[[], float]) -> None:
         self._num_processes = num_processes
         self._clock = clock
-        self._waiting: dict[str, deque[CompileJob]] = {}  # by tenant, in order of the oldest job
+        self._waiting: dict[str, deque[CompileJob]] = {}  # by tenant, ordered by oldest job
         self._num_bytes: Counter[str] = Counter()
-        self._used_s: dict[str, tuple[float, float]] = {}  # by tenant: seconds, and the time of that value
+        self._used_s: dict[str, tuple[float, float]] = {}  # by tenant: (seconds, when computed)
 
     @property
     def num_jobs(self) -> int:
         return sum(map(len, self._waiting.values()))
 
     def add(self, job: CompileJob) -> None:
-        """Add a job. Raises RequestError: 429 if its tenant's queue is full, 503 if all is."""
+        """Add a job. Raises RequestError: 429 if the tenant's queue is full, 503 if the total is reached."""
         own = self._waiting.get(job.tenant, ())
         if len(own) >= MAX_JOBS_PER_TENANT or self._num_bytes[job.tenant] + len(job.task) > MAX_BYTES_PER_TENANT:
             message = f"{len(own)} of your grammars wait to be compiled already."
@@ -63,7 +63,7 @@ class CompileQueue:
         self._num_bytes[job.tenant] += len(job.task)
 
     def put_back(self, job: CompileJob) -> None:
-        """Return an interrupted job to the head of its tenant's queue."""
+        """Return an interrupted job to the front of its tenant's queue."""
         self._waiting.setdefault(job.tenant, deque()).appendleft(job)
         self._num_bytes[job.tenant] += len(job.task)
 
@@ -80,7 +80,7 @@ class CompileQueue:
         tenants = [tenant for tenant in self._waiting if has_room or not self.is_heavy(tenant)]
         if not tenants:
             return None
-        tenant = min(tenants, key=lambda name: (by_tenant[name], self.used_s(name)))  # first of equals
+        tenant = min(tenants, key=lambda name: (by_tenant[name], self.used_s(name)))  # the first of equals
         job = self._waiting[tenant].popleft()
         self._uncount(job)
         if tenant in self._waiting:
@@ -95,7 +95,7 @@ class CompileQueue:
             del self._used_s[min(self._used_s, key=self.used_s)]
 
     def used_s(self, tenant: str) -> float:
-        """Return the tenant's recent compile seconds, halved every HALF_LIFE_S."""
+        """Return the tenant's recent compile seconds, which decay with HALF_LIFE_S."""
         used_s, at_s = self._used_s.get(tenant, (0.0, 0.0))
         decay: float = 0.5 ** ((self._clock() - at_s) / HALF_LIFE_S)
         return used_s * decay

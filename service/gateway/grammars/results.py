@@ -1,4 +1,4 @@
-"""Caches the results of compilations, bounded in bytes."""
+"""Cache of compilation results, bounded in bytes."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass
 
 MAX_BYTES = 16 << 20
 ENTRY_BYTES = 512
-"""Size of an entry without its text."""
+"""Overhead of an entry besides its text."""
 TRANSIENT_TTL_S = 120.0
 """Lifetime of results that may differ on an idle machine: out of time or memory."""
 
 
 @dataclass(frozen=True)
 class Result:
-    text: str | None  # the grammar, compiled within the limits
-    error: str = ""  # set if there is no text
-    is_final: bool = True  # a retry would give the same
-    ending: str = ""  # how its process ended, if it did: one of `service.observability.metrics.GRAMMAR_RESULTS`
+    text: str | None  # the compiled grammar
+    error: str = ""  # set if `text` is None
+    is_final: bool = True  # a retry would give the same result
+    ending: str = ""  # how the process ended, if it did: one of `service.observability.metrics.GRAMMAR_RESULTS`
 
     @property
     def kind(self) -> str:
-        """One of GRAMMAR_RESULTS."""
+        """Label of the result, one of GRAMMAR_RESULTS."""
         return self.ending or ("refused" if self.text is None else "compiled")
 
 
 class ResultCache:
-    """Drops the least recently used first."""
+    """LRU cache of results."""
 
     def __init__(self, clock: Callable[[], float], max_bytes: int = MAX_BYTES) -> None:
         self._clock = clock

@@ -1,8 +1,8 @@
-"""API keys: hashes from the settings and from a file that is reread when it changes.
+"""API keys: hashes from the settings, and from a file that is reread when it changes.
 
-A line of the file is `name:sha256$<64 hex digits>`, then optionally `:tenant=NAME` and `:max_open=N`. Lines may share a
-name, so that a key is replaced without a gap. Empty lines and comments (#) are ignored. A plain hash is enough: `quire
-key` makes keys of 256 random bits.
+Each line of the file is `name:sha256$<64 hex digits>`, optionally followed by `:tenant=NAME` and `:max_open=N`. Lines
+may share a name, so that a key can be replaced without a gap. Empty lines and # comments are ignored. An unsalted hash
+suffices, because `quire key` generates keys of 256 random bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ANONYMOUS = "anonymous"
 KEY_PREFIX = "sk-quire-"
 MAX_FILE_BYTES = 1 << 20
 MAX_KEYS = 4096
-"""Every request is compared with all of them."""
+"""Limited because each request is compared with every key."""
 RELOAD_INTERVAL_S = 1.0
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -37,7 +37,7 @@ _HASH = re.compile(r"sha256\$([0-9a-f]{64})")
 
 @dataclass(frozen=True)
 class Client:
-    """The owner of a key. `tenant` selects its share and its prefix cache."""
+    """Owner of a key. `tenant` determines its queue share and prefix cache."""
 
     name: str
     tenant: str
@@ -51,7 +51,7 @@ class HashedKey:
 
 
 class KeyRing:
-    """Authenticates requests. Without keys or a file, every client is ANONYMOUS."""
+    """Authenticates requests. With neither keys nor file, every client is ANONYMOUS."""
 
     def __init__(self, keys: Sequence[str], path: Path | None = None, clock: Callable[[], float] = time.monotonic):
         self._fixed = [_unnamed(key) for key in keys]
@@ -74,7 +74,7 @@ class KeyRing:
             return Client(ANONYMOUS, ANONYMOUS)
         self._reload_changed_file()
         key = _key_in(authorization[0]) if len(authorization) == 1 else None
-        # Bytes, since comparing non-ASCII text raises; all keys, to take constant time.
+        # Compare bytes, because comparing non-ASCII text raises, and all keys, to take constant time.
         digest = _digest(key or b"")
         found = [known for known in (*self._fixed, *self._listed) if hmac.compare_digest(digest, known.digest)]
         if key is None or not found:
@@ -82,7 +82,7 @@ class KeyRing:
         return found[0].client
 
     def _reload_changed_file(self) -> None:
-        """Reread a changed file; if it cannot be used, the old keys stay."""
+        """Reread a changed file; keep the old keys if it is unusable."""
         now_s = self._clock()
         if self._path is None or now_s - self._checked_at_s < RELOAD_INTERVAL_S:
             return
@@ -100,7 +100,7 @@ class KeyRing:
 
 
 def read_keys(path: Path) -> Sequence[HashedKey]:
-    """Read a key file. Raises StartupError with file and line, but none of its content."""
+    """Read a key file. Raises StartupError with path and line number, but no content."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -130,7 +130,7 @@ def make_key() -> str:
 
 
 def line_of(key: str, name: str, tenant: str | None, max_open: int | None) -> str:
-    """Return the line that admits `key`. Raises ValueError for an invalid name or limit."""
+    """Return the key-file line for `key`. Raises ValueError for an invalid name or limit."""
     _check_name("name", name)
     _check_name("tenant", name if tenant is None else tenant)
     line = f"{name}:sha256${_digest(key.encode()).hex()}"
@@ -173,7 +173,7 @@ def _unnamed(key: str) -> HashedKey:
 
 
 def _key_in(authorization: str) -> bytes | None:
-    """Return the key of `Bearer KEY`, or of `Basic base64(name:KEY)`, which browsers send."""
+    """Return the key in `Bearer KEY` or, from browsers, `Basic base64(name:KEY)`."""
     scheme, _, rest = authorization.partition(" ")
     credentials = rest.strip().encode("utf-8", "surrogateescape")
     if scheme.lower() == "bearer":

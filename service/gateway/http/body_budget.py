@@ -1,4 +1,4 @@
-"""Bounds the bytes of request bodies in memory, in all and per client."""
+"""Limits the memory for request bodies, in total and per client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service.errors import RequestError
 
 SMALL_BYTES = 64 << 10
 LARGE_SHARE = 0.75
-"""Share for larger bodies, so that uploads leave room for chats."""
+"""Share for large bodies, so that uploads leave room for chats."""
 CLIENT_SHARE = 0.5
 WAIT_S = 2.0
 RETRY_AFTER_S = 2
@@ -25,7 +25,7 @@ class _Waiting:
 
 
 class BodyBudget:
-    """Grants bytes to requests; without room a request waits, at most WAIT_S."""
+    """Grants bytes to requests. A request waits for bytes at most WAIT_S."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -110,7 +110,7 @@ class BodyReservation:
         return self._small + self._large
 
     async def grow(self, num_bytes: int) -> None:
-        """Raises RequestError (429, 503)."""
+        """Reserve `num_bytes` more. Raises RequestError (429, 503)."""
         is_large = self.num_bytes + num_bytes > SMALL_BYTES
         await self._budget.reserve(self._client, num_bytes, is_large=is_large)
         if is_large:
@@ -119,7 +119,7 @@ class BodyReservation:
             self._small += num_bytes
 
     def shrink(self, num_bytes: int) -> None:
-        """Hold at most `num_bytes` from now on."""
+        """Release all but `num_bytes`."""
         over = max(0, self.num_bytes - num_bytes)
         large = min(over, self._large)
         small = over - large

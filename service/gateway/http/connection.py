@@ -1,4 +1,4 @@
-"""HTTP connections: their number, buffers and headers, and refusals of malformed HTTP."""
+"""HTTP connections: limits on their number, buffers and headers; refusals of malformed HTTP."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ log = logging.getLogger("quire.gateway")
 
 MAX_URL_BYTES = 8190
 MAX_HEADER_BYTES = 8192
-"""A header's name and value; unlike the URL's limit, so that aiohttp's refusals differ."""
+"""Limit on a header's name and value. Differs from the URL's, so that aiohttp's refusals can be told apart."""
 MAX_HEADERS = 100
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
-"""May be repeated; HTTP/1.1 clients skip it."""
+"""May be repeated: HTTP/1.1 clients skip it."""
 PARSE_DELAY_S, FIRST_PROBE_S, MAX_PROBE_S = 0.01, 0.05, 1.0
 TCP_CLOSE = 7  # state of a reset socket in Linux's TCP_INFO
 LINGER_S = 1.0
 MAX_LINGERING = 256
 RESERVED_FILES = 64
-"""Descriptors left to Redis, logs and the model's files."""
+"""File descriptors left for Redis, logs and the model's files."""
 
 
 class Connections:
@@ -67,7 +67,7 @@ class Connections:
             del self._by_client[client]
 
     def close_later(self, transport: asyncio.Transport) -> None:
-        """Close after LINGER_S: closed at once, unread input would discard the answer."""
+        """Close after LINGER_S: an immediate close with unread input would discard the response."""
         if len(self._lingering) >= MAX_LINGERING:
             transport.close()
             return
@@ -86,7 +86,7 @@ class Connections:
 class Protocol(web.RequestHandler):
     """aiohttp's protocol with counted connections, bounded buffers and OpenAI's errors.
 
-    A client that half-closes its connection after its request gets its answer.
+    A client that half-closes its connection after sending a request still gets its response.
     """
 
     __slots__ = ("_client", "_connections", "_filler_task", "_is_counted", "_send_filler", "_write_timeout_s")
@@ -125,7 +125,7 @@ class Protocol(web.RequestHandler):
 
     @contextmanager
     def filler(self, send_filler: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:
-        """While inside, `send_filler` sends bytes without meaning in the begun answer."""
+        """Within the context, `send_filler` may send meaningless bytes in the begun response."""
         self._send_filler = send_filler
         try:
             yield
@@ -137,9 +137,9 @@ class Protocol(web.RequestHandler):
             super().data_received(data)
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio reads it; aiohttp declares None
-        """Return whether the connection stays open for writing: unless half-closed, the client resets it then."""
+        """Return whether the connection stays open for writing; a client that has fully closed it resets it then."""
         is_idle = self._waiter is not None and not self._messages
-        # A refused or closing connection is not aiohttp's.
+        # aiohttp does not own a refused or closing connection.
         if is_idle or self.transport is None or self.transport.get_extra_info("sslcontext") is not None:
             return False
         if self._current_request is None:  # aiohttp is about to read it
@@ -152,20 +152,20 @@ class Protocol(web.RequestHandler):
         if self.transport is None:
             return
         if self._can_probe():
-            self.close()  # after this answer
+            self.close()  # after this response
             self._probe(FIRST_PROBE_S)
         else:
             self.transport.close()
 
     def _can_probe(self) -> bool:
-        """Return whether the request is complete and its client can be sent fillers."""
+        """Return whether the request is complete and fillers can be sent to its client."""
         request = self._current_request
         if request is None or request.version < HttpVersion11 or not request.content.is_eof():
             return False
         return not request.writer.output_size or self._send_filler is not None
 
     def _probe(self, again_in_s: float) -> None:
-        """Send fillers and check for a reset, until the answer is over."""
+        """Send fillers and check for a reset, until the response ends."""
         transport, request = self.transport, self._current_request
         if transport is None or transport.is_closing() or request is None:
             return
@@ -204,7 +204,7 @@ class Protocol(web.RequestHandler):
 
 
 def raise_file_limit() -> int:
-    """Raise the limit of open files, one per connection, to the maximum and return it."""
+    """Raise the limit on open files (connections need one each) to its maximum; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""Checks Host and Origin headers, against DNS rebinding and cross-origin requests."""
+"""Checks Host and Origin headers against DNS rebinding and cross-origin requests."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ _HOST = re.compile(r"([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 _ORIGIN = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]*://((?:{_HOST.pattern})?)")
 MAX_PORT = 65535
 OPAQUE_ORIGIN = "null"
-"""Origin of a sandboxed frame or a local file."""
+"""Origin of sandboxed frames and local files."""
 
 
 class HostCheck:
-    """Allows the names in `--allowed-hosts`. Without it: addresses, localhost, the listening and the machine's name,
-    and with keys any name, since no foreign page knows a key."""
+    """Allows the hosts in `--allowed-hosts`.
+
+    By default: IP addresses, localhost, the listening host and the machine's name; with keys any name, since no foreign
+    page knows a key.
+    """
 
     def __init__(self, settings: Settings, *, keys_required: bool) -> None:
         self._is_listed = bool(settings.allowed_hosts)
@@ -29,7 +32,7 @@ class HostCheck:
         self._domains = tuple(name[1:].lower() for name in names if name.startswith("*."))
 
     def require_form(self, hosts: Sequence[str], target: str, *, needs_host: bool) -> None:
-        """Check the Host headers and the request target. Raises RequestError (400)."""
+        """Validate the Host headers and the request target. Raises RequestError (400)."""
         if len(hosts) > 1 or not all(map(_is_host, hosts)) or (needs_host and not hosts):
             raise RequestError(400, "The Host header is missing or malformed.", code="bad_host")
         schemes = ("http://", "https://")
@@ -37,7 +40,7 @@ class HostCheck:
             raise RequestError(400, "The request is for another host.", code="bad_host")
 
     def require_known(self, hosts: Sequence[str]) -> None:
-        """Raise RequestError (400) for a name that is not allowed."""
+        """Raises RequestError (400) for a host that is not allowed."""
         if not self._any and not all(self._knows(_bare(host)) for host in hosts):
             raise RequestError(400, "This host is not among --allowed-hosts.", code="unknown_host")
 

@@ -1,4 +1,4 @@
-"""The middleware: hosts, keys, bodies, and OpenAI's error JSON."""
+"""The middleware: host checks, keys, bodies and OpenAI's error JSON."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 BaseHandler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 PAGE = "/ui"
-"""Opened in browsers, which ask for the key on a Basic challenge."""
+"""Opened by browsers, which ask for the key on a Basic challenge."""
 
 TENANT: web.RequestKey[str] = web.RequestKey("tenant", str)
 ACCEPTED: web.RequestKey[str] = web.RequestKey("accepted", str)
-"""Id of an accepted request, sent with each answer, errors included."""
+"""Id of an accepted request, sent with every response, errors included."""
 BODY_RESERVATION: web.RequestKey[BodyReservation] = web.RequestKey("reservation", BodyReservation)
-"""Memory for the body, held until the answer is sent."""
+"""Memory for the body, held until the response is sent."""
 REQUEST_ID = "X-Request-Id"
 ANTHROPIC_REQUEST_ID = "Request-Id"
 BEGUN_RESPONSE: web.RequestKey[web.StreamResponse] = web.RequestKey("begun", web.StreamResponse)
-"""The response whose headers are written, or about to be."""
+"""The response whose headers were, or are about to be, written."""
 READ_TIMEOUT_S: web.AppKey[float] = web.AppKey("read_timeout_s", float)
 log = logging.getLogger("quire.gateway")
 
 CHUNK_BYTES = 64 << 10
-"""A body of unknown length is reserved in steps of this size."""
+"""Reservation step for a body of unknown length."""
 CLIENT_LEFT = 499
 TRACED = "/v1/"
-"""Prefix of the routes with spans."""
+"""Prefix of traced routes."""
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-"""They change nothing, and other origins cannot read their answers."""
+"""Methods that change nothing, and whose responses other origins cannot read."""
 
 
 class AccessControl:
     def __init__(self, settings: Settings, group: GatewayGroup | None = None) -> None:
-        """Raises StartupError for an unusable key file. `group`: gateways that count open requests together."""
+        """`group`: gateways that share open-request counts. Raises StartupError for an unusable key file."""
         self._keys = KeyRing(settings.api_key, settings.api_key_file)
         self._hosts = HostCheck(settings, keys_required=not self._keys.is_open)
         self._max_open = settings.max_open_per_key
@@ -65,7 +65,7 @@ class AccessControl:
         self._open = OpenCounts(group)
 
     def check_request_form(self, http: web.Request) -> None:
-        """Check what even probes must respect. Raises RequestError (400)."""
+        """Run the checks that apply even to probes. Raises RequestError (400)."""
         hosts = http.headers.getall("Host", [])
         self._hosts.require_form(hosts, http.raw_path, needs_host=http.version >= (1, 1))
 
@@ -76,7 +76,7 @@ class AccessControl:
         self._hosts.require_known(hosts)
         client = self._keys.client_of(keys)
         if http.method not in SAFE_METHODS and not (keys and keys[0].lower().startswith("bearer ")):
-            # A browser sends a stored password with any page's request.
+            # A browser sends a stored password with requests from any page.
             self._hosts.require_own_page(http.headers.getall("Origin", []), hosts)
         http[TENANT] = client.tenant
         if not self._keys.is_open and self._open.count(client.name) >= (client.max_open or self._max_open):
@@ -99,9 +99,9 @@ def make_middleware(
     open_routes: Collection[str],
     tracing: Tracing = NO_TRACING,
 ) -> Callable[..., Any]:
-    """Return the middleware: access control, OpenAI's error JSON, and bounded writing of the answer.
+    """Return the middleware: access control, OpenAI's error JSON and time-limited response writes.
 
-    `open_routes`: patterns that need no key; all others do, unknown routes included.
+    `open_routes`: patterns that need no key; all other routes, including unknown ones, do.
     """
 
     @web.middleware
@@ -147,7 +147,7 @@ def make_middleware(
 
 
 def with_openai_errors(handler: BaseHandler, write_timeout_s: float) -> BaseHandler:
-    """Wrap `handler` to answer with OpenAI's JSON what aiohttp refuses before any middleware runs."""
+    """Wrap `handler` so that requests refused by aiohttp before any middleware also get OpenAI's error JSON."""
 
     async def answer(http: web.BaseRequest) -> web.StreamResponse:
         expectation = http.headers.get("Expect", "")
@@ -173,8 +173,10 @@ async def record_begun_response(http: web.Request, response: web.StreamResponse)
 
 
 def _first_response(http: web.Request, response: web.StreamResponse) -> web.StreamResponse:
-    """Return the response that has begun, if any, cut off so that it is not taken for complete: a second one would be
-    written into its body."""
+    """Return the begun response, if any, instead of `response`, which would be written into its body.
+
+    The begun one is cut off, so that clients do not take it for complete.
+    """
     begun: web.StreamResponse = http.get(BEGUN_RESPONSE, response)
     if begun is not response:
         log.error("response aborted %s", fields(route=route_of(http), status=response.status))
@@ -193,7 +195,7 @@ def _add_request_id(http: web.Request, response: web.StreamResponse) -> None:
 
 
 async def _send(http: web.BaseRequest, response: web.StreamResponse, timeout_s: float) -> None:
-    """Write the response or the rest of a stream; aiohttp would wait for ever for a client that does not read."""
+    """Write the response, or the rest of a stream. aiohttp would wait forever for a client that does not read."""
     try:
         async with asyncio.timeout(timeout_s):
             await response.prepare(http)
@@ -206,7 +208,7 @@ async def _send(http: web.BaseRequest, response: web.StreamResponse, timeout_s: 
 
 
 def client_id(http: web.Request) -> str | None:
-    """Return the client's id of the request; None without a usable one, as proxies send these unasked."""
+    """Return the client's id for the request; None if it is unusable, because proxies add ids unasked."""
     name = http.headers.get(REQUEST_ID, "")
     return name if is_client_id(name) else None
 
@@ -247,7 +249,7 @@ async def _read_bounded(http: web.Request) -> bytes:
 
 
 def error_response(error: RequestError, http: web.Request | None = None) -> web.Response:
-    """Return an error in the JSON of the API that was called: OpenAI's, or Anthropic's."""
+    """Return an error in the JSON of the called API: OpenAI's or Anthropic's."""
     headers = {}
     retry_after_s = RETRY_AFTER_S if error.status == 503 and error.retry_after_s is None else error.retry_after_s
     if retry_after_s is not None:
@@ -268,7 +270,7 @@ def json_response(data: Any, status: int = 200, headers: dict[str, str] | None =
 
 
 def _keys_in(http: web.Request) -> list[str]:
-    """Return the Authorization headers, else Anthropic's X-Api-Key in their form."""
+    """Return the Authorization headers, or Anthropic's X-Api-Key as a Bearer header."""
     keys = http.headers.getall("Authorization", [])
     return keys or [f"Bearer {key}" for key in http.headers.getall("X-Api-Key", [])]
 

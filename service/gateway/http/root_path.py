@@ -1,4 +1,4 @@
-"""A proxy's prefix, taken off a request's path before it is routed."""
+"""Strips a proxy's prefix from request paths before routing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MakeRequest = Callable[..., web.BaseRequest]
 
 
 def without_prefix(make_request: MakeRequest, prefix: str) -> MakeRequest:
-    """Return a request factory that drops `prefix` from the path; a path without it stays."""
+    """Return a request factory that strips `prefix` from paths that have it."""
     if not prefix:
         return make_request
 

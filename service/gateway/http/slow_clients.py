@@ -1,4 +1,4 @@
-"""Bounds on what a client leaves unread: bytes in the kernel, and time."""
+"""Limits on unread response bytes in the kernel, and on the time without progress."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESET = struct.pack("ii", 1, 0)  # SO_LINGER: on, 0 seconds
 
 
 def bound_send_buffer(transport: asyncio.BaseTransport, timeout_s: float) -> None:
-    """Bound the kernel's send buffer, and the time without progress, also of closed connections."""
+    """Limit the kernel's send buffer and the time without progress, even after the connection is closed."""
     sock = transport.get_extra_info("socket")
     # The default of several megabytes would hide a client that does not read.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
@@ -31,7 +31,7 @@ def abort_connection(transport: asyncio.Transport | None) -> None:
 
 
 async def drain_writes(http: web.BaseRequest) -> None:
-    """Wait until the kernel has taken all bytes: aiohttp counts those below the high-water mark as written."""
+    """Wait until the kernel has all bytes: aiohttp treats bytes below the high-water mark as written."""
     transport = http.transport
     if transport is None or not transport.get_write_buffer_size():
         return

@@ -1,4 +1,4 @@
-"""Server-sent events: frames, keep-alive comments, and slow clients."""
+"""Server-sent events: frames, keep-alive comments, slow clients."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ HEADERS = {
 
 COMMENT = b": keep-alive\n\n"
 MAX_WRITE_BYTES = 16 << 10
-"""More frames are not joined, so that an unread stream takes no more memory."""
+"""Frames are joined up to this size, to bound the memory of an unread stream."""
 
 
 class ClientGone(ConnectionError):
-    """The client left, or was cut off because it did not read."""
+    """The client left, or was disconnected because it did not read."""
 
 
 class SseStream:
-    """A response of events. It starts with the first event: an earlier failure has its own HTTP status."""
+    """An SSE response. It starts with the first event, so that an earlier error has its own HTTP status."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class SseStream:
         keep_alive_s: float,
         after: int = 0,
     ) -> None:
-        """Skip the events up to number `after`, which the client has."""
+        """Skip events up to number `after`, which the client already has."""
         self._http = http
         self._write_timeout_s = write_timeout_s
         self._keep_alive_s = keep_alive_s
@@ -51,7 +51,7 @@ class SseStream:
         self._written_at_s = self._loop.time()
         self._writer: StreamWriter | None = None  # None until started
         self._waiting = asyncio.Lock()  # held while waiting for the client to read
-        self._unwritten = bytearray()  # frames
+        self._unwritten = bytearray()  # joined frames
         self._number = 0
         self._after = after
         self.is_done = False
@@ -65,16 +65,18 @@ class SseStream:
         return self._response.prepared
 
     async def send(self, events: Iterable[Json], *, more: bool = False) -> None:
-        """Write events with their numbers at once; with `more`, in one write with the next call's. An event's
-        `type`, if any, is its name. Raises ClientGone."""
+        """Write numbered events at once; with `more`, together with the next call's.
+
+        An event's `type`, if any, becomes its name. Raises ClientGone.
+        """
         await self._send(self._numbered(events), more=more)
 
     async def send_unnumbered(self, events: Iterable[Json], *, more: bool = False) -> None:
-        """Like `send`, for events after which no client resumes."""
+        """Like `send`, for events that clients cannot resume after."""
         await self._send((b"%bdata: %b\n\n" % (_name(event), encode_json(event)) for event in events), more=more)
 
     async def done(self) -> None:
-        """Send OpenAI's end mark of a complete answer. Raises ClientGone."""
+        """Send `[DONE]`, OpenAI's mark of a complete response. Raises ClientGone."""
         await self._send((b"data: [DONE]\n\n",))
         self.is_done = True
 
@@ -85,7 +87,7 @@ class SseStream:
                 yield b"%bid: %d\ndata: %b\n\n" % (_name(event), self._number, encode_json(event))
 
     async def _send(self, frames: Iterable[bytes], *, more: bool = False) -> None:
-        # One write for all: it costs more than making a frame.
+        # A single write: it costs more than making a frame.
         for frame in frames:
             self._unwritten += frame
             if len(self._unwritten) >= MAX_WRITE_BYTES:
@@ -100,7 +102,7 @@ class SseStream:
 
     @asynccontextmanager
     async def kept_alive(self) -> AsyncIterator[None]:
-        """While inside, send a comment after `keep_alive_s` of silence, or to probe the client."""
+        """Within the context, send a comment after `keep_alive_s` of silence, or to probe the client."""
         task = asyncio.create_task(self._keep_alive())
         try:
             with cast(Protocol, self._http.protocol).filler(self._send_filler):
@@ -127,7 +129,7 @@ class SseStream:
                     self._writer = cast(StreamWriter, await self._response.prepare(self._http))
                     await self._writer.write(frames)
                 return
-            # Nearly always the kernel takes it at once: then neither clock nor lock is needed.
+            # Fast path without timeout and lock: the kernel nearly always takes the frames at once.
             await self._writer.write(frames, drain=False)
             if self._http.protocol.writing_paused:
                 async with asyncio.timeout(self._write_timeout_s), self._waiting:

@@ -19,9 +19,9 @@ RELOAD_INTERVAL_S = 10.0
 
 @asynccontextmanager
 async def open_tls(certfile: Path | None, keyfile: Path | None) -> AsyncIterator[ssl.SSLContext | None]:
-    """Yield a context for TLS 1.2 or newer, None without a certificate.
+    """Yield a context for TLS 1.2 or newer; None without a certificate.
 
-    New connections use the certificate that is on disk; an unusable one is logged and changes nothing. Raises
+    New connections use the certificate on disk. If it becomes unusable, that is logged and the old one kept. Raises
     StartupError.
     """
     if certfile is None:
@@ -48,7 +48,7 @@ async def _reload_changed_files(context: ssl.SSLContext, files: tuple[Path, Path
             continue
         seen = state
         try:
-            _read(files)  # separately first: a key that does not match would spoil the context in use
+            _read(files)  # test first: a key that does not match would break the context in use
             context.load_cert_chain(*files, password=_no_password)
         except (StartupError, OSError) as error:
             log.error("certificate not reloaded: %s", error)
@@ -60,7 +60,7 @@ def _read(files: tuple[Path, Path]) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(*files, password=_no_password)
-    except (OSError, ValueError) as error:  # an SSLError is an OSError
+    except (OSError, ValueError) as error:  # includes SSLError
         raise StartupError(f"--ssl-certfile: {files[0]} and its key cannot be used: {_reason(error)}") from None
     return context
 
@@ -81,5 +81,5 @@ def _state(files: tuple[Path, Path]) -> tuple[tuple[int, int, int] | None, ...]:
 
 
 def _no_password() -> str:
-    """Called only for an encrypted key; a service cannot ask for its password."""
+    """Refuse an encrypted key: a service cannot prompt for the password."""
     raise ValueError("the key is encrypted")

@@ -1,7 +1,7 @@
-"""Queue ingress: serves the jobs that foreign producers write to their ingress streams.
+"""Queue ingress: serves jobs that foreign producers write to their ingress streams.
 
-A job passes an HTTP request's validation and admission. While the queue is full it waits; a draining gateway leaves its
-entry to the next one; any other outcome settles the entry.
+Jobs are validated and admitted like HTTP requests. A job waits while the queue is full. A draining gateway leaves its
+entry to another gateway; any other outcome settles the entry.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 MAX_OPEN_JOBS = 256
 MAX_OPEN_BYTES = 32 << 20
 FETCH_AT_ONCE = 8
-"""An entry, of any length that Redis allows, is read whole before it is refused."""
+"""Small, because an entry is read whole before it can be refused, and Redis does not limit its length."""
 FETCH_WAIT_S = 0.5
 
 
@@ -69,7 +69,7 @@ class QueueIngress:
                 task.cancel()
 
     async def _keep(self) -> None:
-        """Renew open entries; stop serving entries that another gateway took."""
+        """Renew open entries; stop serving entries that another gateway took over."""
         while True:
             await asyncio.sleep(INGRESS_KEEP_S)
             try:
@@ -95,7 +95,7 @@ class QueueIngress:
             task.add_done_callback(self._open.pop)
 
     def stop(self) -> None:
-        """Fetch no more entries. Open ones end, or are left to the next gateway."""
+        """Fetch no more entries. Open ones end, or are left to another gateway."""
         self._stopping = True
 
     async def _serve(self, entry: IngressEntry) -> None:
@@ -161,7 +161,7 @@ class QueueIngress:
 
     async def _answer_job(self, job: IngressJob, entry: IngressEntry, replies: ReplyWriter) -> None:
         request = await self._read(job, entry.producer)
-        # The same id in every gateway: the next one finds the same jobs and events.
+        # The same id in every gateway, so that the next gateway finds the same jobs and events.
         request_id = request_id_of("ingress", entry.producer, entry.entry_id)
         accepted = await self._service.admit(request, entry.producer, request_id)
         options = self._service.model.call_options(request.tools)
@@ -174,7 +174,7 @@ class QueueIngress:
                     choice.push(delta)
                     if request.stream and delta.finish_reason is None:
                         await replies.send_next(choice)
-        # Fewer beams than asked for may end within a grammar.
+        # Within a grammar, fewer beams may end than were requested.
         await replies.finish(
             [choice for choice in choices.values() if choice.finish_reason is not None], stream.outcome
         )
@@ -210,7 +210,7 @@ class _Named(msgspec.Struct):
 
 
 def _reply_id(entry: IngressEntry) -> str:
-    """Return the producer's name for the job; for a broken message, the entry's id."""
+    """Return the producer's id of the job, or the entry's id if the message is broken."""
     try:
         if len(entry.payload) <= LIMITS[IngressJob].max_bytes:
             name = decode_msgpack(entry.payload, _Named).id

@@ -1,4 +1,4 @@
-"""Answers as replies to a foreign producer: text as it comes, calls and usage at the end."""
+"""Replies to a foreign producer: text as it is generated, tool calls and usage at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 RETRY_S = 1.0
 MAX_REPLY_CHARS = 128 << 10
-"""A longer text takes several replies, which are bounded in bytes."""
+"""A longer text is split into several replies, which are bounded in bytes."""
 IN_USE = "id: is the name of another job that has not ended (a new one, or the same after the job's last reply)."
 
 NOT_REPLIES = "id: its reply stream has entries that are no replies (another id; only gateways may write there)."
@@ -32,7 +32,7 @@ class ChoiceReply:
     """The unsent part of one choice."""
 
     index: int
-    writer: ToolCallWriter | None  # None: no calls
+    writer: ToolCallWriter | None  # None: no tool calls
     text: str = ""
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -61,11 +61,11 @@ class ChoiceReply:
 
 
 class EntryTaken(Exception):
-    """Another gateway has the entry now."""
+    """Another gateway took over the entry."""
 
 
 class ReplyWriter:
-    """Writes the replies to one entry, numbered from 1, each exactly once, also by several gateways."""
+    """Writes the replies to one entry, numbered from 1. Each is written exactly once, even by several gateways."""
 
     def __init__(self, service: InferenceService, entry: IngressEntry, reply_id: str) -> None:
         self._service = service
@@ -73,12 +73,15 @@ class ReplyWriter:
         self._id = reply_id
         self._num_sent = 0
         self._num_sent_chars: Counter[tuple[int, str]] = Counter()  # by choice and field, in all replies
-        self._num_read_chars: Counter[tuple[int, str]] = Counter()  # likewise, since `start_over`
-        self._ended: set[int] = set()  # choices whose end is sent
+        self._num_read_chars: Counter[tuple[int, str]] = Counter()  # the same, since `start_over`
+        self._ended: set[int] = set()  # choices whose end was sent
 
     async def begin(self) -> bool:
-        """Return whether any reply is missing. Raises RequestError (409) if another open job has the id, or its stream
-        other entries, to reply under the entry's own id; EntryTaken; QueueUnavailable."""
+        """Return whether any reply is missing. Raises EntryTaken, QueueUnavailable.
+
+        Raises RequestError (409), to be sent under the entry's own id, if another open job has the id or its stream has
+        other entries.
+        """
         queue = self._service.queue
         found = await persist(
             lambda: queue.ingress.begin_replies(self._entry, self._id), self._service.settings.request_timeout
@@ -88,7 +91,7 @@ class ReplyWriter:
         if found.standing is Standing.IN_USE:
             self._id = self._entry.entry_id
             raise RequestError(409, IN_USE, param="id", code="id_in_use")
-        # A producer without an answer to its XADD writes the job again; its first entry counts.
+        # A producer that got no answer to its XADD writes the job again; the first entry counts.
         try:
             return found.standing is Standing.OURS and not self._has_ended(found.replies)
         except WireError:
@@ -96,7 +99,10 @@ class ReplyWriter:
             raise RequestError(409, NOT_REPLIES, param="id", code="id_in_use") from None
 
     def _has_ended(self, replies: Sequence[bytes]) -> bool:
-        """Return whether a former gateway sent the last reply. Equal events give equal text, so its text is skipped."""
+        """Return whether an earlier gateway sent the last reply.
+
+        Equal events give equal text, so text that was already sent is skipped.
+        """
         for payload in replies:
             reply = decode(Reply, payload)
             self._count(reply)
@@ -105,11 +111,11 @@ class ReplyWriter:
         return False
 
     def start_over(self) -> None:
-        """Expect the answer's text again from its beginning."""
+        """Expect the response's text again from the beginning."""
         self._num_read_chars.clear()
 
     async def send_next(self, choice: ChoiceReply) -> None:
-        """Send a choice's next reasoning and text, if not sent yet. Raises EntryTaken, QueueUnavailable."""
+        """Send a choice's next reasoning and text, unless already sent. Raises EntryTaken, QueueUnavailable."""
         await self._send_reasoning(choice)
         await self._send_text(choice.index, self._unsent(choice.index, "text", choice.take_text()))
 
@@ -123,7 +129,7 @@ class ReplyWriter:
             await self._send(Reply(id=self._id, number=self._num_sent + 1, index=index, text=part))
 
     async def finish(self, choices: Sequence[ChoiceReply], outcome: Outcome) -> None:
-        """Send each choice's rest, and the usage with the last. Raises RequestError (400) for too long calls."""
+        """Send the rest of each choice; the last carries the usage. Raises RequestError (400) if calls are too long."""
         usage = Usage(
             prompt_tokens=outcome.prompt_tokens,
             completion_tokens=outcome.completion_tokens,

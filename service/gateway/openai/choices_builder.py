@@ -1,4 +1,4 @@
-"""Answers of completions and chats in OpenAI's JSON, whole or as chunks."""
+"""Builds responses of completions and chats in OpenAI's JSON, whole or as chunks."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from service.gateway.openai.tool_calls import ToolCallWriter
 
 @dataclass(frozen=True, kw_only=True)
 class ChoicesOptions:
-    """The form of an answer, as its request chose it."""
+    """Options of a response, from its request."""
 
     logprobs: bool = False
     tokens_as_ids: bool = False  # in log-probabilities
     skip_special_tokens: bool = True
-    begins_a_text: bool = False  # not the continuation of a text
+    begins_a_text: bool = False  # not continuing a text
     num_choices: int = 1
-    prompt_texts: tuple[str, ...] = ()  # repeated before each prompt's choices; empty: not
-    first_ids: tuple[int, ...] = ()  # of the prompts, if the answer has their log-probabilities
-    token_ids: bool = False  # of the answer, after those of the prompts
+    prompt_texts: tuple[str, ...] = ()  # echoed before each prompt's choices; empty: no echo
+    first_ids: tuple[int, ...] = ()  # the prompts' first ids, if the response has their log-probabilities
+    token_ids: bool = False  # include token ids, the prompts' too
     prompt_ids: tuple[tuple[int, ...], ...] = ()
-    prompt_logprobs: bool = False  # in vLLM's field; else before those of the answer
-    usage: bool = False  # of a stream: in a last chunk
-    usage_in_chunks: bool = False  # of a stream: the usage so far, in every chunk
+    prompt_logprobs: bool = False  # in vLLM's field; else before those of the output
+    usage: bool = False  # in a stream: in a final chunk
+    usage_in_chunks: bool = False  # in a stream: the usage so far, in every chunk
     num_prompt_tokens: int = 0
-    calls: CallOptions | None = None  # None: no calls
+    calls: CallOptions | None = None  # None: no tool calls
 
     @classmethod
     def of(cls, model: ServedModel, accepted: AcceptedRequest) -> ChoicesOptions:
@@ -65,7 +65,7 @@ class ChoicesOptions:
 
 
 class ChoicesBuilder(ABC):
-    """Builds an answer that consists of choices."""
+    """Builds a response that consists of choices."""
 
     _prefix: str
     _whole_object: str
@@ -76,15 +76,15 @@ class ChoicesBuilder(ABC):
         self._words = TokenWords(tokenizer, options.tokens_as_ids)
         self._options = options
         self._opened: set[int] = set()  # choices
-        self._scored: set[int] = set()  # choices whose prompt log-probabilities are out
-        self._num_tokens = 0  # in chunks so far
+        self._scored: set[int] = set()  # choices whose prompt log-probabilities were sent
+        self._num_tokens = 0  # sent so far in chunks
         self._chunk_head = self._head(self._chunk_object)
 
     def whole(self, deltas: Sequence[ChoiceDelta], outcome: Outcome) -> Json:
         by_index: dict[int, list[ChoiceDelta]] = {index: [] for index in range(self._options.num_choices)}
         for delta in deltas:
             by_index[delta.index].append(delta)
-        # Fewer beams than asked for may end within a grammar.
+        # Within a grammar, fewer beams may end than were requested.
         choices = [self._choice(index, own) for index, own in by_index.items() if own]
         return {**self._head(self._whole_object), "choices": choices, "usage": usage_of(outcome)}
 
@@ -99,7 +99,7 @@ class ChoicesBuilder(ABC):
         return {"index": index, **content, "logprobs": logprobs, **ending, **ids}
 
     def chunks(self, delta: ChoiceDelta) -> list[Json]:
-        """Return the delta's chunks. A choice's first delta also opens it."""
+        """Return the delta's chunks. A choice's first delta also opens the choice."""
         index = delta.index
         chunks: list[Json] = []
         is_first = False
@@ -164,7 +164,7 @@ class ChoicesBuilder(ABC):
         return texts[index * len(texts) // self._options.num_choices] if texts else ""
 
     def _of_prompt(self, delta: ChoiceDelta) -> Sequence[TokenLogprob | FirstToken]:
-        """Return the prompt's log-probabilities, once per choice."""
+        """Return the prompt's log-probabilities once per choice."""
         if delta.index in self._scored or not self._options.first_ids or self._options.prompt_logprobs:
             return ()
         self._scored.add(delta.index)
@@ -182,10 +182,10 @@ class ChoicesBuilder(ABC):
 
     @abstractmethod
     def _add_prompt_ids(self, index: int, chunk: Json) -> None:
-        """Put the prompt's ids into the first chunk of a choice."""
+        """Add the prompt's ids to a choice's first chunk."""
 
     def _prompt_logprobs(self, index: int, deltas: Sequence[ChoiceDelta]) -> Json:
-        """Return vLLM's field, null unless asked for, of whole answers only."""
+        """Return vLLM's field, null unless requested. Only whole responses have it."""
         if not self._options.prompt_logprobs:
             return {"prompt_logprobs": None}
         scored = next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs), ())
@@ -217,7 +217,7 @@ class CompletionBuilder(ChoicesBuilder):
 
     def __init__(self, header: ResponseHeader, tokenizer: Tokenizer, options: ChoicesOptions) -> None:
         super().__init__(header, tokenizer, options)
-        self._offsets: dict[int, Offsets] = {}  # of each choice
+        self._offsets: dict[int, Offsets] = {}  # by choice
 
     def _opening(self, index: int) -> Json | None:
         return self._json_delta(self._echo(index)) if self._options.prompt_texts else None
@@ -251,7 +251,7 @@ class ChatBuilder(ChoicesBuilder):
     def __init__(self, header: ResponseHeader, tokenizer: Tokenizer, options: ChoicesOptions) -> None:
         super().__init__(header, tokenizer, options)
         self._calls = None if options.calls is None else ToolCallWriter(header.request_id, options.calls)
-        self._detokenizers: dict[int, Detokenizer] = {}  # of each choice, for log-probabilities
+        self._detokenizers: dict[int, Detokenizer] = {}  # by choice, for log-probabilities
 
     def _opening(self, index: int) -> Json:
         return {"delta": {"role": "assistant", "content": ""}}
@@ -293,6 +293,6 @@ class ChatBuilder(ChoicesBuilder):
 
 
 def choices_builder_of(model: ServedModel, accepted: AcceptedRequest) -> ChoicesBuilder:
-    """Return the builder for a completion or a chat."""
+    """Return the builder for a completion or chat."""
     header, options = ResponseHeader.of(model, accepted), ChoicesOptions.of(model, accepted)
     return (ChatBuilder if accepted.request.is_chat else CompletionBuilder)(header, model.tokenizer, options)

@@ -1,4 +1,4 @@
-"""The required form of an answer, from OpenAI's `response_format` or vLLM's `guided_...` and `structured_outputs`."""
+"""Reads the requested output format: OpenAI's `response_format`, vLLM's `guided_...` or `structured_outputs`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from service.gateway.openai.strict_json import MAX_DEPTH, decode_value, depth_ex
 BACKENDS = ("auto", "guidance", "llguidance")
 JSON_OBJECT = {"type": "object"}
 FORMS = ("json", "json_object", *(kind for kind in SPEC_KINDS if kind != "json"))
-"""vLLM's names of forms; None or false asks for nothing."""
+"""vLLM's names of formats; None or false requests nothing."""
 
 
 def read_grammar(body: GenerationBody) -> RequestedGrammar | None:
-    """Return the form that `body` asks for, if any. Raises RequestError (400) for an invalid one or several."""
+    """Return the format that `body` requests, if any. Raises RequestError (400) for an invalid one or several."""
     requested = [*_response_format(body.response_format), *_guided(body), *_structured(body)]
     if not requested:
         return None
@@ -42,7 +42,7 @@ def _response_format(asked: ResponseFormat | None) -> list[RequestedGrammar]:
     if asked.json_schema is None:
         raise missing("response_format.json_schema")
     schema = asked.json_schema.schema
-    # As in OpenAI: only a strict schema is refused for unknown keywords.
+    # As at OpenAI, only a strict schema is refused for unknown keywords.
     is_lenient = not asked.json_schema.strict
     return [RequestedGrammar(GrammarSpec("json", JSON_OBJECT if schema is None else schema, lenient=is_lenient), param)]
 

@@ -1,4 +1,4 @@
-"""JSON objects that several answers share: errors, usage, reasoning."""
+"""JSON objects shared by several responses: errors, usage, reasoning."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def usage_of(outcome: Outcome) -> Json:
 
 
 def prediction_json(outcome: Outcome) -> Json:
-    """Return the counts of drafts, if any were verified."""
+    """Return the counts of draft tokens, if any were verified."""
     if not outcome.accepted_drafts + outcome.rejected_drafts:
         return {}
     return {
@@ -50,5 +50,5 @@ def prediction_json(outcome: Outcome) -> Json:
 
 
 def reasoning_json(text: str) -> Json:
-    """Return a message's reasoning under vLLM's name and DeepSeek's."""
+    """Return a message's reasoning under vLLM's and DeepSeek's names."""
     return {"reasoning": text, "reasoning_content": text}

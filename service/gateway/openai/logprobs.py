@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two JSON forms (completions, chats) and vLLM's for prompts."""
+"""Log-probabilities as JSON: OpenAI's forms for completions and chats, vLLM's for prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.gateway.core.response_assembler import TokenLogprob
 from service.gateway.openai.json_objects import Json
 
 LOWEST_LOGPROB = -9999.0
-"""OpenAI's number for minus infinity, which JSON cannot hold."""
+"""OpenAI's stand-in for minus infinity, which JSON lacks."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class FirstToken:
 
 @dataclass(frozen=True)
 class TokenWords:
-    """The names of tokens."""
+    """Names of tokens."""
 
     tokenizer: Tokenizer
     as_ids: bool
@@ -41,7 +41,7 @@ class TokenWords:
 
 
 class Offsets:
-    """The text offsets of a choice's tokens."""
+    """Text offsets of a choice's tokens."""
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         self._detokenizer = detokenizer
@@ -75,8 +75,10 @@ def chat_logprobs(words: TokenWords, entries: Sequence[TokenLogprob], detokenize
 
 
 def chat_entries(words: TokenWords, entries: Sequence[TokenLogprob], detokenizer: Detokenizer) -> list[Json]:
-    """Return the entries of a choice's next tokens. All `bytes` together are its content: a dropped token has none.
-    `detokenizer`: has decoded the tokens before."""
+    """Return the entries of a choice's next tokens.
+
+    All `bytes` joined are the content, so a dropped token has none. `detokenizer` has decoded the preceding tokens.
+    """
     return [_chat_entry(words, entry, detokenizer) for entry in entries]
 
 
@@ -95,8 +97,10 @@ def _entry(words: TokenWords, token_id: int, logprob: float, data: bytes) -> Jso
 
 
 def prompt_logprobs(words: TokenWords, entries: Sequence[TokenLogprob]) -> list[Json | None]:
-    """Return a map from token id to entry per prompt token, None for the first. A token outside the likeliest has no
-    rank."""
+    """Return a map from token id to entry per prompt token; None for the first.
+
+    A token outside the top tokens has no rank.
+    """
     return [None, *(_ranked(words, entry) for entry in entries)]
 
 

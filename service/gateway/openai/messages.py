@@ -1,4 +1,4 @@
-"""OpenAI's messages and tools as a `Conversation` and a `ToolSpec`."""
+"""Reads OpenAI's messages and tools into a `Conversation` and a `ToolSpec`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from service.gateway.openai.strict_json import MAX_DEPTH, depth_exceeds
 
 MAX_LABEL_CHARS = 512
 MAX_MESSAGES = 4096
-MAX_TOOLS = 512  # agents with many MCP servers have hundreds
+MAX_TOOLS = 512  # agents with many MCP servers have hundreds of tools
 MAX_CALLS_IN_MESSAGE = 128
 MAX_ID_CHARS = 512
 MAX_TEMPLATE_OPTIONS = 32
@@ -40,7 +40,7 @@ _VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 
 
 def plain_messages(value: Any) -> Any:
-    """Drop the idle fields of messages and refuse parts other than text; a wrong type is left to the type check."""
+    """Drop idle fields of messages and refuse non-text parts; wrong types are left to the type check."""
     if not isinstance(value, list):
         return value
     if len(value) > MAX_MESSAGES:
@@ -103,7 +103,7 @@ def _reasoning(message: Message, param: str) -> str | None:
 
 
 def template_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return variables of the chat template. Raises RequestError (400)."""
+    """Return the chat template's variables. Raises RequestError (400)."""
     param = "chat_template_kwargs"
     if len(options) > MAX_TEMPLATE_OPTIONS:
         raise refusal(param, f"has more than {MAX_TEMPLATE_OPTIONS} entries")
@@ -123,7 +123,7 @@ def check_length(param: str, text: str, max_chars: int) -> None:
 
 
 def read_tools(body: ChatBody) -> ToolSpec | None:
-    """Return the functions that the answer may call, if any. Raises RequestError (400)."""
+    """Return the functions that the response may call, if any. Raises RequestError (400)."""
     _check_tools(body.tools)
     choice = body.tool_choice
     if choice is None:

@@ -1,6 +1,6 @@
-"""OpenAI's and vLLM's request bodies as types. Errors name a field, never its value.
+"""Types of OpenAI's and vLLM's request bodies. Errors name a field, never its value.
 
-A field works, or is idle (accepted only with values that change nothing, the IDLE tables), or is unknown and refused.
+A field is supported, idle (accepted only with values that change nothing: the IDLE tables), or unknown and refused.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from service.errors import RequestError
 from service.gateway.core.refusals import missing, refusal
 
 MAX_LOGPROBS = 20
-MAX_CHOICES = 128  # OpenAI's own; `--max-n` bounds it further
+MAX_CHOICES = 128  # OpenAI's; `--max-n` lowers it
 MAX_BEAM_WIDTH = 16
-MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512  # OpenAI's own
+MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512  # OpenAI's
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -50,7 +50,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "thinking_token_budget": (0, 1 << 31),
     "priority": (-100, 100),
 }
-"""Closed ranges. A number without one is checked by its reader."""
+"""Closed ranges. The reader checks numbers that have none."""
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -173,7 +173,7 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=
     id: str
     type: str = "function"
     function: CalledFunction
-    index: int | None = None  # sent back by clients of streams
+    index: int | None = None  # echoed by streaming clients
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -183,8 +183,8 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
     tool_calls: list[ToolCall] = []
     tool_call_id: str | None = None
     reasoning: str | None = None
-    reasoning_content: str | None = None  # the same by its older name
-    provider_specific_fields: dict[str, Any] = {}  # sent back by litellm, which repeats the reasoning there
+    reasoning_content: str | None = None  # former name
+    provider_specific_fields: dict[str, Any] = {}  # echoed by litellm, which repeats the reasoning there
 
 
 class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -252,7 +252,7 @@ _BOTH: Idle = {
     "logprob_token_ids": (),
     "repetition_detection": (),
     "return_prompt_text": (False,),
-    "return_token_offsets": (False, True),  # of /render, which is not served
+    "return_token_offsets": (False, True),  # for /render, which is not served
     "stream_interval": (1,),
     "truncation_side": ("left",),
     "watermarking": (False,),
@@ -344,7 +344,7 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
 
 
 def convert(fields: Mapping[str, Any], kind: type[Body]) -> Body:
-    """Return `fields` as a `kind`, with strict types; null fields count as absent. Raises RequestError (400)."""
+    """Convert `fields` to a `kind`, with strict types; null fields count as absent. Raises RequestError (400)."""
     fields = present(fields, kind)
     for name in fields:
         if name not in kind.__struct_encode_fields__:
@@ -356,14 +356,14 @@ def convert(fields: Mapping[str, Any], kind: type[Body]) -> Body:
 
 
 def check_part_types(parts: Any, kinds: Collection[str], param: str) -> None:
-    """Refuse content parts, or tools, of another type by that type, before their fields. Raises RequestError (400)."""
+    """Refuse content parts or tools of other types, before their fields are checked. Raises RequestError (400)."""
     for i, part in enumerate(parts if isinstance(parts, list) else ()):
         if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] not in kinds:
             raise refusal(f"{param}[{i}].type", f"must be {' or '.join(sorted(kinds))}")
 
 
 def present(value: Any, kind: type[msgspec.Struct]) -> Any:
-    """Drop null fields, but not those of a client's own objects (a schema, call arguments)."""
+    """Drop null fields, except in a client's own objects (schemas, call arguments)."""
     if isinstance(value, list):
         return [present(item, kind) for item in value]
     if not isinstance(value, Mapping):
@@ -396,7 +396,7 @@ def unknown_field(name: Any) -> RequestError:
 
 
 def _refusal_of(complaint: str) -> RequestError:
-    """Reword msgspec's complaint, which may quote an unknown field."""
+    """Reword msgspec's message, which may quote an unknown field."""
     what, _, place = complaint.rpartition(" - at `$") if " - at `$" in complaint else (complaint, "", "")
     place = place.rstrip("`").lstrip(".")
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", what, re.DOTALL):
@@ -408,14 +408,16 @@ def _refusal_of(complaint: str) -> RequestError:
 
 
 def _showable(name: Any) -> str:
-    """Return a client's name for a field, safe for answers and logs."""
+    """Return a client's field name, made safe for responses and logs."""
     text = name if isinstance(name, str) else "?"
     return "".join(c if c.isascii() and c.isprintable() else "?" for c in text[:64])
 
 
 def without_idle_fields(fields: Mapping[str, Any], idle: Idle, prefix: str = "") -> dict[str, Any]:
-    """Return `fields` without null and idle ones. Raises RequestError (400) for an idle field with any other value;
-    `prefix` precedes its name."""
+    """Return `fields` without null and idle ones.
+
+    Raises RequestError (400) for an idle field with another value; `prefix` precedes its name.
+    """
     left = {}
     for name, value in fields.items():
         if value is None:

@@ -1,4 +1,4 @@
-"""Request bodies to `GenerationRequest`s. Every field works or is refused."""
+"""Reads request bodies into `GenerationRequest`s. Every field works or is refused."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ MAX_ALLOWED_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 64
 MAX_PROMPTS = 1024
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own
-COLDEST_TEMPERATURE = 1e-4  # below, float32 sampling is greedy and logits / temperature overflows
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+COLDEST_TEMPERATURE = 1e-4  # below it, float32 sampling is greedy and logits / temperature overflows
 NARROWEST_TOP_P = 1e-6  # keeps one token, as 0 does at OpenAI
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 async def parse_body(threads: TextThreads, endpoint: str, body: bytes, tenant: str) -> GenerationRequest:
-    """Read a JSON body, off the event loop if it is large. Raises RequestError (400)."""
+    """Parse a JSON body, off the event loop if it is large. Raises RequestError (400)."""
     return await threads.run_sized(len(body), tenant, _read_body, endpoint, body)
 
 
@@ -87,7 +87,7 @@ def read_fields(endpoint: str, fields: Mapping[str, Any]) -> GenerationRequest:
 
 
 def read_request(endpoint: str, fields: Mapping[str, Any]) -> GenerationRequest:
-    """`endpoint`: one of BATCH_ENDPOINTS, or POOLING. Raises RequestError (400)."""
+    """Read a body for `endpoint`: one of BATCH_ENDPOINTS, or POOLING. Raises RequestError (400)."""
     return _READERS[endpoint](fields)
 
 
@@ -96,7 +96,7 @@ def source_of(request: GenerationRequest, fields: Mapping[str, Any]) -> Source:
 
 
 def make_source(endpoint: str, fields: Mapping[str, Any], prompts: Mapping[str, Any]) -> Source:
-    """`prompts`: the shortest valid values of the fields that hold prompts."""
+    """Build a source. `prompts`: minimum-length valid values of the prompt fields."""
     fields = {name: value for name, value in fields.items() if value is not None}
     encode = msgspec.json.Encoder(order="deterministic").encode
     digest = hashlib.sha256(encode([endpoint, fields])).digest()
@@ -175,7 +175,7 @@ def _read_pooling(fields: Mapping[str, Any]) -> GenerationRequest:
 
 
 def _read_pooled(body: EmbeddingBody) -> GenerationRequest:
-    """Return a completion whose one token is dropped."""
+    """Return a completion whose single token is dropped."""
     if body.encoding_format not in ("float", "base64"):
         raise refusal("encoding_format", "must be float or base64")
     same = {name: getattr(body, name) for name in ("model", "truncate_prompt_tokens", "timeout", "priority", "user")}
@@ -200,7 +200,7 @@ _SHORTEST: Mapping[str, Callable[[int], dict[str, Any]]] = {
     RESPONSES: lambda _: {"input": "."},
     EMBEDDINGS: lambda num_prompts: {"input": [[0]] * num_prompts},
 }
-"""The shortest valid prompts of a body."""
+"""Minimum-length prompts for a body."""
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int, ...], ...]:
@@ -258,7 +258,7 @@ def _sampling(body: GenerationBody, max_tokens: int | None, logprobs: int | None
 
 
 _SAMPLING_IN_BEAMS = {"temperature": (0, 1), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,)}
-"""Values of sampling fields that beam search can honour."""
+"""Values of sampling fields that are valid with beam search."""
 
 
 def _choices(body: GenerationBody) -> tuple[int, BeamSearch | None]:
@@ -279,7 +279,7 @@ def _beams(body: GenerationBody) -> tuple[int, BeamSearch]:
             raise refusal(name, "asks for sampling, and beam search does not sample")
     if isinstance(body.early_stopping, str) and body.early_stopping != "never":
         raise refusal("early_stopping", "must be true, false or 'never'")
-    # vLLM's width is best_of, or n.
+    # vLLM's beam width is best_of, or n.
     width = body.beam_width or body.best_of or body.n
     if body.best_of not in (None, width):
         raise refusal("best_of", "contradicts 'beam_width'")
@@ -302,7 +302,7 @@ def _bad_words(words: list[str]) -> tuple[str, ...]:
 def _logit_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     if len(bias) > MAX_LOGIT_BIAS:
         raise refusal("logit_bias", f"has more than {MAX_LOGIT_BIAS} entries")
-    # One spelling per id: int() would also take "１２", " 1_0 " and "+1".
+    # One spelling per id: int() would also accept "１２", " 1_0 " and "+1".
     if not all(re.fullmatch(r"0|[1-9][0-9]{0,9}", key) for key in bias):
         raise refusal("logit_bias", "has a key that is no token id")
     if not all(math.isfinite(value) and -100 <= value <= 100 for value in bias.values()):
@@ -354,7 +354,7 @@ def _request(
 
 
 def _includes_usage(body: GenerationBody) -> bool:
-    """Return whether a stream ends with its usage; as in vLLM, usage in every chunk implies it unless refused."""
+    """Return whether a stream ends with its usage. As in vLLM, usage in every chunk implies it unless refused."""
     options = body.stream_options
     if options != StreamOptions() and not body.stream:
         raise refusal("stream_options", "needs 'stream' to be true")

@@ -1,4 +1,4 @@
-"""The interface of builders of answers, and the fields that OpenAI's answers share."""
+"""The interface of response builders, and the fields shared by OpenAI's responses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.gateway.openai.json_objects import Json
 @dataclass(frozen=True, kw_only=True)
 class ResponseHeader:
     request_id: str
-    public_id: str  # in chunks and whole answers
+    public_id: str  # in chunks and whole responses
     created_s: int
     model: str
     fingerprint: str
@@ -33,7 +33,7 @@ class ResponseHeader:
 
 
 class ResponseBuilder(Protocol):
-    """Builds one answer from its deltas, as one object or as chunks."""
+    """Builds one response from its deltas, as one object or as chunks."""
 
     def whole(self, deltas: Sequence[ChoiceDelta], outcome: Outcome) -> Json: ...
 
@@ -43,7 +43,7 @@ class ResponseBuilder(Protocol):
 
 
 MAX_CHARS_AT_ONCE = 2048
-"""Calls in that much text are parsed in two milliseconds."""
+"""Tool calls in this much text are parsed in two milliseconds."""
 
 
 async def build_whole(
@@ -53,7 +53,7 @@ async def build_whole(
     deltas: Sequence[ChoiceDelta],
     outcome: Outcome,
 ) -> Json:
-    """Call `builder.whole`, off the event loop if it parses calls in a long text."""
+    """Call `builder.whole`, off the event loop if it parses tool calls in a long text."""
     if accepted.request.tools is None or sum([len(delta.text) for delta in deltas]) <= MAX_CHARS_AT_ONCE:
         return builder.whole(deltas, outcome)
     return await threads.run(accepted.tenant, builder.whole, deltas, outcome)

@@ -1,4 +1,4 @@
-"""Function calls in OpenAI's JSON: whole in a message, or as deltas of a stream."""
+"""Tool calls in OpenAI's JSON: whole in a message, or as stream deltas."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ SHORT_ID_CHARS = 9
 
 
 class ToolCallWriter:
-    """Splits the text of one answer's choices into content and calls."""
+    """Splits the text of a response's choices into content and tool calls."""
 
     def __init__(self, request_id: str, options: CallOptions, *, is_streamed: bool = True) -> None:
-        """A malformed or cut-off call is text, unless a stream has sent its beginning."""
+        """A malformed or truncated call becomes text, unless a stream has sent its beginning."""
         self._request_id = request_id
         self._options = options
         self._is_streamed = is_streamed
         self._streams: dict[int, ToolCallStream] = {}
 
     def json_deltas(self, index: int, text: str, *, is_last: bool) -> list[Json]:
-        """Return what a choice's next text adds to its message."""
+        """Return the message deltas for a choice's next text."""
         events = self._stream(index).push(text)
         if is_last:
             events += self._stream(index).flush()
@@ -40,7 +40,7 @@ class ToolCallWriter:
         return {"content": content or None, "tool_calls": calls} if calls else {"content": content}
 
     def finish_reason(self, index: int, word: str | None) -> str | None:
-        """Return "tool_calls" for a stop after calls that the model chose itself."""
+        """Return "tool_calls" if the choice stopped after calls that the model chose to make."""
         has_called = self._stream(index).num_calls > 0
         return "tool_calls" if word == "stop" and has_called and not self._options.is_named else word
 
@@ -73,7 +73,7 @@ def _call(number: int, **fields: Any) -> Json:
 
 
 def gather_calls(calls: list[Json], json_delta: Json) -> None:
-    """Add a delta to a list of whole calls."""
+    """Merge a delta into a list of whole calls."""
     for call in json_delta.get("tool_calls", ()):
         if call["index"] == len(calls):
             calls.append({name: value for name, value in call.items() if name != "index"})

@@ -1,4 +1,4 @@
-"""Schemas of the answers in `/openapi.json`; tests check real answers against them."""
+"""Response schemas for `/openapi.json`; tests check real responses against them."""
 
 from __future__ import annotations
 

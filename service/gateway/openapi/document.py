@@ -1,4 +1,4 @@
-"""`/openapi.json`, generated from the types and ranges that parse requests."""
+"""Generates `/openapi.json` from the types and ranges that parse requests."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ REFUSALS = {
 
 
 BOUNDS: Mapping[str, Mapping[str, Json]] = {
-    "CompletionBody": {"prompt": {"minLength": 1, "minItems": 1}, "max_tokens": {"minimum": 0}},  # 0: with `echo`
+    "CompletionBody": {"prompt": {"minLength": 1, "minItems": 1}, "max_tokens": {"minimum": 0}},  # 0 with `echo`
     "EmbeddingBody": {"input": {"minLength": 1, "minItems": 1}, "encoding_format": {"enum": ["float", "base64"]}},
     "PoolingBody": {"input": {"minLength": 1, "minItems": 1}, "encoding_format": {"enum": ["float", "base64"]}},
     "ChatBody": {"messages": {"minItems": 1}},
@@ -85,7 +85,7 @@ BOUNDS: Mapping[str, Mapping[str, Json]] = {
     "DetokenizeBody": {"tokens": {"items": {"type": "integer", "minimum": 0}}},
     "BatchBody": {"endpoint": {"enum": [*BATCH_ENDPOINTS]}, "completion_window": {"enum": [*WINDOWS_S]}},
 }
-"""Limits that the types do not express. Dependencies between fields are only in refusals."""
+"""Limits that the types do not express. Dependencies between fields appear only in errors."""
 
 
 HEADERS = frozenset({"Last-Event-ID"})
@@ -100,11 +100,11 @@ OPTIONAL_PARAMETERS: Mapping[str, tuple[str, Json]] = {
     "starting_after": ("Sequence number of the last event that the client has.", NUMBER),
     "Last-Event-ID": ("Id of the last event that the client has.", NUMBER),
 }
-"""Optional parameters besides path and body."""
+"""Optional parameters outside path and body."""
 
 
 def openapi_document(version: str, model_name: str, *, keys_required: bool, root_path: str = "") -> Json:
-    """Return the OpenAPI 3.1 document of a gateway that serves this model."""
+    """Return the OpenAPI 3.1 document for a gateway."""
     schemas = typed_decoding.schemas_of((*BODIES, *answers.ANSWERS), REF)
     for name, schema in schemas.items():
         if name in _REQUEST_PARTS or name in {body.__name__ for body in BODIES}:
@@ -134,7 +134,7 @@ _REQUEST_PARTS = (
 
 
 def _widen(name: str, schema: Json) -> None:
-    """Add ranges, fields accepted without effect, and null, which counts as absent."""
+    """Add ranges, idle fields, and null, which counts as absent."""
     properties = schema.get("properties", {})
     for field, what in properties.items():
         if field in RANGES and name in IDLE:

@@ -1,4 +1,4 @@
-"""Schemas of the answers of `/v1/messages` in `/openapi.json`."""
+"""Response schemas of `/v1/messages` for `/openapi.json`."""
 
 from __future__ import annotations
 

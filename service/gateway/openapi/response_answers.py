@@ -1,4 +1,4 @@
-"""Schemas of the answers of `/v1/responses` in `/openapi.json`."""
+"""Response schemas of `/v1/responses` for `/openapi.json`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, in vLLM's form: plain sentences on success."""
+"""`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`. As in vLLM, success returns a plain sentence."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, 
     lora_name: str = ""
     lora_path: str = ""
     load_inplace: bool = False
-    is_3d_lora_weight: bool = False  # vLLM's, of experts' tensors, which are known by their names and shapes
+    is_3d_lora_weight: bool = False  # vLLM's; expert tensors are recognized by name and shape
 
 
 class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     lora_name: str = ""
-    lora_int_id: int | None = None  # vLLM's; the name decides
+    lora_int_id: int | None = None  # vLLM's; ignored, the name decides
 
 
 class LoraAdapters:

@@ -45,7 +45,7 @@ class Completions:
         return handle
 
     async def generate(self, http: web.Request, endpoint: str, body: bytes) -> web.StreamResponse:
-        """Answer a body that is read. `endpoint`: COMPLETIONS or CHAT."""
+        """Serve a request whose body was read. `endpoint`: COMPLETIONS or CHAT."""
         key, after = idempotency_key(http), last_event_id(http)
         self._service.pressure.check_unread(http[TENANT])
         request = await parse_body(self._service.threads, endpoint, body, http[TENANT])
@@ -54,7 +54,7 @@ class Completions:
         return await answer_new(http, _Completion(self._service, accepted), after)
 
     async def get(self, http: web.Request) -> web.StreamResponse:
-        """Answer with a request's state, or its events if asked for."""
+        """Return a request's state, or its events if requested."""
         accepted = await self._service.find(http.match_info["id"], http[TENANT])
         accepts = http.headers.get("Accept", "").lower()
         if wants_stream(http) or "text/event-stream" in accepts or LAST_EVENT_ID in http.headers:
@@ -64,7 +64,7 @@ class Completions:
         return await _state_response(self._service, accepted)
 
     async def delete(self, http: web.Request) -> web.Response:
-        """Cancel a request that has not ended."""
+        """Cancel an open request."""
         accepted = await self._service.find(http.match_info["id"], http[TENANT])
         await self._service.cancel(accepted)
         state = await self._service.state(accepted)
@@ -96,7 +96,7 @@ class _Completion(Generation):
 
     async def _send_chunks(self, sse: SseStream, opened: OpenStream) -> None:
         builder = builder_of(self.service.model, self.accepted)
-        # Deltas of several jobs interleave in an order that no other gateway could repeat.
+        # The deltas of several jobs interleave in an order that no other gateway could reproduce.
         send = sse.send if len(self.accepted.job_ids) == 1 else sse.send_unnumbered
         async with opened as deltas, sse.kept_alive():
             async for arrived in deltas:
@@ -107,7 +107,7 @@ class _Completion(Generation):
 
 
 async def state_json(service: InferenceService, accepted: AcceptedRequest, state: RequestState) -> Json:
-    """Return a request's state, with `response` or `error` once it has ended."""
+    """Return a request's state, with `response` or `error` once it ended."""
     response = None
     if state.outcome is not None:
         builder = builder_of(service.model, accepted)

@@ -1,4 +1,4 @@
-"""`/v1/embeddings` and vLLM's `/pooling`: texts as vectors, the served model's pooled hidden states."""
+"""`/v1/embeddings` and vLLM's `/pooling`: texts as vectors, pooled from the served model's hidden states."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Embeddings:
         return await self.embed(http, await read_body(http))
 
     async def embed(self, http: web.Request, body: bytes) -> web.Response:
-        """Answer a body that is read."""
+        """Serve a request whose body was read."""
         self.check(http)
         accepted, stream = await self.finished(http, EMBEDDINGS, body)
         return json_response(await embedding_answer(self._service, accepted, stream))
@@ -42,12 +42,12 @@ class Embeddings:
         return json_response(_pooled(accepted, await embedding_answer(self._service, accepted, stream)))
 
     def check(self, http: web.Request) -> None:
-        """Raises RequestError: 404 where embeddings are not enabled, 400 for an Idempotency-Key."""
+        """Raises RequestError: 404 if embeddings are not enabled, 400 for an Idempotency-Key."""
         require_enabled(self._service.settings)
         refuse_idempotency_key(http)
 
     async def finished(self, http: web.Request, endpoint: str, body: bytes) -> tuple[AcceptedRequest, ResponseStream]:
-        """Run a request to its good end."""
+        """Run a request until it succeeds. Raises RequestError."""
         request = await parse_body(self._service.threads, endpoint, body, http[TENANT])
         try:
             accepted = await self._service.admit(request, http[TENANT])
@@ -66,7 +66,7 @@ def require_enabled(settings: Settings) -> None:
 
 
 async def embedding_answer(service: InferenceService, accepted: AcceptedRequest, stream: ResponseStream) -> Json:
-    """Return the answer of a request that ended well."""
+    """Return the response of a successful request."""
     in_base64 = msgspec.json.decode(accepted.request.source.outline).get("encoding_format") == "base64"
     data = await service.threads.run(accepted.tenant, _vectors_json, stream.embeddings, in_base64)
     num_tokens = sum(accepted.num_prompt_tokens)

@@ -1,4 +1,4 @@
-"""The steps that generating routes share: headers, admission, background, one object or a stream."""
+"""Steps shared by generating routes: headers, admission, background, whole or streamed responses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OpenStream = AbstractAsyncContextManager[ResponseStream]
 
 
 class Generation(ABC):
-    """Answers one accepted request."""
+    """Serves one accepted request."""
 
     def __init__(self, service: InferenceService, accepted: AcceptedRequest) -> None:
         self.service = service
@@ -40,22 +40,24 @@ class Generation(ABC):
 
     @abstractmethod
     async def background_answer(self) -> web.StreamResponse | None:
-        """Return the answer to a request in the background; None: its stream."""
+        """Return the response to a background request; None: stream it."""
 
     @abstractmethod
     async def whole(self, opened: OpenStream) -> Json:
-        """Return the answer as one object. Raises RequestError."""
+        """Return the response as one object. Raises RequestError."""
 
     @abstractmethod
     async def send(self, sse: SseStream, opened: OpenStream) -> None:
-        """Send the answer as events. Raises RequestError before the first event, ClientGone."""
+        """Send the response as events. Raises RequestError before the first event, ClientGone."""
 
 
 async def accept(
     http: web.Request, service: InferenceService, request: GenerationRequest, key: str | None
 ) -> AcceptedRequest:
-    """Admit a request that can be found again; with a key it outlives its client. A client's id in the header precedes
-    that in the body, as in vLLM."""
+    """Admit a request that can be found again; with a key it outlives its client.
+
+    As in vLLM, a client id in the header takes precedence over one in the body.
+    """
     request = replace(request, client_id=client_id(http) or request.client_id)
     if key is not None and not request.background:
         request = replace(request, resumable=True)
@@ -65,7 +67,7 @@ async def accept(
 
 
 async def answer_new(http: web.Request, generation: Generation, after: int) -> web.StreamResponse:
-    """Answer a request from `accept`. `after`: number of the client's last event."""
+    """Serve a request from `accept`. `after`: number of the client's last event."""
     service, accepted = generation.service, generation.accepted
     if not accepted.request.outlives_client:
         return await answer(http, generation, service.open(accepted), 0)
@@ -79,20 +81,20 @@ async def answer_new(http: web.Request, generation: Generation, after: int) -> w
 
 
 async def answer(http: web.Request, generation: Generation, opened: OpenStream, after: int) -> web.StreamResponse:
-    """Answer with events if the request streams, else with one object."""
+    """Respond with events if the request streams, else with one object."""
     if generation.accepted.request.stream:
         return await stream(http, generation, opened, after)
     return json_response(await generation.whole(opened), headers={REQUEST_ID: generation.accepted.public_id})
 
 
 async def stream(http: web.Request, generation: Generation, opened: OpenStream, after: int) -> web.StreamResponse:
-    """Answer with the events after number `after`."""
+    """Respond with the events after number `after`."""
     if after and len(generation.accepted.job_ids) > 1:
         raise refusal(LAST_EVENT_ID, "cannot be given for a request with several prompts")
     sse = _sse_of(http, generation.accepted, generation.service.settings, after)
     if http.method == "HEAD":
         return sse.response
-    with suppress(ClientGone):  # its job is cancelled, or continues without it
+    with suppress(ClientGone):  # the job is cancelled, or continues without the client
         await generation.send(sse, opened)
     return sse.response
 
@@ -103,7 +105,7 @@ def as_request_error(error: Exception) -> RequestError:
 
 
 def idempotency_key(http: web.Request) -> str | None:
-    """Raises RequestError (400) for an invalid key."""
+    """Return the key, if any. Raises RequestError (400) for an invalid one."""
     key = http.headers.get(IDEMPOTENCY_KEY)
     if key is not None and not re.fullmatch(r"[\x21-\x7e]{1,255}", key):
         raise refusal(IDEMPOTENCY_KEY, "must be 1 to 255 visible ASCII characters")
@@ -111,7 +113,7 @@ def idempotency_key(http: web.Request) -> str | None:
 
 
 def refuse_idempotency_key(http: web.Request) -> None:
-    """Raises RequestError (400) for a key where requests cannot be found again."""
+    """Raises RequestError (400) for a key on a route whose requests cannot be found again."""
     if IDEMPOTENCY_KEY in http.headers:
         raise refusal(IDEMPOTENCY_KEY, "is for completions, chats, responses and messages")
 

@@ -1,4 +1,4 @@
-"""SageMaker's `/invocations`: a chat, a completion or embeddings, by the body's `messages`, `prompt` or `input`."""
+"""SageMaker's `/invocations`: a chat, completion or embedding request, as told by `messages`, `prompt` or `input`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ABSENT = msgspec.Raw()
 
 
 class _Fields(msgspec.Struct):
-    """The fields that decide the endpoint, undecoded."""
+    """The fields that determine the endpoint, undecoded."""
 
     messages: msgspec.Raw = _ABSENT
     prompt: msgspec.Raw = _ABSENT
@@ -44,7 +44,7 @@ def _endpoint_of(body: bytes) -> str:
     try:
         fields = decode_json(body, _Fields)
     except (ValueError, RecursionError):
-        return CHAT  # whose reader says what is wrong
+        return CHAT  # its reader reports the error
     found = {CHAT: fields.messages, COMPLETIONS: fields.prompt, EMBEDDINGS: fields.input}
     for endpoint, value in found.items():
         if bytes(value) not in (b"", b"null"):

@@ -51,10 +51,10 @@ class Messages:
 
 
 class MessageGeneration(Generation):
-    """Answers one accepted request in Anthropic's JSON."""
+    """Serves one accepted request in Anthropic's JSON."""
 
     async def background_answer(self) -> web.StreamResponse | None:
-        return None  # no field asks for it
+        return None  # no field requests it
 
     async def whole(self, opened: OpenStream) -> Json:
         async with opened as deltas:

@@ -1,4 +1,4 @@
-"""`/v1/models`, and `/tokenize` and `/detokenize` by the served model."""
+"""`/v1/models`, `/tokenize` and `/detokenize`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Models:
         return json_response(text)
 
     async def _card(self, name: str, adapter: AdapterRecord | None = None) -> dict[str, object]:
-        """Describe a name: of the model, or of an adapter, whose root is its folder and whose parent is the model."""
+        """Describe a model name or an adapter, whose root is its folder and whose parent is the model."""
         model = self._service.model
         return {
             "id": name,
@@ -51,7 +51,7 @@ class Models:
         }
 
     async def _max_model_len(self) -> int:
-        """Return the workers' limit, or the model's while the queue is away."""
+        """Return the workers' limit, or the model's if the queue is unavailable."""
         limit = self._service.model.max_model_len
         try:
             return (await self._service.fleet.view()).max_model_len(limit)

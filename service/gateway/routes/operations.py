@@ -1,4 +1,4 @@
-"""Metrics, probes, and the pages below `/ui`, without foreign assets."""
+"""Metrics, probes, and the pages below `/ui`, which load no third-party assets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ASSETS = {
     ),
 }  # fmt: skip
 PAGES = {"": "index.html", "/playground": "playground.html", "/simulator": "simulator.html"}
-"""Files of the pages, by their path below `/ui`."""
+"""Page files by path below `/ui`."""
 HEADERS = {
     # The page uses inline colours, loads only its own files and calls only this server.
     "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
@@ -49,11 +49,11 @@ class Operations:
         self._service = service
 
     async def page_state(self, http: web.Request) -> web.Response:
-        """Answer with what the page shows, which it polls once a second."""
+        """Return the state shown on the page, which polls it once a second."""
         return json_response(await _state(self._service), headers={"Cache-Control": "no-store"})
 
     async def page_sequences(self, http: web.Request) -> web.Response:
-        """Answer with counts of the fleet's longest sequences, and the block table of the query's one."""
+        """Return token counts of the fleet's longest sequences, and the block table of the queried sequence."""
         chosen = (http.query.get("request"), http.query.get("branch", "0"))
         try:
             await self._service.fleet.request_block_maps()
@@ -82,7 +82,7 @@ class Operations:
             metrics.set_fleet(stats, lanes, view.queue.num_leases, formats, adapters)
         except QueueUnavailable:
             metrics.set_fleet({}, dict.fromkeys(QUEUE_LANES, LaneStats(math.nan, math.nan)), math.nan)
-        is_alone = self._service.group is None  # else files are read
+        is_alone = self._service.group is None  # else it reads files
         body = metrics.exposition() if is_alone else await asyncio.to_thread(metrics.exposition)
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
@@ -95,7 +95,7 @@ class Operations:
 
 
 def asset(name: str, content_type: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Return the handler of one of the page's files."""
+    """Return a handler for one of the page's files."""
     text = (files(GATEWAY) / "ui" / name).read_text(encoding="utf-8")
 
     async def handle(http: web.Request) -> web.Response:
@@ -105,12 +105,13 @@ def asset(name: str, content_type: str) -> Callable[[web.Request], Awaitable[web
 
 
 async def without_slash(http: web.Request) -> web.Response:
-    """Send /ui/ to /ui, whose links are relative to its parent; relative too, as --root-path may precede it."""
+    """Redirect /ui/ to /ui, from where the page's relative links work. Relative, because --root-path may precede it."""
     return web.Response(status=308, headers={"Location": "../ui"})
 
 
 async def _state(service: InferenceService) -> dict[str, object]:
-    """Latencies are cumulative counts by bucket; `num_queued` is null while the queue is away."""
+    """Return the page's state. Latencies are cumulative bucket counts; `num_queued` is null if the queue is
+    unavailable."""
     latency = service.metrics.latency_buckets()
     try:
         await service.fleet.request_block_maps()
@@ -134,7 +135,7 @@ async def _state(service: InferenceService) -> dict[str, object]:
 
 
 def _worker(card: WorkerCard) -> dict[str, object]:
-    """`blocks` is null until the worker knows that a page looks, `host_blocks` also without a host cache."""
+    """Describe a worker. `blocks` is null until a page is viewed, `host_blocks` also without a host cache."""
     num_cells = len(card.blocks)
     return {
         "id": card.worker_id,
@@ -153,7 +154,7 @@ def _worker(card: WorkerCard) -> dict[str, object]:
 
 
 def _sequence(worker_id: str, table: BlockTable) -> dict[str, object]:
-    """Counts and the request's id: any tenant may look."""
+    """Return only counts and the request's id, because any tenant may see them."""
     holders = unpack_ids(table.holders)
     return {
         "worker": worker_id,

@@ -30,7 +30,7 @@ def page_limit(http: web.Request, default: int, most: int = MAX_PAGE) -> int:
 
 
 def page_json(http: web.Request, items: Sequence[Json], default_limit: int) -> Json:
-    """Return OpenAI's list object: at most `limit` of the items after `after`. Raises RequestError (400)."""
+    """Return OpenAI's list object: up to `limit` items after `after`. Raises RequestError (400)."""
     limit = page_limit(http, default_limit)
     after, start = http.query.get("after"), 0
     if after is not None:

@@ -1,6 +1,6 @@
-"""Liveness and readiness, also on `--probe-port` by a thread that answers while the event loop is busy.
+"""Liveness and readiness, also on `--probe-port`, from a thread that responds while the event loop is busy.
 
-Its `/livez` is 503 once the loop has not turned for DEAD_AFTER_S.
+The thread's `/livez` returns 503 once the loop has been stuck for DEAD_AFTER_S.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ log = logging.getLogger("quire.gateway")
 
 TICK_S = 0.5
 STALE_AFTER_S = 3.0
-"""Maximum age of the loop's last readiness report."""
+"""Maximum age of the event loop's last readiness report."""
 DEAD_AFTER_S = 60.0
 TEXT_WITHIN_S = 1.0
-"""Time in which a text thread must take up a call."""
+"""Time within which a text thread must pick up a call."""
 MAX_REQUEST_BYTES = 4096
 MAX_CLIENTS = 64
 CLIENT_TIMEOUT_S = 2.0
@@ -38,7 +38,7 @@ Answer = tuple[int, dict[str, Any]]
 
 
 async def readiness(service: InferenceService) -> Answer:
-    """Return HTTP status and body: 200 if a request would run now, else 503 with what is missing."""
+    """Return status and body: 200 if a request would run now, else 503 with what is missing."""
     missing = ["this gateway is shutting down"] if service.admission.draining else []
     num_ready = 0
     try:
@@ -53,7 +53,7 @@ async def readiness(service: InferenceService) -> Answer:
 
 
 class LoopReport:
-    """The event loop's last report, for another thread to read."""
+    """The event loop's last report, read by another thread."""
 
     def __init__(self) -> None:
         self._turned_at_s = self._reported_at_s = time.monotonic()
@@ -83,7 +83,7 @@ class LoopReport:
 
 @asynccontextmanager
 async def probed(service: InferenceService, host: str, port: int | None) -> AsyncIterator[int | None]:
-    """Answer probes on `port` from a thread, if one is given; yield the port taken. Raises StartupError."""
+    """Serve probes on `port`, if given, from a thread; yield the bound port. Raises StartupError."""
     if port is None:
         yield None
         return
@@ -105,7 +105,7 @@ async def probed(service: InferenceService, host: str, port: int | None) -> Asyn
 
 
 class ProbeServer:
-    """Serves short connections, each closed after its response, on one non-blocking thread."""
+    """Serves short connections, closed after each response, on one non-blocking thread."""
 
     def __init__(self, report: LoopReport, host: str, port: int) -> None:
         """Listen. Raises OSError."""
@@ -165,7 +165,7 @@ class ProbeServer:
                 self._clients[client] = (since_s, request)
                 return
             if data:
-                client.send(self._answer(request))  # a few hundred bytes, which fit the socket buffer
+                client.send(self._answer(request))  # a few hundred bytes, which fit into the socket buffer
         except OSError as error:
             log.debug("a probe left: %s", error)
         self._drop(client)

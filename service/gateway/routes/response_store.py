@@ -21,7 +21,7 @@ from service.queue.records import StorageFull, StoredResponse
 
 MAX_CONVERSATION_BYTES = 4 << 20
 SETTLE_WITHIN_S = float(LOG_ENDED_TTL_S)
-"""Lifetime of the events that an answer can be rebuilt from."""
+"""Lifetime of the events from which a response can be rebuilt."""
 
 
 class ResponseStore:
@@ -41,8 +41,10 @@ class ResponseStore:
             raise unavailable() from None
 
     async def settle(self, record: StoredResponse, answer: Json) -> None:
-        """Store the final answer; if the queue is away, in the background for SETTLE_WITHIN_S, as `current` can rebuild
-        it."""
+        """Store the final response. If the queue is unavailable, retry in the background for SETTLE_WITHIN_S.
+
+        Meanwhile `current` can rebuild it.
+        """
         settled = replace(record, answer=answer)
         try:
             await self._queue.responses.settle_response(settled, self._retention_s)
@@ -55,7 +57,7 @@ class ResponseStore:
             )
 
     def withdraw(self, record: StoredResponse) -> None:
-        """Drop the record of a refused request, in the background."""
+        """Drop a refused request's record, in the background."""
         drop = partial(self._queue.responses.drop_response, record)
         self._background.repeat(drop, "refused response not dropped", response=record.response_id)
 
@@ -65,15 +67,17 @@ class ResponseStore:
         await stored(self._queue.requests.drop_request(_request_id(record), record.tenant))
 
     async def find(self, response_id: str, tenant: str) -> StoredResponse:
-        """Raises RequestError: 404 for an unknown id or another tenant's, 503."""
+        """Raises RequestError: 404 for an unknown id or one of another tenant, 503."""
         record = await self._found(response_id, tenant)
         if record is None:
             raise RequestError(404, "There is no such response.", param="response_id", code="response_not_found")
         return record
 
     async def conversation(self, response_id: str, tenant: str) -> list[Json]:
-        """Return all items up to the response's end. Raises RequestError: 400 for an unknown id, another tenant's, or
-        a failed response."""
+        """Return all items up to the response's end.
+
+        Raises RequestError: 400 for an unknown id, another tenant's, or a failed response.
+        """
         param = "previous_response_id"
         record = await self._found(response_id, tenant)
         if record is None:
@@ -84,7 +88,7 @@ class ResponseStore:
         return [*record.context, *record.input, *answer["output"]]
 
     async def accepted(self, record: StoredResponse) -> AcceptedRequest | None:
-        """Return the request to read the response's events with; None: forgotten."""
+        """Return the request whose events make up the response; None: forgotten."""
         try:
             return await self._service.find(_request_id(record), record.tenant)
         except RequestError as error:
@@ -93,7 +97,7 @@ class ResponseStore:
             raise
 
     async def current(self, record: StoredResponse) -> Json:
-        """Return the response as it is now; store an answer that its gateway did not."""
+        """Return the response as it is now; store a final one that its gateway did not."""
         if record.is_settled:
             return dict(record.answer)
         accepted = await self.accepted(record)
@@ -120,7 +124,7 @@ class ResponseStore:
 
 
 def check_size(context: list[Json], items: list[Json]) -> None:
-    """Raises RequestError (400) for a conversation too long to be stored."""
+    """Raises RequestError (400) for a conversation that is too long to store."""
     if len(msgspec.json.encode([context, items])) > MAX_CONVERSATION_BYTES:
         raise refusal("input", f"takes more than {MAX_CONVERSATION_BYTES} bytes, too many for 'store' to be true")
 

@@ -1,4 +1,4 @@
-"""`/v1/responses`: answers that are stored, so that a later request can continue their conversation."""
+"""`/v1/responses`: stored responses, whose conversations later requests can continue."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Responses:
         return await answer_new(http, generation, after)
 
     async def count_input_tokens(self, http: web.Request) -> web.Response:
-        """Count the tokens of the prompt that `create` would make of the same body."""
+        """Count the tokens of the prompt that `create` would build from the same body."""
         refuse_idempotency_key(http)
         tenant, model = http[TENANT], self._service.model
         request, _, _ = await self._read(await read_body(http), tenant)
@@ -85,7 +85,7 @@ class Responses:
         return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     async def _read(self, data: bytes, tenant: str) -> tuple[GenerationRequest, list[Json], list[Json]]:
-        """Return the request, the items of the conversation that it continues, and its own. Raises RequestError."""
+        """Return the request, the items of the conversation it continues, and its own items. Raises RequestError."""
         in_thread = self._service.threads.run
         fields, request, items = await in_thread(tenant, _read_fields, data)
         previous = fields.get("previous_response_id")
@@ -107,7 +107,7 @@ class Responses:
         return json_response(await self._store.current(record))
 
     async def delete(self, http: web.Request) -> web.Response:
-        """Forget a response; cancel it if it runs in the background."""
+        """Delete a response; cancel it if it runs in the background."""
         record = await self._found(http)
         accepted = None if record.is_settled else await self._store.accepted(record)
         await self._store.drop(record)
@@ -116,7 +116,7 @@ class Responses:
         return json_response({"id": record.response_id, "object": "response", "deleted": True})
 
     async def cancel(self, http: web.Request) -> web.Response:
-        """Cancel a background response that has not ended."""
+        """Cancel an open background response."""
         record = await self._found(http)
         if not record.answer["background"]:
             raise refusal("response_id", "is of a response that does not run in the background")
@@ -130,7 +130,7 @@ class Responses:
                 answer = await self._final(accepted)
             await self._store.settle(record, answer)
         except TimeoutError:
-            answer = {**answer, "status": "cancelled"}  # true as soon as its worker reads the cancel
+            answer = {**answer, "status": "cancelled"}  # true once its worker reads the cancel
         return json_response(answer)
 
     async def _final(self, accepted: AcceptedRequest) -> Json:
@@ -155,7 +155,7 @@ class Responses:
 
 
 class _Response(Generation):
-    """Stores its `record` once the jobs are queued, and the answer at its end. None: nothing to store."""
+    """Stores its `record` once the jobs are queued, and the response at its end. A record of None stores nothing."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class _Response(Generation):
         return answer
 
     async def send(self, sse: SseStream, opened: OpenStream) -> None:
-        """Errors before the record is stored are raised; later ones become the response's last event."""
+        """Raise errors before the record is stored; send later ones as the response's last event."""
         builder = self._builder()
         is_stored = is_sent = False
         try:
@@ -284,7 +284,7 @@ def _check_items(fields: Mapping[str, Any], context: list[Json], items: list[Jso
 
 
 def _starting_after(http: web.Request) -> int:
-    """Return how many events the client has. Raises RequestError (400)."""
+    """Return the number of events that the client has. Raises RequestError (400)."""
     text = http.query.get("starting_after")
     if text is None:
         return last_event_id(http)

@@ -1,4 +1,4 @@
-"""vLLM's `/score` and `/rerank`: the cosine of the embeddings of two texts."""
+"""vLLM's `/score` and `/rerank`: cosine similarity of two texts' embeddings."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ScoreBody(SharedBody, frozen=True):
     items: Texts | None = None
 
     def names(self) -> tuple[str, str]:
-        """Return the fields of the left and the right side. Raises RequestError."""
+        """Return the names of the left and right fields. Raises RequestError."""
         given = [name for name in ScoreBody.__struct_fields__ if name in SIDES and getattr(self, name) is not None]
         spelling = next((pair for pair in SPELLINGS if set(given) <= set(pair)), None)
         if spelling is None:
@@ -82,7 +82,7 @@ class Scores:
         self._embeddings = embeddings
 
     async def score(self, http: web.Request) -> web.Response:
-        """Score each pair; one text on the left is compared with all on the right."""
+        """Score each pair; a single left text is compared with all right ones."""
         self._embeddings.check(http)
         body = await self._read(http, ScoreBody)
         names = body.names()
@@ -94,7 +94,7 @@ class Scores:
         return json_response({**head, "object": "list", "data": data})
 
     async def rerank(self, http: web.Request) -> web.Response:
-        """Score a query against documents; the best come first."""
+        """Score a query against documents, best first."""
         self._embeddings.check(http)
         body = await self._read(http, RerankBody)
         if body.top_n < 0:
@@ -139,7 +139,7 @@ def _decode(data: bytes, kind: type[Body]) -> Body:
 
 
 def _cosines(embeddings: Sequence[bytes], num_left: int) -> list[float]:
-    """Return the product of each vector on the right with its own, or the only, one on the left: all have length 1."""
+    """Return the dot product of each right vector with its left one, or with the only one: all are unit vectors."""
     vectors = [unpack_floats(one) for one in embeddings]
     left, right = vectors[:num_left], vectors[num_left:]
     return [sum(map(mul, left[index % num_left], vector)) for index, vector in enumerate(right)]

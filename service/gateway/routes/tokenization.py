@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, in vLLM's form."""
+"""`/tokenize` and `/detokenize`, as in vLLM."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
 
 
 def tokenize(model: ServedModel, data: bytes, adapters: Container[str] = ()) -> dict[str, Any]:
-    """Return `tokens`, their `count`, and `token_strs` if asked for. `adapters`: those loaded at run time.
+    """Return `tokens`, their `count`, and `token_strs` if requested. Raises RequestError (400, 404).
 
-    Raises RequestError (400, 404).
+    `adapters`: those loaded at run time.
     """
     fields = decode_object(data)
     plain = {**fields, "messages": plain_messages(fields["messages"])} if "messages" in fields else fields
@@ -51,7 +51,7 @@ def tokenize(model: ServedModel, data: bytes, adapters: Container[str] = ()) -> 
 
 
 def detokenize(model: ServedModel, data: bytes, adapters: Container[str] = ()) -> dict[str, Any]:
-    """Return the text of `tokens`, special tokens included, as `prompt`. Raises RequestError (400, 404)."""
+    """Return the text of `tokens`, including special tokens, as `prompt`. Raises RequestError (400, 404)."""
     body = convert(decode_object(data), DetokenizeBody)
     model.require(body.model, adapters)
     model.check_ids(body.tokens, "tokens")

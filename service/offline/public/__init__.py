@@ -1,6 +1,6 @@
-"""The package `quire`: the Python API, imported when it is first used.
+"""The package `quire`: the Python API, imported on first use.
 
-A wheel's `quire/__init__.py`, and in a checkout what the editable install maps `quire` to.
+This is `quire/__init__.py` in a wheel; in a checkout, the editable install maps `quire` to it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the API: `quire` is also the parent package of a wheel's command line, which starts without it."""
+    """Import the API on demand: a wheel's command line, whose parent package is `quire` too, starts without it."""
     if name == "__version__":
         return version("quire")
     if name not in __all__:

@@ -1,4 +1,4 @@
-"""The body of `/v1/responses` as types."""
+"""Types of the body of `/v1/responses`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HASH_CHARS = 12
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     type: str
     text: str
-    annotations: list[Any] = []  # sent back with an answer; neither stored nor shown to the model
+    annotations: list[Any] = []  # echoed from a response; neither stored nor shown to the model
     logprobs: list[Any] = []
 
 
@@ -62,9 +62,9 @@ class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """Return the name that the model gets, of at most 64 characters where `name` has at most 64.
+    """Return the name shown to the model, at most 64 characters if `name` is.
 
-    A long one ends with a hash in place of its rest.
+    A long name is cut off and ends with a hash.
     """
     if not namespace:
         return name
@@ -131,4 +131,4 @@ class ResponseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     thinking_token_budget: int | None = None
     chat_template_kwargs: dict[str, Any] = {}
     client_metadata: dict[str, str] = {}
-    max_tool_calls: int | None = None  # of hosted tools, which no answer calls
+    max_tool_calls: int | None = None  # limits hosted tools, which are never called

@@ -1,4 +1,4 @@
-"""Answers of `/v1/responses`: the response object and the events of its stream."""
+"""Builds responses of `/v1/responses`: the response object and the stream's events."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ RESPONSE_PREFIX = "resp_"
 
 @dataclass(frozen=True, kw_only=True)
 class ResponsesOptions:
-    """The fields of a response that its request decides."""
+    """Fields of a response that depend on its request."""
 
     echoed: Mapping[str, Any]  # the request's fields, or their defaults
     is_background: bool
     is_streamed: bool
     logprobs: bool
-    calls: CallOptions | None  # None: no calls
-    namespaces: Mapping[str, tuple[str, str]]  # (namespace, name) of a function by the name that the model gets
+    calls: CallOptions | None  # None: no tool calls
+    namespaces: Mapping[str, tuple[str, str]]  # function's (namespace, name), by the name shown to the model
     reasoning: ReasoningForm
 
     @classmethod
@@ -97,7 +97,7 @@ def _or(value: float | None, default: float) -> float:
 
 
 class ResponsesBuilder:
-    """Builds one response. Its events are numbered, and the same deltas give the same events in every gateway."""
+    """Builds one response. Events are numbered, and the same deltas give the same events in every gateway."""
 
     def __init__(self, header: ResponseHeader, tokenizer: Tokenizer, options: ResponsesOptions) -> None:
         self._header = header
@@ -110,7 +110,7 @@ class ResponsesBuilder:
         )
         self._items: list[Json] = []
         self._is_open = False  # the last item
-        self._unsent_logprobs: list[Json] = []  # log-probabilities of held-back text
+        self._unsent_logprobs: list[Json] = []  # of held-back text
         self._finish_reason: str | None = None
         self._num_events = 0
 
@@ -152,7 +152,7 @@ class ResponsesBuilder:
         return events
 
     def closing(self, outcome: Outcome) -> list[Json]:
-        """Return the events after the last delta; the last one has the response."""
+        """Return the events after the last delta; the final one contains the response."""
         events = self.opening()
         if not self._items:
             events += self._open_message()
@@ -169,7 +169,7 @@ class ResponsesBuilder:
         return [*events, self._event("response.failed", response=self.failed(error.code, error.message))]
 
     def failed(self, code: str | None, message: str) -> Json:
-        """Return the response that ended with this error, with its output so far."""
+        """Return the response that ended with this error, including its output so far."""
         for item in self._items:
             item["status"] = "incomplete" if item["status"] == "in_progress" else item["status"]
         if code == EndReason.CANCELLED:
@@ -264,7 +264,7 @@ class ResponsesBuilder:
         return [*events, self._output_event("response.output_item.done")]
 
     def _text_left(self) -> list[Json]:
-        """Send the log-probabilities of last tokens without text, such as EOS."""
+        """Emit the log-probabilities of final tokens without text, such as EOS."""
         if not self._unsent_logprobs:
             return []
         self._is_open = True
@@ -311,7 +311,7 @@ class ResponsesBuilder:
 
 
 def response_of(events: Sequence[Json]) -> Json:
-    """Return the response in a stream's last event."""
+    """Return the response in a stream's final event."""
     response: Json = events[-1]["response"]
     return response
 
@@ -333,5 +333,5 @@ def _usage(outcome: Outcome) -> Json:
 
 
 def _copy(value: Any) -> Any:
-    """Copy an item, which later deltas change, for an event or answer."""
+    """Copy an item for an event or response, because later deltas change it."""
     return msgspec.to_builtins(value)

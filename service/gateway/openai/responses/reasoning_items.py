@@ -15,13 +15,13 @@ from service.gateway.openai.json_objects import Json
 SUMMARIES = ("auto", "concise", "detailed")
 ENCRYPTED_CONTENT = "reasoning.encrypted_content"
 PACKED_PREFIX = "quire1."
-"""Start of an `encrypted_content`; base64 of the reasoning follows."""
+"""Prefix of `encrypted_content`; the reasoning follows in base64."""
 
 
 class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     effort: str | None = None
     summary: str | None = None
-    generate_summary: str | None = None  # the older name of `summary`
+    generate_summary: str | None = None  # former name of `summary`
 
 
 class ReasoningPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -40,14 +40,14 @@ class ReasoningItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fr
 
 @dataclass(frozen=True)
 class ReasoningForm:
-    """Fields of a reasoning item that have its text."""
+    """Fields of a reasoning item that contain its text."""
 
-    is_summary: bool = False  # in `summary`, not in `content`
-    is_packed: bool = False  # in `encrypted_content` too
+    is_summary: bool = False  # in `summary` rather than `content`
+    is_packed: bool = False  # also in `encrypted_content`
 
     @classmethod
     def of(cls, config: ReasoningConfig, include: Sequence[str]) -> ReasoningForm:
-        """Raises RequestError (400)."""
+        """Read the options. Raises RequestError (400)."""
         for name in ("summary", "generate_summary"):
             if getattr(config, name) not in (None, *SUMMARIES):
                 raise refusal(f"reasoning.{name}", f"must be one of {', '.join(SUMMARIES)}")
@@ -63,7 +63,7 @@ class ReasoningForm:
         return "summary_text" if self.is_summary else "reasoning_text"
 
     def closed(self, item: Json) -> Json:
-        """Return the fields that the end of the item adds."""
+        """Return the fields that are added when the item ends."""
         if not self.is_packed:
             return {}
         text = "".join(part["text"] for part in item[self.place])
@@ -71,7 +71,7 @@ class ReasoningForm:
 
 
 def check_reasoning(item: Json, param: str) -> None:
-    """Raises RequestError (400) for parts of another type, or content that another service encrypted."""
+    """Raises RequestError (400) for parts of the wrong type, or content encrypted by another service."""
     for place, kind in (("summary", "summary_text"), ("content", "reasoning_text")):
         for i, part in enumerate(item[place]):
             if part["type"] != kind:

@@ -1,4 +1,4 @@
-"""Reads a body of `/v1/responses` as the equivalent chat, with errors in its own field names."""
+"""Reads a body of `/v1/responses` as the equivalent chat; errors use the body's field names."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ LEFT_OUT_TOOLS = (
     *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search"),
     *("computer_use_preview", "local_shell", "shell", "apply_patch", "custom"),
 )
-"""Types of tools that the model is not offered: OpenAI's servers run them, or their calls are no functions."""
+"""Tool types not offered to the model: OpenAI's servers run them, or their calls are not functions."""
 
 LEFT_OUT_ITEMS = ("web_search_call",)
-"""Types of items, of another server's answers, that hold nothing to be shown to the model."""
+"""Item types from other servers' responses that have nothing to show the model."""
 
 LOGPROBS = "message.output_text.logprobs"
 IDLE_INCLUDES = (
     *("code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results"),
     *("message.input_image.image_url", "web_search_call.action.sources", "web_search_call.results"),
 )
-"""Values of `include` for items that no answer has."""
+"""Values of `include` for items that never occur."""
 INCLUDES = (LOGPROBS, ENCRYPTED_CONTENT, *IDLE_INCLUDES)
 VERBOSITIES = ("low", "medium", "high")
 SAME_IN_A_CHAT = (
@@ -79,18 +79,18 @@ _ROLES = ("user", "assistant", "system", "developer")
 
 @dataclass
 class _Messages:
-    """A chat's messages, with the field that each came from."""
+    """A chat's messages and the field each came from."""
 
     chat: list[Json] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
-    calls: dict[tuple[int, int], str] = field(default_factory=dict)  # by message and index in it
+    calls: dict[tuple[int, int], str] = field(default_factory=dict)  # by (message, index of call)
 
     def add(self, message: Json, origin: str) -> None:
         self.chat.append(message)
         self.origins.append(origin)
 
     def answer(self, message: Json, origin: str) -> None:
-        """Add a message of the assistant to its reasoning, if that precedes it."""
+        """Add an assistant's message, merged with directly preceding reasoning."""
         last = self.chat[-1] if self.chat else {}
         if last.keys() == {"role", "reasoning"}:
             last |= message
@@ -98,7 +98,7 @@ class _Messages:
             self.add(message, origin)
 
     def call(self, call: Json, origin: str) -> None:
-        """Add a call to the assistant's message before it."""
+        """Add a tool call to the preceding assistant message."""
         if not self.chat or self.chat[-1]["role"] != "assistant":
             self.add({"role": "assistant"}, origin)
         calls = self.chat[-1].setdefault("tool_calls", [])
@@ -158,8 +158,10 @@ def read_response_body(fields: Mapping[str, Any]) -> ResponseBody:
 
 
 def _functions(tools: Sequence[Any]) -> list[Any]:
-    """Return the functions of `tools`, also of namespaces. Tools that run elsewhere are left out if it has functions:
-    an agent offers them to every model. Raises RequestError (400) for tools without a function."""
+    """Return the functions in `tools`, namespaces included. Raises RequestError (400) if there are none.
+
+    Tools that run elsewhere are dropped, since agents offer them to every model.
+    """
     found: list[Any] = []
     for i, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, dict) else "function"
@@ -187,7 +189,7 @@ def _functions_of(tool: Json, param: str) -> list[Json]:
 
 
 def with_own_field_names(error: RequestError, name: Callable[[str], str] | None = None) -> RequestError:
-    """Rename the fields in an error of the chat or completion that was read."""
+    """Rename an error's fields, which are those of the equivalent chat or completion."""
     if error.param is None:
         return error
     own = (name or _own_name)(error.param)
@@ -291,7 +293,7 @@ def items_of(asked: str | list[Json]) -> list[Json]:
 
 
 def check_answered_calls(items: Sequence[Json]) -> None:
-    """Raises RequestError (400) for a call's output without the call before it."""
+    """Raises RequestError (400) for a call output without a preceding call."""
     called = set()
     for item in items:
         if item["type"] == "function_call":
