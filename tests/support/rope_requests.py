@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
+import numpy as np
+
 from model.sampling_params import SamplingParams
 from service.config.settings import Settings
 from service.engine.build import build_engine
@@ -10,6 +14,7 @@ from service.engine.request import EngineRequest
 from tests.support.goldens import Golden
 
 SHORT, LONG = "short", "long"
+ROUNDING = 1e-3
 
 
 def engine_of(golden: Golden, max_model_len: int, device: str = "cpu", **settings) -> Engine:
@@ -17,18 +22,29 @@ def engine_of(golden: Golden, max_model_len: int, device: str = "cpu", **setting
     return build_engine(Settings(model=str(golden.folder), max_model_len=max_model_len, **how), progress=False).engine
 
 
-def answers(engine: Engine, requests: dict[str, EngineRequest]) -> dict[str, list[tuple[int, float]]]:
-    """Return each request's tokens with their log-probabilities, all running together."""
+@dataclass(frozen=True)
+class Answer:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def is_close_to(self, other: Answer) -> bool:
+        """Return whether tokens are equal and log-probabilities are, but for the rounding of another batch."""
+        return self.token_ids == other.token_ids and np.allclose(self.logprobs, other.logprobs, atol=ROUNDING)
+
+
+def answers(engine: Engine, requests: dict[str, EngineRequest]) -> dict[str, Answer]:
+    """Return each request's answer, all running together."""
     for request in requests.values():
         engine.add_request(request)
         engine.step()
     while engine.has_work:
         engine.step()
-    found: dict[str, list[tuple[int, float]]] = {}
+    found: dict[str, Answer] = {}
     for output in engine.drain_request_outputs():
         for part in output.parts:
-            logprobs = [round(one.logprob, 4) for one in part.logprobs]
-            found.setdefault(output.request_id, []).extend(zip(part.token_ids, logprobs, strict=True))
+            answer = found.setdefault(output.request_id, Answer())
+            answer.token_ids.extend(part.token_ids)
+            answer.logprobs.extend(one.logprob for one in part.logprobs)
     return found
 
 
