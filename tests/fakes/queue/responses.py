@@ -33,7 +33,7 @@ class MemoryResponseStore:
             del self._responses[name]
         change = len(packed) + OVERHEAD_BYTES - self._response_ledger.taken(record.tenant, record.response_id)
         self._response_ledger.charge(record.tenant, record.response_id, change, for_s, limits)
-        self._responses[record.response_id] = (packed, now_s + for_s)
+        self._responses[record.response_id] = (packed, time.monotonic() + for_s)  # no charge outlives its record
 
     async def settle_response(self, record: StoredResponse, for_s: float) -> None:
         if await self.get_response(record.response_id) is not None:
