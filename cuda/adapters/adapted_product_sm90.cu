@@ -106,7 +106,8 @@ struct OutputTile {
 extern "C" __global__ void SMALL_M_CLUSTER __maxnreg__(80)
     adapted_product_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map,
                          const __grid_constant__ TensorMap a_map, const X* x, const float* x_scale, const T* b,
-                         const float* weight_scale, const T* bias, Out* out, u64* shrunk, const int* rows, const int* tiles, const int* ranks, u32* left, int num_rows,
+                         const float* weight_scale, const T* bias, Out* out, u64* shrunk, const int* rows,
+                         const int* tiles, const int* ranks, u32* left, int num_rows,
                          int n_size, int k_size, int num_passes, int num_pieces, int num_sorted, int num_tiles,
                          int num_slots, int num_parts, int max_rank, int first_end, int second_end, int unit_outputs) {
     extern __shared__ unsigned char memory[];
@@ -153,7 +154,8 @@ extern "C" __global__ void SMALL_M_CLUSTER __maxnreg__(80)
         for (int tile = 0; tile < work.num_tiles; ++tile) {
             Sums sum;
             sum_tile<Stage>(sum, shared, work, tile * work.num_spans);
-            const OutputTile output(adapters, out, bias, weight_scale, work.first_row(tile), tile % 2, num_rows, n_size);
+            const OutputTile output(adapters, out, bias, weight_scale, work.first_row(tile), tile % 2, num_rows,
+                                    n_size);
             store(sum, output, shared, work.split);
             __syncwarp();
             if (lane == 0) arrive(adapters.taken);

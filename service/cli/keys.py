@@ -35,7 +35,7 @@ def run_key(flags: argparse.Namespace) -> int:
 
 
 def _append(path: Path, line: str) -> None:
-    """Append to a key file, or create one that only its owner can read. Raises StartupError."""
+    """Append to a key file; a new file has mode 0600. Raises StartupError."""
     if path.exists():
         read_keys(path)
     try:

@@ -1,7 +1,4 @@
-"""Modules of an adapter's file: their tensors' places in the adapter's memory, and reading them there.
-
-Plans can be sent to other processes, which read to the same memory.
-"""
+"""Reads modules of an adapter's file into its memory. Plans can be sent to other processes that map the memory."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from model.weights.safetensors_file import StoredFile, StoredTensor
 
 
 class PlannedTensor(NamedTuple):
-    """Matrix in the file and in the memory."""
+    """A matrix: its place in the file and in the memory."""
 
     name: str
     dtype: np.dtype  # in the file

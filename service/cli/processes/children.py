@@ -33,7 +33,7 @@ WELL_S = 60.0
 """Ready time after which the restart delays start over."""
 
 STOPPED = (0, EXIT_AT_ONCE, -signal.SIGTERM, -signal.SIGINT)
-"""Exit statuses of a child that was told to stop by a signal."""
+"""Exit statuses of a child that stopped on a signal."""
 
 CRASHES_ARE_SEEN = {"PYTHONFAULTHANDLER": "1"}
 """A native crash prints every thread's stack."""

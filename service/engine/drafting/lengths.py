@@ -206,8 +206,8 @@ class DraftLengths:
     def _due_trial(
         self, cost: StepCost, table: np.ndarray, num_rows: int, expected_s: np.ndarray, drafting: Drafting
     ) -> tuple[list[int], _Trial] | None:
-        """Return the best drafts under a trial's assumptions, if the budget allows; preferably ones that add at most
-        one plain step."""
+        """Return the best drafts under a trial's assumptions, if the budget allows. Drafts that add at most one plain
+        step are preferred."""
         plain_s = cost.plain_s(num_rows)
         least_s = (MIN_SPEED_UP - 1) * plain_s
         if self._budget_s <= least_s:

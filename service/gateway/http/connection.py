@@ -26,7 +26,7 @@ log = logging.getLogger("quire.gateway")
 
 MAX_URL_BYTES = 8190
 MAX_HEADER_BYTES = 8192
-"""Limit on a header's name and value. Differs from the URL's, so that aiohttp's refusals can be told apart."""
+"""Limit on a header's name and value. Differs from MAX_URL_BYTES: aiohttp's error shows which limit was exceeded."""
 MAX_HEADERS = 100
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 """May be repeated: HTTP/1.1 clients skip it."""

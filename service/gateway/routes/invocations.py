@@ -1,4 +1,4 @@
-"""SageMaker's `/invocations`: a chat, completion or embedding request, as told by `messages`, `prompt` or `input`."""
+"""SageMaker's `/invocations`: a chat, completion or embedding request, chosen by `messages`, `prompt` or `input`."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class ResponseStore:
             raise
 
     async def current(self, record: StoredResponse) -> Json:
-        """Return the response as it is now; store a final one that its gateway did not."""
+        """Return the response's current state. If it has ended and its gateway did not store it, store it."""
         if record.is_settled:
             return dict(record.answer)
         accepted = await self.accepted(record)

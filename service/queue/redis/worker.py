@@ -136,7 +136,7 @@ class RedisWorkerQueue:
         return [claim for claim, _ in pairs]
 
     async def _open(self, answer: Sequence[Any]) -> tuple[Claim, ClaimedJob] | None:
-        """Decode a claimed job; return None for one that ends here."""
+        """Decode a claimed job. Return None if the job ends here."""
         job_id, message, attempt, standing, deaths, cause, stops = answer
         job_id, cause = job_id.decode(), cause.decode(errors="replace")
         fence = f"{attempt} {self._owner}"
